@@ -1,0 +1,40 @@
+# Everything sets itself up: `make demo` and `make test` work in a fresh clone.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-gpu lint format bench clean
+
+help:  ## this list
+	@grep -E "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(READY)  ## four CPU ranks dispatch tokens to experts and combine them back
+	$(RUN) -m deep_ep demo
+
+test: $(READY)  ## the whole suite, on the CPU
+	$(RUN) -m pytest tests
+
+test-gpu:  ## the whole suite on this machine's GPU, with the python that is there
+	PYTHONPATH=src $(PYTHON) -m pytest tests --device cuda
+
+lint: $(READY)  ## format, ruff, types, import layers
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: $(READY)  ## rewrite the files the way `make lint` wants them
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+bench: $(READY)  ## the benchmark of normal mode, and README's table from it
+	$(RUN) -m deep_ep bench normal --readme README.md
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

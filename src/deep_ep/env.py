@@ -1,0 +1,66 @@
+"""Every environment variable that `deep_ep` reads, once: name, type, default, meaning."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable. It is read when it is needed, so a test or a program may set it late."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    help: str
+
+    def get(self) -> T:
+        """The value in force; `ValueError` naming the variable where the text cannot be read."""
+        text = os.environ.get(self.name, "").strip()
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: cannot read {text!r} ({error}). {self.help}") from None
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError("must be greater than 0")
+    return value
+
+
+def _non_negative_int(text: str) -> int:
+    value = int(float(text)) if "e" in text.lower() else int(text)
+    if value < 0:
+        raise ValueError("must not be negative")
+    return value
+
+
+TIMEOUT_SECS = Variable(
+    "DEEP_EP_TIMEOUT_SECS", _positive_float, 100.0, "Seconds that a call, or construction, waits for a peer."
+)
+DEVICE = Variable("DEEP_EP_DEVICE", str, "", "Device of new buffers: `cpu` or `cuda`.")
+TRANSPORT = Variable("DEEP_EP_TRANSPORT", str, "auto", "Transport inside a node: `auto`, `solo` or `shm`.")
+RANKS_PER_NODE = Variable(
+    "DEEP_EP_RANKS_PER_NODE",
+    _non_negative_int,
+    0,
+    "Split each host into nodes of this many ranks (0: one node).",
+)
+HOST = Variable("DEEP_EP_HOST", str, "", "Name of this host, where hostname and boot id do not tell hosts apart.")
+ARENA_BYTES = Variable(
+    "DEEP_EP_ARENA_BYTES",
+    _non_negative_int,
+    0,
+    "Most bytes that the arena of received tensors may take on a rank (0: as many as are needed).",
+)
+
+VARIABLES: tuple[Variable, ...] = (TIMEOUT_SECS, DEVICE, TRANSPORT, RANKS_PER_NODE, HOST, ARENA_BYTES)

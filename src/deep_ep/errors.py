@@ -1,0 +1,31 @@
+"""The errors of the world: a peer, the memory, the machine.
+
+A caller's mistake raises `ValueError` or `TypeError` at the public method. Everything that can go wrong although the
+call was right is an `EPError`. Messages are one sentence of the form
+
+    where: what must hold, what was seen (rank i/n). What to do.
+"""
+
+
+class EPError(RuntimeError):
+    """Something outside this call went wrong: a peer failed, peers disagree, memory is short."""
+
+
+class EPTimeout(EPError):
+    """A peer did not do its part within the limit."""
+
+
+class EPTransportError(EPError):
+    """The window could not be made, mapped or grown."""
+
+
+class EPUnsupported(EPError):
+    """What was asked for does not exist here (this machine, this version)."""
+
+
+class EPClosed(EPError):
+    """The buffer was destroyed, or closed by an earlier failure."""
+
+
+class EPOverflow(EPError):
+    """More rows come to a rank than it made room for. All ranks raise, nothing was sent, the buffer stays usable."""
