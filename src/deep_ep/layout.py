@@ -1,0 +1,92 @@
+"""From `topk_idx` to the row of every token at every destination: pure arithmetic, no communication.
+
+Shape letters: T tokens of this rank, K selections of a token, E experts, R ranks, L = E / R experts of a rank.
+Expert `e` lives on rank `e // L`. An id outside `[0, E)` selects nothing.
+
+A *slot* is the row that a token takes at a destination. Rows are ordered by source rank and then by token, so with
+`num_tokens[s, d]` known for all ranks, every slot follows without asking anybody:
+
+    slot[t, d] = sum(num_tokens[s, d] for s < me) + how many tokens before t go to d
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class DispatchLayout(NamedTuple):
+    """What a rank sends where.
+
+    Attributes:
+        num_tokens_per_rank: [R] int32, tokens bound for each rank, each counted once.
+        num_tokens_per_node: [nodes] int32, tokens bound for each node, each counted once.
+        num_tokens_per_expert: [E] int32, selections of each expert, duplicates counted.
+        is_token_in_rank: [T, R] bool.
+    """
+
+    num_tokens_per_rank: torch.Tensor
+    num_tokens_per_node: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
+    is_token_in_rank: torch.Tensor
+
+
+def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ranks_per_node: int) -> DispatchLayout:
+    """Count tokens per rank, node and expert, and mark which token goes to which rank.
+
+    Args:
+        topk_idx: [T, K] integer expert ids.
+        num_experts: E, a multiple of `num_ranks`.
+        num_ranks: R.
+        ranks_per_node: Ranks of a node, a divisor of R.
+
+    Example:
+        `dispatch_layout(tensor([[0, 3], [-1, 2]]), 4, 2, 2)`: token 0 goes to both ranks, token 1 to rank 1; counts
+        per rank `[1, 2]`, per node `[2]`, per expert `[1, 0, 1, 1]`.
+    """
+    num_tokens = topk_idx.size(0)
+    ids = topk_idx.long()
+    selected = (ids >= 0) & (ids < num_experts)
+    # One column more takes the selections of nothing, and is cut off again.
+    rank_of = torch.where(selected, ids.div(num_experts // num_ranks, rounding_mode="floor"), num_ranks)
+    is_token_in_rank = torch.zeros(num_tokens, num_ranks + 1, dtype=torch.bool, device=ids.device)
+    is_token_in_rank = is_token_in_rank.scatter_(1, rank_of, True)[:, :num_ranks].contiguous()
+    in_node = is_token_in_rank.view(num_tokens, num_ranks // ranks_per_node, ranks_per_node).any(2)
+    return DispatchLayout(
+        is_token_in_rank.sum(0, dtype=torch.int32),
+        in_node.sum(0, dtype=torch.int32),
+        torch.bincount(ids[selected], minlength=num_experts).int(),
+        is_token_in_rank,
+    )
+
+
+def rank_prefix_matrix(num_tokens: torch.Tensor) -> torch.Tensor:
+    """Rows that each rank receives from the ranks up to and including another.
+
+    Args:
+        num_tokens: [R, R] int32, `[s, d]` tokens that rank s sends to rank d.
+
+    Returns:
+        [R, R] int32, `[s, d] = sum(num_tokens[:s + 1, d])`.
+    """
+    return num_tokens.cumsum(0, dtype=torch.int32)
+
+
+def token_slots(is_token_in_rank: torch.Tensor, prefix: torch.Tensor, rank: int) -> torch.Tensor:
+    """The row of every token at every destination.
+
+    Args:
+        is_token_in_rank: [T, R] bool.
+        prefix: [R, R] int32, from `rank_prefix_matrix`.
+        rank: The source rank.
+
+    Returns:
+        [T, R] int32, -1 where the token is not sent.
+
+    Example:
+        With mask `[[1, 1], [0, 1]]` on rank 1 and prefix `[[5, 7], [6, 9]]` the slots are `[[5, 7], [-1, 8]]`.
+    """
+    start = prefix[rank - 1] if rank else torch.zeros_like(prefix[0])
+    position = is_token_in_rank.cumsum(0, dtype=torch.int32) - 1
+    return torch.where(is_token_in_rank, position + start, -1).int()
