@@ -1,0 +1,94 @@
+"""The control plane: who we are, and a gather of small objects with a limit.
+
+It is used when a buffer is made, never in its calls. Any `torch.distributed` group will do, or anything that looks
+like an mpi4py communicator.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from .errors import EPTimeout
+
+
+class Comm(Protocol):
+    """The part of an mpi4py communicator that is used."""
+
+    def Get_rank(self) -> int:
+        """This process's rank."""
+
+    def Get_size(self) -> int:
+        """How many ranks there are."""
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+
+
+class Control:
+    """Rank, number of ranks, and `gather`, over a process group or an MPI-like communicator.
+
+    Args:
+        group: A `torch.distributed` process group, whatever moves its bytes; or None.
+        comm: An MPI-like communicator, looked at only where `group` is None.
+        limit_secs: Seconds that a gather may take.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, comm: Comm | None, limit_secs: float):
+        self.limit_secs = limit_secs
+        self._allgather: Callable[[Any], list[Any]]
+        if group is not None:
+            self.rank, self.num_ranks = group.rank(), group.size()
+            self._allgather = lambda value: _gather_over_group(value, group)
+        elif comm is not None:
+            self.rank, self.num_ranks = comm.Get_rank(), comm.Get_size()
+            self._allgather = comm.allgather
+        else:
+            raise ValueError(
+                "Buffer: `group` (a torch.distributed process group) or `comm` (an mpi4py communicator) is needed"
+            )
+
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """Every rank's `value`, by rank. All ranks call it together.
+
+        Args:
+            value: Anything that pickles.
+            purpose: What it is for; the error says it.
+        """
+        if self.num_ranks == 1:
+            return [value]
+        answer: queue.SimpleQueue[tuple[list[Any] | None, BaseException | None]] = queue.SimpleQueue()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        def work() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)  # the current device is a property of the thread
+                answer.put((self._allgather(value), None))
+            except BaseException as error:  # it goes to the caller, whatever it is
+                answer.put((None, error))
+
+        # A collective cannot be cancelled. A thread lets the caller go on at the limit; it ends with the group's own.
+        threading.Thread(target=work, name="deep_ep-gather", daemon=True).start()
+        try:
+            values, error = answer.get(timeout=self.limit_secs)
+        except queue.Empty:
+            raise EPTimeout(
+                f"{purpose}: not all ranks came within {self.limit_secs:g} s (rank {self.rank}/{self.num_ranks}). "
+                "A rank exited, or does not make its buffer; look at its output"
+            ) from None
+        if error is not None:
+            raise error
+        assert values is not None
+        return values
+
+
+def _gather_over_group(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values

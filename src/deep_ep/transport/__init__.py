@@ -1,0 +1,58 @@
+"""Transports: how ranks of a node reach each other's memory. A new one is a file here and a line in `choose`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .. import env
+from ..control import Control
+from ..errors import EPUnsupported
+from . import shm, solo
+from .arena import Base
+from .board import HEADER, MAX_EXPERTS, OFFER
+from .window import EPPeerFailed, Window, WindowSizes
+
+__all__ = [
+    "HEADER",
+    "MAX_EXPERTS",
+    "OFFER",
+    "Base",
+    "Choice",
+    "EPPeerFailed",
+    "Window",
+    "WindowSizes",
+    "choose",
+]
+
+
+class Choice(NamedTuple):
+    """A transport, and why it was chosen."""
+
+    name: str
+    reason: str
+    make_window: Callable[[Control, WindowSizes], Window]
+
+
+def choose(num_ranks: int) -> Choice:
+    """The transport for the CPU ranks of one node.
+
+    Raises:
+        EPUnsupported: There is none, or `DEEP_EP_TRANSPORT` asks for one that cannot be.
+    """
+    wish = env.TRANSPORT.get()
+    choices = {
+        "solo": Choice("solo", "a group of one rank", solo.make_window),
+        "shm": Choice("shm", "CPU ranks of one host", shm.make_window),
+    }
+    reasons = {
+        "solo": None if num_ranks == 1 else f"it is for one rank, the group has {num_ranks}",
+        "shm": shm.why_not(),
+    }
+    if wish not in ("auto", *choices):
+        raise ValueError(f"{env.TRANSPORT.name}: {wish!r} is not one of auto, {', '.join(choices)}")
+    for name, choice in choices.items():
+        if wish in ("auto", name) and reasons[name] is None:
+            return choice if wish == "auto" else choice._replace(reason=f"{env.TRANSPORT.name}={wish}")
+    said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason and wish in ("auto", name))
+    raise EPUnsupported(f"transport: none for {num_ranks} ranks on this host ({said})")

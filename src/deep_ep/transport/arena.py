@@ -1,0 +1,184 @@
+"""The arena: regions of a rank's memory that live as long as the tensors over them.
+
+Memory comes in segments, each of which a peer maps when an offer first names it. A segment is reserved in the address
+space as a whole and committed span by span, when it is first used.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import EPTransportError
+from .memory import Mapping, Memory, bytes_tensor
+from .spans import UNIT_BYTES, Span, SpanSet, whole_units
+
+GROWTH_BYTES = 2 << 20  # segments are multiples of this
+
+
+@dataclass(frozen=True)
+class Base:
+    """Where a region begins, for a peer: the segment that holds it, and its offset in the owner's memory."""
+
+    segment: Span
+    offset: int
+
+    def words(self) -> list[int]:
+        """The three words that an offer carries."""
+        return [self.segment.start, self.segment.stop, self.offset]
+
+    @classmethod
+    def from_words(cls, words: Sequence[int]) -> Base:
+        """The reverse of `words`."""
+        return cls(Span(words[0], words[1]), words[2])
+
+
+class Segment:
+    """A mapped stretch of this rank's memory, with what of it is free and what is not yet committed."""
+
+    def __init__(self, memory: Memory, num_bytes: int):
+        self.memory = memory
+        self.span = memory.grow(num_bytes)
+        self.mapping = memory.map(self.span)
+        self.free = SpanSet(self.span)
+        self._uncommitted = SpanSet(self.span)
+
+    def commit(self, span: Span) -> None:
+        """Make sure that memory stands behind a span.
+
+        Raises:
+            EPTransportError: There is too little.
+        """
+        span = Span(span.start // UNIT_BYTES * UNIT_BYTES, whole_units(span.stop))
+        for fresh in self._uncommitted.remove(span):
+            try:
+                self.memory.commit(fresh)
+            except EPTransportError:
+                self._uncommitted.add(fresh)
+                raise
+        self.mapping.populate(span)
+
+    def trim(self) -> int:
+        """Give what is free back to the system. Returns the bytes given back."""
+        before = self.num_committed_bytes
+        for span in self.free:
+            self._uncommitted.remove(span)
+            self._uncommitted.add(span)
+            self.mapping.discard(span)
+        return before - self.num_committed_bytes
+
+    @property
+    def num_committed_bytes(self) -> int:
+        """Bytes that the system has set aside."""
+        return self.span.num_bytes - self._uncommitted.num_bytes
+
+
+class Arena:
+    """Segments, and the regions in them.
+
+    Args:
+        memory: The rank's memory.
+        first_bytes: Size of the first segment.
+        limit_bytes: Most bytes of all segments together; 0: no limit.
+        on_map: Told of each mapping that is made.
+    """
+
+    def __init__(self, memory: Memory, first_bytes: int, limit_bytes: int, on_map: Callable[[Mapping], None]):
+        self._memory = memory
+        self._first_bytes = first_bytes
+        self.limit_bytes = limit_bytes
+        self._on_map = on_map
+        self._segments: list[Segment] = []
+        self._freed: deque[Span] = deque()
+        self._lock = threading.Lock()
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """A contiguous tensor over a region of the arena.
+
+        The region is free again when the tensor's storage dies, with the last view of it. The arena grows where its
+        limit and the memory allow.
+
+        Returns:
+            The tensor, uninitialised; None where there is no room. No room is needed, and none taken, for no elements.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(*shape, dtype=dtype)
+        with self._lock:
+            self._reclaim()
+            found = self._take(num_bytes)
+        if found is None:
+            return None
+        segment, span = found
+        view = segment.mapping.view(Span(span.start, span.start + num_bytes))
+        # The finalizer may run on any thread, inside garbage collection: it only appends.
+        weakref.finalize(view, self._freed.append, span).atexit = False
+        return bytes_tensor(view).view(dtype).view(*shape)
+
+    def base_of(self, tensor: torch.Tensor) -> Base | None:
+        """Where a contiguous tensor lies, if it lies in a region of this rank's arena."""
+        for segment in self._segments:
+            offset = segment.mapping.offset_of(tensor.data_ptr())
+            if offset is not None:
+                return Base(segment.span, offset)
+        return None
+
+    def trim(self) -> int:
+        """Give free memory back to the system. Returns the bytes given back."""
+        with self._lock:
+            self._reclaim()
+            return sum(segment.trim() for segment in self._segments)
+
+    def num_bytes(self) -> dict[str, int]:
+        """Bytes `used` by regions, `committed` by the system, and `reserved` in the address space."""
+        with self._lock:
+            self._reclaim()
+            reserved = sum(segment.span.num_bytes for segment in self._segments)
+            return {
+                "used": reserved - sum(segment.free.num_bytes for segment in self._segments),
+                "committed": sum(segment.num_committed_bytes for segment in self._segments),
+                "reserved": reserved,
+            }
+
+    def _reclaim(self) -> None:
+        while self._freed:
+            span = self._freed.popleft()
+            next(s for s in self._segments if s.span.start <= span.start < s.span.stop).free.add(span)
+
+    def _take(self, num_bytes: int) -> tuple[Segment, Span] | None:
+        for segment in self._segments:
+            span = segment.free.take(num_bytes)
+            if span is not None:
+                return self._committed(segment, span)
+        size = self._next_bytes(num_bytes)
+        if not size:
+            return None
+        segment = Segment(self._memory, size)
+        self._on_map(segment.mapping)
+        self._segments.append(segment)
+        span = segment.free.take(num_bytes)
+        assert span is not None
+        return self._committed(segment, span)
+
+    def _committed(self, segment: Segment, span: Span) -> tuple[Segment, Span] | None:
+        try:
+            segment.commit(span)
+        except EPTransportError:
+            segment.free.add(span)
+            return None
+        return segment, span
+
+    def _next_bytes(self, num_bytes: int) -> int:
+        """Segments double the arena, within its limit; 0 where `num_bytes` are too many."""
+        reserved = sum(segment.span.num_bytes for segment in self._segments)
+        wanted = max(num_bytes, reserved or self._first_bytes)
+        size = -(-wanted // GROWTH_BYTES) * GROWTH_BYTES
+        if self.limit_bytes:
+            size = min(size, (self.limit_bytes - reserved) // UNIT_BYTES * UNIT_BYTES)
+        return size if size >= whole_units(num_bytes) else 0

@@ -1,0 +1,102 @@
+"""The board: the words by which a rank tells its peers how far it is. `docs/protocol.md` has the state table.
+
+A board is the first part of a rank's memory. Only its owner writes it. All values are absolute and none is ever
+cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .memory import Mapping, bytes_tensor
+from .spans import Span, whole_units
+from .words import LINE_BYTES, word_type
+
+STEP_BITS = 24  # of `progress`; the other 40 bits are the epoch's, enough for 35 years of calls at 1 kHz
+MAX_EXPERTS = 1 << 14  # counts per expert that a header has room for
+
+HEADER, OFFER = 0, 1  # the kinds of posts
+
+_NUM_POST_WORDS = 32
+_POST_BYTES = 8 * _NUM_POST_WORDS
+_TEXT = Span(4 * LINE_BYTES, 2048)
+_POSTS = 2048  # 2 kinds x 2 parities of `_POST_BYTES` each
+_VALUES = 4096
+
+
+def progress_of(epoch: int, step: int) -> int:
+    """The value of `progress` when call `epoch` has done `step`."""
+    assert step < 1 << STEP_BITS, f"a call of {step} steps"
+    return epoch << STEP_BITS | step
+
+
+class Board:
+    """The words of one rank, mapped by its owner or a peer.
+
+    Args:
+        mapping: The mapping of the board's span.
+        num_ranks: R, which fixes the layout.
+    """
+
+    def __init__(self, mapping: Mapping, num_ranks: int):
+        word = word_type()
+        self.progress = word(mapping.memory, 0)
+        self.failed = word(mapping.memory, LINE_BYTES)
+        self.closed = word(mapping.memory, 2 * LINE_BYTES)
+        self._text = mapping.view(_TEXT)
+        self._posts = [
+            [mapping.view(_post_span(kind, parity)).cast("q") for parity in (0, 1)] for kind in (HEADER, OFFER)
+        ]
+        num_bytes = _values_bytes(num_ranks)
+        self._values = [
+            bytes_tensor(mapping.view(Span(_VALUES + parity * num_bytes, _VALUES + (parity + 1) * num_bytes))).view(
+                torch.int32
+            )
+            for parity in (0, 1)
+        ]
+
+    @staticmethod
+    def num_bytes(num_ranks: int) -> int:
+        """Bytes of a board in a group of `num_ranks`."""
+        return _VALUES + 2 * _values_bytes(num_ranks)
+
+    def post(self, kind: int, epoch: int, words: Sequence[int]) -> None:
+        """Write the words of a header or an offer. Peers see them with the next release of `progress`."""
+        slot = self._posts[kind][epoch & 1]
+        for index, word in enumerate(words):
+            slot[index] = word
+
+    def read(self, kind: int, epoch: int) -> list[int]:
+        """The words of a header or an offer; the rest of the slot follows them."""
+        return self._posts[kind][epoch & 1].tolist()
+
+    def post_values(self, epoch: int, values: torch.Tensor) -> None:
+        """Write the int32 values that go with a header."""
+        self._values[epoch & 1][: values.numel()].copy_(values)
+
+    def read_values(self, epoch: int, start: int, stop: int) -> torch.Tensor:
+        """A copy of values `[start, stop)` of a header."""
+        return self._values[epoch & 1][start:stop].clone()
+
+    def write_text(self, text: str) -> None:
+        """Write why this rank failed, cut to the room there is."""
+        room = self._text.nbytes - 8
+        data = text.encode()[:room]
+        self._text[:8] = len(data).to_bytes(8, "little")
+        self._text[8 : 8 + len(data)] = data
+
+    def read_text(self) -> str:
+        """Why the rank failed."""
+        length = int.from_bytes(self._text[:8], "little")
+        return bytes(self._text[8 : 8 + length]).decode(errors="replace")
+
+
+def _post_span(kind: int, parity: int) -> Span:
+    start = _POSTS + (2 * kind + parity) * _POST_BYTES
+    return Span(start, start + _POST_BYTES)
+
+
+def _values_bytes(num_ranks: int) -> int:
+    return whole_units(4 * (num_ranks + MAX_EXPERTS))

@@ -1,0 +1,186 @@
+"""The memory of a rank: a file that only grows, mapped piece by piece, by its owner and by its peers.
+
+`SharedMemory` is a memfd: it has no name in any file system, needs no `/dev/shm`, and the kernel frees it with the
+last process that maps it, however that process ends. `PrivateMemory` has the same face for a group of one rank, on
+any system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ..errors import EPTransportError
+from .spans import UNIT_BYTES, Span, SpanSet, whole_units
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14: fault pages in at once instead of one by one
+_MADV_REMOVE = 9
+_MADV_DONTFORK = 10
+
+
+class Mapping:
+    """A span of a rank's memory in this process's address space.
+
+    It lives as long as any tensor over it: nothing ever unmaps it by hand.
+    """
+
+    def __init__(self, memory: mmap.mmap, span: Span):
+        self.memory = memory
+        self.span = span
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._view = memoryview(memory)
+        self._unpopulated = SpanSet(span)
+
+    def view(self, span: Span) -> memoryview:
+        """A fresh memoryview of a part of it, which can carry a finalizer of its own."""
+        return self._view[span.start - self.span.start : span.stop - self.span.start]
+
+    def populate(self, span: Span) -> None:
+        """Fault in the pages of a part, so that the first copy into it does not do so one by one."""
+        pages = Span(span.start // UNIT_BYTES * UNIT_BYTES, whole_units(span.stop))
+        for fresh in self._unpopulated.remove(pages):
+            self._advise(_MADV_POPULATE_WRITE, fresh)
+
+    def discard(self, span: Span) -> None:
+        """Give the pages of a part back to the system; the span stays mapped and reads as zeros."""
+        self._advise(_MADV_REMOVE, span)
+
+    def offset_of(self, address: int) -> int | None:
+        """The offset in the rank's memory of an address of this process, if it lies in this mapping."""
+        offset = self.span.start + address - self.address
+        return offset if self.span.start <= offset < self.span.stop else None
+
+    def _advise(self, advice: int, span: Span) -> None:
+        # Advice is a matter of speed: an old kernel, or another system, does without.
+        with contextlib.suppress(OSError, AttributeError):
+            self.memory.madvise(advice, span.start - self.span.start, span.num_bytes)
+
+
+def bytes_tensor(view: memoryview) -> torch.Tensor:
+    """A uint8 tensor over `view`, which stays alive exactly as long as the tensor's storage, views included."""
+    if not view.nbytes:
+        return torch.empty(0, dtype=torch.uint8)  # torch.frombuffer refuses nothing at all
+    return torch.frombuffer(view, dtype=torch.uint8)
+
+
+class SharedMemory:
+    """A memfd, seen by its owner or by a peer.
+
+    Args:
+        fd: An open file descriptor, which this object owns from now on.
+    """
+
+    def __init__(self, fd: int):
+        self.fd = fd
+        self.num_bytes = os.fstat(fd).st_size
+
+    @classmethod
+    def create(cls) -> SharedMemory:
+        """A new, empty one."""
+        return cls(os.memfd_create("deep_ep", os.MFD_CLOEXEC))
+
+    def identity(self) -> tuple[int, int]:
+        """Device and inode, by which a peer knows that it opened the right file."""
+        status = os.fstat(self.fd)
+        return status.st_dev, status.st_ino
+
+    def grow(self, num_bytes: int) -> Span:
+        """Add that many bytes, of which none is committed yet."""
+        span = Span(self.num_bytes, self.num_bytes + whole_units(num_bytes))
+        os.ftruncate(self.fd, span.stop)
+        self.num_bytes = span.stop
+        return span
+
+    def commit(self, span: Span) -> None:
+        """Have the system set memory aside for a span, so that touching it cannot fail.
+
+        Raises:
+            EPTransportError: There is not enough memory.
+        """
+        available = available_bytes()
+        if span.num_bytes > available:
+            raise _too_little(span.num_bytes, f"{available} are available")
+        try:
+            os.posix_fallocate(self.fd, span.start, span.num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise _too_little(span.num_bytes, f"the system says: {error.strerror}") from None
+
+    def map(self, span: Span) -> Mapping:
+        """Map a span. Forked children do not inherit it."""
+        memory = mmap.mmap(self.fd, span.num_bytes, offset=span.start)
+        mapping = Mapping(memory, span)
+        mapping._advise(_MADV_DONTFORK, span)
+        return mapping
+
+    def close(self) -> None:
+        """Close the descriptor; mappings stay."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class PrivateMemory:
+    """The same for a rank without peers: anonymous memory, on every system."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def grow(self, num_bytes: int) -> Span:
+        """Add that many bytes."""
+        span = Span(self.num_bytes, self.num_bytes + whole_units(num_bytes))
+        self.num_bytes = span.stop
+        return span
+
+    def commit(self, span: Span) -> None:
+        """Check that there is memory enough for a span."""
+        available = available_bytes()
+        if span.num_bytes > available:
+            raise _too_little(span.num_bytes, f"{available} are available")
+
+    def map(self, span: Span) -> Mapping:
+        """Map a span, once."""
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        return Mapping(mmap.mmap(-1, span.num_bytes, flags=flags), span)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+Memory = SharedMemory | PrivateMemory
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take: the system's, or what is left of its control group's limit."""
+    system = _read_number(Path("/proc/meminfo"), _mem_available)
+    group = Path("/sys/fs/cgroup")
+    limit = _read_number(group / "memory.max", int)
+    used = _read_number(group / "memory.current", int)
+    left = limit - used if limit is not None and used is not None else None
+    return min((number for number in (system, left) if number is not None), default=1 << 62)
+
+
+def _mem_available(text: str) -> int:
+    return int(text.split("MemAvailable:")[1].split()[0]) * 1024
+
+
+def _read_number(path: Path, parse: Callable[[str], int]) -> int | None:
+    try:
+        return parse(path.read_text())
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _too_little(num_bytes: int, seen: str) -> EPTransportError:
+    return EPTransportError(
+        f"window: {num_bytes} bytes of memory are needed, {seen}. "
+        "Drop received tensors, call `trim()`, send fewer tokens a call or use fewer ranks on this host"
+    )

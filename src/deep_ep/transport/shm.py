@@ -1,0 +1,122 @@
+"""Shared memory between the ranks of one host: each rank maps what the others made.
+
+A rank makes a memfd and tells the others its process and descriptor number. They open it through `/proc`, and check
+by inode that it is the right one. From then on nobody asks anybody: later growth of the file is mapped through the
+same descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from dataclasses import dataclass
+
+from ..control import Control
+from ..errors import EPTransportError, EPUnsupported
+from .board import Board
+from .memory import SharedMemory
+from .spans import Span
+from .window import Peer, Window, WindowSizes
+
+
+@dataclass(frozen=True)
+class Address:
+    """How a peer finds a rank's memory."""
+
+    pid: int
+    fd: int
+    identity: tuple[int, int]
+
+
+class Process(Peer):
+    """A peer in another process, whose end is noticed by a pidfd."""
+
+    def __init__(self, rank: int, memory: SharedMemory, board: Board, pidfd: int):
+        super().__init__(rank, memory, board)
+        self._pidfd = pidfd
+
+    def is_alive(self) -> bool:
+        """Whether its process lives, as far as can be told."""
+        if self._pidfd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)  # readable once the process has ended
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Let go of the memory's descriptor and the process."""
+        super().close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def why_not() -> str | None:
+    """Why there is no shared memory here, or None where there is."""
+    if not sys.platform.startswith("linux"):
+        return f"it needs Linux, this is {sys.platform}"
+    if not hasattr(os, "memfd_create"):
+        return "this Python has no os.memfd_create"
+    return None
+
+
+def make_window(control: Control, sizes: WindowSizes) -> Window:
+    """Make this rank's window and map its peers' boards. All ranks call it together."""
+    reason = why_not()
+    if reason is not None:
+        raise EPUnsupported(f"transport shm: {reason}. A group of one rank works")
+    board_bytes = Board.num_bytes(control.num_ranks)
+    memory, problem = None, None
+    try:
+        memory = SharedMemory.create()
+        board_span = memory.grow(board_bytes)
+        memory.commit(board_span)
+        address = Address(os.getpid(), memory.fd, memory.identity())
+    except (OSError, EPTransportError) as error:
+        problem, address = str(error), None
+    addresses = _all_well(control, address, problem, "making shared memory")
+    assert memory is not None
+
+    peers: list[Peer] = []
+    problem = None
+    try:
+        for rank, peer_address in enumerate(addresses):
+            own = rank == control.rank
+            peer_memory = memory if own else _open(peer_address)
+            board = Board(peer_memory.map(Span(0, board_span.stop)), control.num_ranks)
+            if own:
+                peers.append(Peer(rank, peer_memory, board))
+            else:
+                peers.append(Process(rank, peer_memory, board, _pidfd(peer_address.pid)))
+    except OSError as error:
+        problem = f"cannot open the memory of rank {len(peers)}: {error}"
+    _all_well(control, None, problem, "mapping shared memory")
+    return Window(control.rank, peers, memory, sizes, control.limit_secs)
+
+
+def _all_well(control: Control, value: object, problem: str | None, purpose: str) -> list:
+    """Gather `value`, or everybody's problems: all ranks go on, or all raise."""
+    answers = control.gather((value, problem), purpose)
+    problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem]
+    if problems:
+        raise EPTransportError(
+            f"{purpose}: {'; '.join(problems)}. `python -m deep_ep doctor` shows what this host allows"
+        )
+    return [value for value, _ in answers]
+
+
+def _open(address: Address) -> SharedMemory:
+    fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
+    memory = SharedMemory(fd)
+    if memory.identity() != address.identity:
+        memory.close()
+        raise OSError(f"process {address.pid} is another one here: the ranks do not share a process namespace")
+    return memory
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return -1  # an old kernel: a killed peer is then noticed at the limit

@@ -1,0 +1,228 @@
+"""The window of a rank: memory that peers can address, and the signals that go with it.
+
+It moves bytes and knows nothing of tokens. `shm.py` and `solo.py` make windows; the engine uses them:
+
+    region = window.arena.allocate(shape, dtype)  # a tensor over window memory; its death frees the region
+    base = window.arena.base_of(region)           # what a peer needs to address it
+    window.board.post(OFFER, epoch, base.words()); window.signal(epoch, OFFERED)
+    window.wait(epoch, OFFERED, "dispatch")       # all peers, with a limit
+    window.peer_rows(peer, base, rows, row_bytes) # a tensor over the peer's memory
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import EPError, EPTimeout, EPTransportError
+from .arena import GROWTH_BYTES, Arena, Base, Segment
+from .board import Board, progress_of
+from .memory import Mapping, Memory, bytes_tensor
+from .spans import Span
+
+_SHORTEST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 20e-6, 1e-3
+_PULSE_SECS = 0.02  # how often a wait asks whether the peers' processes live
+
+
+class Peer:
+    """Another rank, or this one, as a window sees it: its board, and its memory mapped on demand."""
+
+    def __init__(self, rank: int, memory: Memory, board: Board):
+        self.rank = rank
+        self.board = board
+        self.wait_secs = 0.0
+        self._memory = memory
+        self._mappings: dict[int, Mapping] = {}
+
+    def adopt(self, mapping: Mapping) -> None:
+        """Use a mapping that exists already (this rank's own)."""
+        self._mappings[mapping.span.start] = mapping
+
+    def view(self, base: Base, num_bytes: int) -> memoryview:
+        """The peer's memory behind a base."""
+        span = Span(base.offset, base.offset + num_bytes)
+        if not base.segment.start <= span.start <= span.stop <= base.segment.stop:
+            raise EPTransportError(f"window: rank {self.rank} offered {span}, which is not inside its {base.segment}")
+        if base.segment.start not in self._mappings:
+            self._mappings[base.segment.start] = self._memory.map(base.segment)
+        mapping = self._mappings[base.segment.start]
+        mapping.populate(span)
+        return mapping.view(span)
+
+    def is_alive(self) -> bool:
+        """Whether its process lives, as far as can be told."""
+        return True
+
+    def close(self) -> None:
+        """Let go of what only new mappings need."""
+        self._memory.close()
+
+
+@dataclass(frozen=True)
+class WindowSizes:
+    """How large a window is made. Nothing of it is committed before it is used.
+
+    Attributes:
+        arena_bytes: The first arena segment.
+        arena_limit_bytes: All arena segments together; 0: no limit.
+        scratch_bytes: The scratch.
+    """
+
+    arena_bytes: int
+    arena_limit_bytes: int
+    scratch_bytes: int
+
+
+class Window:
+    """A rank's memory, its peers', and the signals between them.
+
+    Args:
+        rank: This rank.
+        peers: All ranks by rank, this one included.
+        memory: This rank's memory, with its board already mapped.
+        sizes: How large to make it.
+        limit_secs: Seconds that a wait may take.
+    """
+
+    def __init__(self, rank: int, peers: list[Peer], memory: Memory, sizes: WindowSizes, limit_secs: float):
+        self.rank = rank
+        self.peers = peers
+        self.board = peers[rank].board
+        self.limit_secs = limit_secs
+        self.failure: str | None = None
+        self._pid = os.getpid()
+        self._others = [peer for peer in peers if peer.rank != rank]
+        self._scratch = Segment(memory, max(sizes.scratch_bytes, GROWTH_BYTES))
+        peers[rank].adopt(self._scratch.mapping)
+        self.arena = Arena(memory, sizes.arena_bytes, sizes.arena_limit_bytes, peers[rank].adopt)
+
+    def scratch(self, num_bytes: int) -> tuple[Base, torch.Tensor]:
+        """The first bytes of the scratch: `(base, uint8 tensor)`. What lies there lasts until the call ends."""
+        return Base(self._scratch.span, self._scratch.span.start), self.scratch_bytes(0, num_bytes)
+
+    def scratch_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Bytes `[start, start + num_bytes)` of the scratch, committed, as a uint8 tensor.
+
+        Raises:
+            EPTransportError: The scratch, or the memory, is too small.
+        """
+        span = self._scratch.span
+        part = Span(span.start + start, span.start + start + num_bytes)
+        if part.stop > span.stop:
+            raise EPTransportError(
+                f"window: {start + num_bytes} bytes of staging are needed, {span.num_bytes} are there. "
+                "Make the buffer with a larger num_nvl_bytes"
+            )
+        self._scratch.commit(part)
+        return bytes_tensor(self._scratch.mapping.view(part))
+
+    def is_in_scratch(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the scratch, where the next staged call would overwrite it."""
+        return self._scratch.mapping.offset_of(tensor.data_ptr()) is not None
+
+    # Peers ----------------------------------------------------------------------------------------------------------
+
+    def peer_rows(self, peer: int, base: Base, num_rows: int, row_bytes: int) -> torch.Tensor:
+        """A [num_rows, row_bytes] uint8 tensor over a peer's memory."""
+        num_bytes = num_rows * row_bytes
+        if num_bytes == 0:
+            return torch.empty(num_rows, row_bytes, dtype=torch.uint8)
+        return bytes_tensor(self.peers[peer].view(base, num_bytes)).view(num_rows, row_bytes)
+
+    def signal(self, epoch: int, step: int) -> None:
+        """Tell all peers that this rank has done `step` of call `epoch`, and everything before it."""
+        self.board.progress.store_release(progress_of(epoch, step))
+
+    def wait(self, epoch: int, step: int, operation: str) -> None:
+        """Wait until every peer has done `step` of call `epoch`.
+
+        Raises:
+            EPTimeout: A peer was silent past the limit.
+            EPError: A peer failed, died, or destroyed its buffer.
+        """
+        target = progress_of(epoch, step)
+        pending = [peer for peer in self._others if peer.board.progress.load_acquire() < target]
+        begin = pulse = time.monotonic()
+        pause = _SHORTEST_PAUSE_SECS
+        while pending:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECS)
+            now = time.monotonic()
+            arrived = [peer for peer in pending if peer.board.progress.load_acquire() >= target]
+            for peer in arrived:
+                peer.wait_secs += now - begin
+                pending.remove(peer)
+            if pending:
+                where = f"{operation} (call {epoch})"
+                self._raise_if_failed(where)
+                self._raise_if_closed(where, pending, target)
+                if now - pulse > _PULSE_SECS:
+                    pulse = now
+                    self._raise_if_dead(where, pending, target)
+                if now - begin > self.limit_secs:
+                    raise EPTimeout(
+                        f"{where}: no signal from {_ranks(pending)} after {self.limit_secs:g} s ({self._me()}). "
+                        "It exited, hangs, or called in another order; look at its output"
+                    )
+        # A peer that failed may have let its caller overwrite what this rank has just read: progress alone proves
+        # nothing.
+        self._raise_if_failed(f"{operation} (call {epoch})")
+
+    # Failure --------------------------------------------------------------------------------------------------------
+
+    def fail(self, cause: str) -> None:
+        """Tell all peers, once and for all, that this rank has failed. The first cause stays."""
+        if self.failure is None:
+            self.failure = cause
+            self.board.write_text(cause)
+            self.board.failed.store_release(1)
+
+    def close(self) -> None:
+        """Tell the peers that this rank is gone, and let go of what new mappings need. Tensors stay valid."""
+        if os.getpid() != self._pid:
+            return  # a forked child does not have the mappings, and is not this rank
+        self.board.closed.store_release(1)
+        for peer in self.peers:
+            peer.close()
+
+    def _raise_if_failed(self, where: str) -> None:
+        for peer in self._others:
+            if peer.board.failed.load_acquire():
+                raise EPPeerFailed(peer.rank, peer.board.read_text(), f"{where}: rank {peer.rank} failed", self._me())
+
+    def _raise_if_closed(self, where: str, pending: list[Peer], target: int) -> None:
+        for peer in pending:
+            # Closed first, progress second: a peer may have done its part and then left.
+            if peer.board.closed.load_acquire() and peer.board.progress.load_acquire() < target:
+                raise EPError(
+                    f"{where}: rank {peer.rank} has destroyed its buffer ({self._me()}). "
+                    "All ranks of a buffer must make the same calls"
+                )
+
+    def _raise_if_dead(self, where: str, pending: list[Peer], target: int) -> None:
+        dead = [peer for peer in pending if not peer.is_alive() and peer.board.progress.load_acquire() < target]
+        if dead:
+            raise EPError(
+                f"{where}: the process of {_ranks(dead)} has ended ({self._me()}). "
+                "Look at its output, and make a new buffer over the ranks that live"
+            )
+
+    def _me(self) -> str:
+        return f"rank {self.rank}/{len(self.peers)}"
+
+
+class EPPeerFailed(EPError):
+    """A peer failed first; `cause` is its own account."""
+
+    def __init__(self, rank: int, cause: str, where: str, me: str):
+        super().__init__(f"{where}: {cause} ({me})")
+        self.rank = rank
+        self.cause = cause
+
+
+def _ranks(peers: list[Peer]) -> str:
+    names = ", ".join(str(peer.rank) for peer in peers)
+    return f"rank {names}" if len(peers) == 1 else f"ranks {names}"
