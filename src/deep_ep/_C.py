@@ -1,0 +1,15 @@
+"""The names of DeepEP's compiled module that have a meaning here."""
+
+from .buffers.legacy import Buffer as _Buffer
+from .buffers.legacy import topk_idx_t
+from .config import Config
+from .event import EventHandle
+
+__all__ = ["Config", "EventHandle", "get_low_latency_rdma_size_hint", "init_jit", "is_sm90_compiled", "topk_idx_t"]
+
+get_low_latency_rdma_size_hint = _Buffer.get_low_latency_rdma_size_hint
+is_sm90_compiled = _Buffer.is_sm90_compiled
+
+
+def init_jit(*args: object) -> None:
+    """Nothing to do: kernels are compiled by Triton when they are first needed."""

@@ -1,0 +1,26 @@
+"""Expert-parallel communication for Mixture-of-Experts models: DeepEP's interface, in Python."""
+
+from .buffers.legacy import Buffer, topk_idx_t
+from .config import Config
+from .errors import EPClosed, EPError, EPOverflow, EPTimeout, EPTransportError, EPUnsupported
+from .event import EventHandle, EventOverlap
+from .topology import get_logical_domain_size, get_physical_domain_size
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPClosed",
+    "EPError",
+    "EPOverflow",
+    "EPTimeout",
+    "EPTransportError",
+    "EPUnsupported",
+    "EventHandle",
+    "EventOverlap",
+    "__version__",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
+    "topk_idx_t",
+]

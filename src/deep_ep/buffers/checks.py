@@ -1,0 +1,157 @@
+"""What callers may pass. Everything here is checked before anything is sent, and says what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..config import Config
+from ..engine.dispatch import Payload, Routing
+from ..event import EventHandle, EventOverlap, event_of
+from ..transport import MAX_EXPERTS
+
+COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+IDX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_tensor(
+    where: str,
+    name: str,
+    value: Any,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...] = (),
+    contiguous: bool = True,
+) -> torch.Tensor:
+    """Check one tensor argument.
+
+    Args:
+        where: The method.
+        name: The argument.
+        value: What was passed.
+        shape: What its shape must be; None: any size there.
+        dtypes: What its dtype may be; none given: any.
+        contiguous: Whether it must be contiguous.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{where}: `{name}` must be a tensor, got {type(value).__name__}")
+    if value.device.type != "cpu":
+        raise ValueError(f"{where}: `{name}` must be on the buffer's device cpu, it is on {value.device}")
+    expected = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
+    if value.dim() != len(shape) or any(
+        want not in (None, size) for want, size in zip(shape, value.shape, strict=True)
+    ):
+        raise ValueError(f"{where}: `{name}` must have shape {expected}, it has {list(value.shape)}")
+    if dtypes and value.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{where}: `{name}` must be {names}, it is {str(value.dtype).removeprefix('torch.')}")
+    if contiguous and not value.is_contiguous():
+        raise ValueError(
+            f"{where}: `{name}` must be contiguous, its strides are {value.stride()}. Pass `{name}.contiguous()`"
+        )
+    return value
+
+
+def check_int(where: str, name: str, value: Any, least: int) -> int:
+    """Check one integer argument."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{where}: `{name}` must be an integer, got {type(value).__name__}")
+    if int(value) < least:
+        raise ValueError(f"{where}: `{name}` must be at least {least}, got {value}")
+    return int(value)
+
+
+def check_num_experts(where: str, num_experts: Any, num_ranks: int) -> int:
+    """Check the number of experts."""
+    num_experts = check_int(where, "num_experts", num_experts, 1)
+    if num_experts % num_ranks:
+        raise ValueError(
+            f"{where}: the number of experts must be a multiple of the {num_ranks} ranks, got {num_experts}"
+        )
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(
+            f"{where}: at most {MAX_EXPERTS} experts, got {num_experts}. Split the layer over several buffers"
+        )
+    return num_experts
+
+
+def check_payload(where: str, x: Any) -> Payload:
+    """Check `x`: a tensor, or a tuple of a tensor and its scales."""
+    scales = None
+    if isinstance(x, (tuple, list)):
+        if len(x) != 2:
+            raise TypeError(f"{where}: `x` must be a tensor or a tuple (x, scales), got {len(x)} items")
+        x, scales = x
+    x = check_tensor(where, "x", x, (None, None))
+    if x.size(1) == 0:
+        raise ValueError(f"{where}: `x` must have a hidden size of at least 1, its shape is {list(x.shape)}")
+    if scales is not None:
+        scales = check_tensor(where, "scales", scales, (x.size(0), None), contiguous=False)
+        if scales.size(1) == 0:
+            raise ValueError(f"{where}: `scales` must have at least one column. Pass `x` alone where there are none")
+    return Payload(x, scales)
+
+
+def check_routing(
+    where: str,
+    num_tokens: int,
+    num_ranks: int,
+    num_tokens_per_rank: Any,
+    is_token_in_rank: Any,
+    num_tokens_per_expert: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+) -> Routing:
+    """Check what a dispatch without a handle needs."""
+    layout = {
+        "num_tokens_per_rank": num_tokens_per_rank,
+        "is_token_in_rank": is_token_in_rank,
+        "num_tokens_per_expert": num_tokens_per_expert,
+    }
+    missing = [name for name, value in layout.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"{where}: without a handle, {', '.join(f'`{name}`' for name in missing)} must be given. "
+            "`get_dispatch_layout` makes them"
+        )
+    check_tensor(where, "num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), (torch.int32,))
+    check_tensor(where, "is_token_in_rank", is_token_in_rank, (num_tokens, num_ranks), (torch.bool,))
+    check_tensor(where, "num_tokens_per_expert", num_tokens_per_expert, (None,), (torch.int32,))
+    check_num_experts(where, num_tokens_per_expert.numel(), num_ranks)
+    if (topk_idx is None) != (topk_weights is None):
+        raise ValueError(f"{where}: `topk_idx` and `topk_weights` must be given together, or neither")
+    if topk_idx is not None:
+        check_tensor(where, "topk_idx", topk_idx, (num_tokens, None), IDX_DTYPES)
+        check_tensor(where, "topk_weights", topk_weights, (num_tokens, topk_idx.size(1)), (torch.float32,))
+    return Routing(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
+
+
+def check_biases(where: str, bias: Any, num_tokens: int, hidden: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Check `bias`: None, a tensor, or a pair of which either may be None. Returns those that are there."""
+    if isinstance(bias, (tuple, list)):
+        if len(bias) != 2:
+            raise ValueError(f"{where}: `bias` must be a tensor or a pair of tensors, got {len(bias)} items")
+        biases = list(bias)
+    else:
+        biases = [bias]
+    return [check_tensor(where, "bias", one, (num_tokens, hidden), (dtype,)) for one in biases if one is not None]
+
+
+def check_config(where: str, config: Any) -> Config | None:
+    """Check `config`."""
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"{where}: `config` must be a deep_ep.Config, got {type(config).__name__}")
+    return config
+
+
+def check_event(
+    where: str, previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool
+) -> EventHandle | None:
+    """Check the stream arguments. Returns the event to wait for, None where none was given."""
+    if previous_event is not None and not isinstance(previous_event, (EventOverlap, EventHandle)):
+        raise TypeError(f"{where}: `previous_event` must be an EventOverlap, got {type(previous_event).__name__}")
+    event = event_of(previous_event)
+    assert not allocate_on_comm_stream or (event is not None and async_finish), (
+        f"{where}: `allocate_on_comm_stream` needs a previous event and `async_finish=True`"
+    )
+    return event

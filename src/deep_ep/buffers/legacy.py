@@ -1,0 +1,576 @@
+"""`Buffer`: DeepEP's V1 interface. Arguments, checks and docstrings; the algorithm is the engine's."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import env, layout
+from ..config import Config, combine_config, dispatch_config
+from ..control import Comm, Control
+from ..engine.direct import DirectEngine
+from ..errors import EPClosed, EPUnsupported
+from ..event import EventHandle, EventOverlap
+from ..handle import parse_handle
+from ..sizing import low_latency_buffer_bytes
+from ..stream import CommStream, Job
+from ..topology import Topology, find_topology
+from ..transport import Window, WindowSizes, choose
+from . import checks
+
+topk_idx_t = torch.int64
+
+_LEAST_SCRATCH_BYTES = 64 << 20  # reserved, not committed: staging needs a row of every rank to fit
+
+
+class Runtime:
+    """What `buffer.runtime` tells of a buffer's place in its group."""
+
+    def __init__(self, topology: Topology):
+        self._topology = topology
+
+    def is_available(self) -> bool:
+        """Whether the buffer can be used."""
+        return True
+
+    def get_num_rdma_ranks(self) -> int:
+        """Number of nodes."""
+        return self._topology.num_nodes
+
+    def get_rdma_rank(self) -> int:
+        """This rank's node."""
+        return self._topology.node
+
+    def get_root_rdma_rank(self, is_global: bool) -> int:
+        """The first rank of this rank's rail: its own local index, or 0."""
+        return self._topology.local_rank if is_global else 0
+
+    def get_local_device_id(self) -> int:
+        """Index of the device; the CPU is device 0."""
+        return 0
+
+
+class Buffer:
+    """The expert-parallel communication buffer of one rank: dispatch tokens to experts, combine their results.
+
+    All ranks of the group construct it together, and then make the same calls in the same order.
+
+    Args:
+        group: The process group, of any kind. None: use `comm`.
+        num_nvl_bytes: Size of the window inside a node, a multiple of 128. It is reserved at once, used as needed,
+            and grows.
+        num_rdma_bytes: Size of the window across nodes, a multiple of 128.
+        low_latency_mode: Whether low-latency calls will be made.
+        num_qps_per_rank: Accepted for DeepEP's callers; there are no queue pairs here.
+        allow_nvlink_for_low_latency_mode: Accepted likewise.
+        allow_mnnvl: Accepted likewise.
+        explicitly_destroy: The caller will call `destroy()`; without it the buffer goes with its last reference.
+        enable_shrink: Whether ranks may be masked (low latency).
+        comm: An mpi4py communicator, or anything with its `Get_rank`, `Get_size` and `allgather`.
+        use_fabric: Accepted for DeepEP's callers.
+        device: Where tensors live; default `DEEP_EP_DEVICE`, else the CPU.
+        num_cpu_timeout_secs: Seconds that a wait for a peer may take; default `DEEP_EP_TIMEOUT_SECS`.
+        num_gpu_timeout_secs: The same for waits on a GPU.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Comm | None = None,
+        *,
+        use_fabric: bool = False,
+        device: torch.device | str | None = None,
+        num_cpu_timeout_secs: float | None = None,
+        num_gpu_timeout_secs: float | None = None,
+    ):
+        del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, num_gpu_timeout_secs
+        for name, num_bytes in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
+            if checks.check_int("Buffer", name, num_bytes, 0) % 128:
+                raise ValueError(f"Buffer: `{name}` must be a multiple of 128, got {num_bytes}")
+        self.device = _device(device)
+        limit_secs = env.TIMEOUT_SECS.get() if num_cpu_timeout_secs is None else float(num_cpu_timeout_secs)
+        if not limit_secs > 0:
+            raise ValueError(f"Buffer: `num_cpu_timeout_secs` must be greater than 0, got {num_cpu_timeout_secs}")
+        control = Control(group, comm, limit_secs)
+        self.group = group
+        self.rank = control.rank
+        self.group_size = control.num_ranks
+        self.num_nvl_bytes = int(num_nvl_bytes)
+        self.num_rdma_bytes = int(num_rdma_bytes)
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self._lock = threading.RLock()
+        self._topology = find_topology(control)
+        self._stream = CommStream(f"deep_ep-comm-{self.rank}")
+        self._engine = self._make_engine(control)
+        self._last_rows: tuple[int, torch.dtype] | None = None
+        self.runtime: Runtime | None = Runtime(self._topology)
+        if self._topology.num_nodes > 1 or low_latency_mode:
+            self.nvshmem_qp_depth = 1024
+        window = self._engine.window if self._engine is not None else None
+        self._finalizer = weakref.finalize(self, _release, self._stream, window, explicitly_destroy)
+
+    def _make_engine(self, control: Control) -> DirectEngine | None:
+        if self._topology.num_nodes > 1:
+            self.transport = f"none ({self._topology.num_nodes} nodes)"
+            return None
+        sizes = WindowSizes(
+            arena_bytes=self.num_nvl_bytes,
+            arena_limit_bytes=env.ARENA_BYTES.get(),
+            # Twice what `get_local_buffer_tensor` shows: its length does not shrink with its offset.
+            scratch_bytes=max(2 * (self.num_nvl_bytes + self.num_rdma_bytes), _LEAST_SCRATCH_BYTES),
+        )
+        choice = choose(control.num_ranks)
+        self.transport = f"{choice.name} ({choice.reason})"
+        return DirectEngine(choice.make_window(control, sizes), self._stream)
+
+    def __repr__(self) -> str:
+        return f"Buffer(rank {self.rank}/{self.group_size}, {self.device}, transport {self.transport})"
+
+    # Static ----------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Set the number of SMs that configs are made with. It must be even."""
+        assert new_num_sms % 2 == 0, f"Buffer.set_num_sms: must be even, got {new_num_sms}"
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether FP8 payloads are supported. They always are."""
+        return True
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event that marks everything the caller has issued so far."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that low-latency calls of this size need."""
+        return low_latency_buffer_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The default config of dispatch for a group size."""
+        return dispatch_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """The default config of combine for a group size."""
+        return combine_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def _unpack_bias(bias: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """A bias argument as two biases, either of which may be None."""
+        if isinstance(bias, torch.Tensor):
+            return bias, None
+        if isinstance(bias, tuple):
+            if len(bias) != 2:
+                raise ValueError(f"combine: `bias` must be a tensor or a pair of tensors, got {len(bias)} items")
+            return bias
+        return None, None
+
+    # Layout ----------------------------------------------------------------------------------------------------------
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | EventHandle | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Count where this rank's tokens go. Purely local.
+
+        Args:
+            topk_idx: [T, K] int32 or int64 expert ids, contiguous; an id outside [0, num_experts) selects nothing.
+            num_experts: E, a multiple of the number of ranks.
+            previous_event: Wait for it first.
+            async_finish: Return an event instead of waiting.
+            allocate_on_comm_stream: Needs both of the above; no difference on the CPU.
+
+        Returns:
+            `num_tokens_per_rank` [R] int32, `num_tokens_per_rdma_rank` [nodes] int32 (None on one node),
+            `num_tokens_per_expert` [E] int32, `is_token_in_rank` [T, R] bool, and the event.
+        """
+        where = "get_dispatch_layout"
+        event = checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream)
+        checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES)
+        num_experts = checks.check_num_experts(where, num_experts, self.group_size)
+        self._require_open(where)
+        shape = (topk_idx, num_experts, self.group_size, self._topology.ranks_per_node)
+        finished: EventHandle | None = None
+        if async_finish and event is not None and not event.query():
+            counts = layout.dispatch_layout(torch.empty_like(topk_idx).fill_(-1), *shape[1:])
+            finished = EventHandle(self._stream.submit(lambda: _fill_layout(event, counts, shape)))
+        else:
+            if event is not None:
+                event.current_stream_wait()
+            counts = layout.dispatch_layout(*shape)
+            finished = EventHandle() if async_finish else None
+        per_node = counts.num_tokens_per_node if self._topology.num_nodes > 1 else None
+        return (
+            counts.num_tokens_per_rank,
+            per_node,
+            counts.num_tokens_per_expert,
+            counts.is_token_in_rank,
+            EventOverlap(finished),
+        )
+
+    # Dispatch and combine --------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        handle: tuple | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[
+        torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        torch.Tensor | None,
+        torch.Tensor | None,
+        list[int] | None,
+        tuple | None,
+        EventOverlap,
+    ]:
+        """Send each token to the ranks that own its experts.
+
+        Received rows are ordered by source rank and then by token. They lie in the window: no copy is made of them,
+        and their memory is free again when the last view of the tensor is gone. All other results are ordinary
+        memory.
+
+        Args:
+            x: [T, H] any dtype, contiguous; or a tuple of that and scales [T, S] of any dtype and strides.
+            handle: Of an earlier dispatch, to send along the same routes; the layout and top-k arguments are then not
+                used.
+            num_tokens_per_rank: [R] int32, from `get_dispatch_layout`, as the next three.
+            num_tokens_per_rdma_rank: [nodes] int32, or None on one node.
+            is_token_in_rank: [T, R] bool; what is sent follows it.
+            num_tokens_per_expert: [E] int32.
+            topk_idx: [T, K] int32 or int64 expert ids, or None.
+            topk_weights: [T, K] float32, or None; both or neither.
+            expert_alignment: The counts per expert are rounded up to a multiple of it.
+            num_worst_tokens: Make room for this many rows and do not wait for the counts; needs top-k.
+            config: Accepted; the CPU needs no tuning.
+            previous_event: Wait for it first.
+            async_finish: Return an event instead of waiting for the rows.
+            allocate_on_comm_stream: Needs both of the above; no difference on the CPU.
+
+        Returns:
+            `recv_x` [n, H] (or a tuple with scales [n, S]), `recv_topk_idx` [n, K] (local ids, -1 elsewhere),
+            `recv_topk_weights` [n, K] (0 elsewhere), the aligned counts per local expert (empty with
+            `num_worst_tokens`), the handle, the event. With a handle: only `recv_x` and the event, None between.
+        """
+        where = "dispatch"
+        event = checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream)
+        config = checks.check_config(where, config) or Buffer.get_dispatch_config(self.group_size)
+        payload = checks.check_payload(where, x)
+        assert handle is None or (topk_idx is None and topk_weights is None), (
+            "dispatch: `handle` and top-k arguments exclude each other: a cached dispatch moves only x"
+        )
+        with self._lock:
+            engine = self._require_engine(where)
+            if handle is not None:
+                parsed = parse_handle(handle, self.group_size, where)
+                if parsed.num_tokens != payload.x.size(0):
+                    raise ValueError(
+                        f"{where}: `x` must have the handle's {parsed.num_tokens} tokens, it has {payload.x.size(0)}"
+                    )
+                received, job = engine.cached_dispatch(payload, parsed, event)
+                recv_x = received.x if received.scales is None else (received.x, received.scales)
+                return recv_x, None, None, None, None, self._finish(job, async_finish)
+            routing = checks.check_routing(
+                where,
+                payload.x.size(0),
+                self.group_size,
+                num_tokens_per_rank,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                topk_idx,
+                topk_weights,
+            )
+            expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1)
+            num_worst_tokens = checks.check_int(where, "num_worst_tokens", num_worst_tokens, 0)
+            expert_list: list[int] = []
+            if num_worst_tokens:
+                if topk_idx is None:
+                    raise ValueError(f"{where}: `num_worst_tokens` needs `topk_idx` and `topk_weights`")
+                received, job = engine.worst_case_dispatch(
+                    payload, routing, num_worst_tokens, config.num_channels, event
+                )
+            else:
+                received, counts, job = engine.dispatch(payload, routing, config.num_channels, event)
+                expert_list = [-(-count // expert_alignment) * expert_alignment for count in counts]
+            self._last_rows = (payload.x.size(1), payload.x.dtype)
+            return (
+                received.x if received.scales is None else (received.x, received.scales),
+                received.topk_idx,
+                received.topk_weights,
+                expert_list,
+                tuple(received.handle),
+                self._finish(job, async_finish),
+            )
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: tuple,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Bring the experts' rows back and sum them per token, unweighted.
+
+        Fastest where `x` lies in the window: rows received by dispatch and changed in place, or `get_combine_buffer`.
+        Other input is copied into the window first.
+
+        Args:
+            x: [n, H] BF16, FP16, FP32 or FP64, contiguous: row i belongs to row i of the dispatch.
+            handle: Of the dispatch.
+            topk_weights: [n, K] float32 to sum likewise, contiguous, or None.
+            bias: One or two [T, H] tensors of x's dtype, contiguous, added first.
+            config: Accepted; the CPU needs no tuning.
+            previous_event: Wait for it first.
+            async_finish: Return an event instead of waiting. `x` must stay as it is until then.
+            allocate_on_comm_stream: Needs both of the above; no difference on the CPU.
+
+        Returns:
+            `combined_x` [T, H], `combined_topk_weights` [T, K] float32 or None, the event. Ordinary memory.
+        """
+        where = "combine"
+        event = checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream)
+        checks.check_config(where, config)
+        with self._lock:
+            engine = self._require_engine(where)
+            parsed = parse_handle(handle, self.group_size, where)
+            checks.check_tensor(where, "x", x, (parsed.num_rows, None), checks.COMBINE_DTYPES)
+            if topk_weights is not None:
+                checks.check_tensor(where, "topk_weights", topk_weights, (parsed.num_rows, None), (torch.float32,))
+            biases = checks.check_biases(where, bias, parsed.num_tokens, x.size(1), x.dtype)
+            combined, job = engine.combine(x, parsed, topk_weights, biases, event)
+            return combined.x, combined.topk_weights, self._finish(job, async_finish)
+
+    def internode_dispatch(self, *args: Any, **kwargs: Any) -> None:
+        """Dispatch across nodes, which is not there yet; `dispatch` will choose it by itself."""
+        raise _not_yet("internode_dispatch", "communication across nodes")
+
+    def internode_combine(self, *args: Any, **kwargs: Any) -> None:
+        """Combine across nodes, which is not there yet; `combine` will choose it by itself."""
+        raise _not_yet("internode_combine", "communication across nodes")
+
+    # Memory, streams, statistics -------------------------------------------------------------------------------------
+
+    def get_combine_buffer(
+        self, handle: tuple, hidden: int | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Window memory for the experts to write into, so that combine need not copy.
+
+        Args:
+            handle: Of the dispatch whose rows will be combined.
+            hidden: H; default that of the last dispatch.
+            dtype: Default that of the last dispatch, BF16 if that cannot be combined (FP8).
+
+        Returns:
+            [n, H], uninitialised. Ordinary memory where the arena has no room; combine then copies.
+        """
+        where = "get_combine_buffer"
+        with self._lock:
+            engine = self._require_engine(where)
+            parsed = parse_handle(handle, self.group_size, where)
+            if hidden is None and self._last_rows is None:
+                raise ValueError(f"{where}: `hidden` must be given where no dispatch came before")
+            last_hidden, last_dtype = self._last_rows or (0, torch.bfloat16)
+            hidden = last_hidden if hidden is None else checks.check_int(where, "hidden", hidden, 1)
+            dtype = dtype or (last_dtype if last_dtype in checks.COMBINE_DTYPES else torch.bfloat16)
+            if dtype not in checks.COMBINE_DTYPES:
+                raise ValueError(f"{where}: `dtype` must be one that combine takes, got {dtype}")
+            region = engine.window.arena.allocate((parsed.num_rows, hidden), dtype)
+            return region if region is not None else torch.empty(parsed.num_rows, hidden, dtype=dtype)
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> torch.Tensor:
+        """A view of the raw buffer, which is free for the caller between calls. It holds no result and no signal.
+
+        Args:
+            dtype: Of the view.
+            size: Its shape; default: one dimension, as many elements as the whole buffer has.
+            offset: In bytes. The length does not shrink with it.
+            use_rdma_buffer: The buffer across nodes instead of the one inside a node.
+        """
+        where = "get_local_buffer_tensor"
+        with self._lock:
+            engine = self._require_engine(where)
+            num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+            offset = checks.check_int(where, "offset", offset, 0)
+            if offset > num_bytes or offset % dtype.itemsize:
+                raise ValueError(
+                    f"{where}: `offset` must be a multiple of {dtype.itemsize} within {num_bytes} bytes, got {offset}"
+                )
+            start = offset + (2 * self.num_nvl_bytes if use_rdma_buffer else 0)
+            view = engine.window.scratch_bytes(start, num_bytes // dtype.itemsize * dtype.itemsize).view(dtype)
+        if size is None:
+            return view
+        if torch.Size(size).numel() > view.numel():
+            raise ValueError(f"{where}: `size` {list(size)} does not fit into the buffer's {view.numel()} elements")
+        return view[: torch.Size(size).numel()].view(size)
+
+    def get_comm_stream(self) -> CommStream:
+        """The stream that communication runs on: a thread, with `synchronize`, `wait_event`, `query` and the like."""
+        return self._stream
+
+    def trim(self) -> int:
+        """Give memory that nobody uses back to the system. Returns the bytes given back."""
+        with self._lock:
+            return self._require_engine("trim").window.arena.trim()
+
+    def stats(self) -> dict[str, Any]:
+        """What this buffer has done so far.
+
+        Returns:
+            `calls`: how many calls took which path (`dispatch/direct`, `dispatch/staged`, `combine/pulled`,
+            `combine/copied_in`, `combine/staged`); `rounds`: how many rounds they took (one a call, unless some rank
+            was staged); `bytes_to` and `bytes_from`: bytes of rows, by peer; `wait_secs`: time waited, by peer;
+            `arena`: bytes `used`, `committed` and `reserved`.
+        """
+        engine = self._require_engine("stats")
+        counters = engine.chain.stats
+        return {
+            "calls": dict(counters.calls),
+            "rounds": counters.num_rounds,
+            "bytes_to": list(counters.bytes_to),
+            "bytes_from": list(counters.bytes_from),
+            "wait_secs": [peer.wait_secs for peer in engine.window.peers],
+            "arena": engine.window.arena.num_bytes(),
+        }
+
+    def destroy(self) -> None:
+        """Let the queued communication finish and close the buffer. Local: no other rank is waited for.
+
+        Received tensors stay valid. A second call does nothing.
+        """
+        assert self.explicitly_destroy, "Buffer.destroy: make the buffer with explicitly_destroy=True"
+        if self._finalizer.detach() is None:
+            return
+        self._stream.stop()
+        if self._engine is not None:
+            self._engine.window.close()
+        self.runtime = None
+
+    # Low latency -----------------------------------------------------------------------------------------------------
+
+    def low_latency_dispatch(self, *args: Any, **kwargs: Any) -> None:
+        """Dispatch for decoding, which is not there yet."""
+        raise _not_yet("low_latency_dispatch", "low-latency mode")
+
+    def low_latency_combine(self, *args: Any, **kwargs: Any) -> None:
+        """Combine for decoding, which is not there yet."""
+        raise _not_yet("low_latency_combine", "low-latency mode")
+
+    def get_next_low_latency_combine_buffer(self, handle: object) -> None:
+        """Room for zero-copy combine, which is not there yet."""
+        raise _not_yet("get_next_low_latency_combine_buffer", "low-latency mode")
+
+    def clean_low_latency_buffer(self, *args: Any, **kwargs: Any) -> None:
+        """Barrier of low-latency mode, which is not there yet."""
+        raise _not_yet("clean_low_latency_buffer", "low-latency mode")
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Mask a rank, which is not there yet."""
+        raise _not_yet("low_latency_update_mask_buffer", "low-latency mode")
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Query the masks, which are not there yet."""
+        raise _not_yet("low_latency_query_mask_buffer", "low-latency mode")
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Clear the masks, which are not there yet."""
+        raise _not_yet("low_latency_clean_mask_buffer", "low-latency mode")
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _finish(self, job: Job, async_finish: bool) -> EventOverlap:
+        if async_finish:
+            return EventOverlap(EventHandle(job))
+        job.wait()
+        return EventOverlap(None)
+
+    def _require_open(self, where: str) -> None:
+        if self.runtime is None:
+            raise EPClosed(f"{where}: the buffer was destroyed (rank {self.rank}/{self.group_size}). Make a new one")
+
+    def _require_engine(self, where: str) -> DirectEngine:
+        self._require_open(where)
+        if self._engine is None:
+            raise _not_yet(
+                where,
+                f"communication across nodes ({self._topology.num_nodes} of {self._topology.ranks_per_node} ranks)",
+            )
+        self._engine.chain.require_working()
+        return self._engine
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    chosen = torch.device(device or env.DEVICE.get() or "cpu")
+    if chosen.type != "cpu":
+        raise EPUnsupported(f"Buffer: device {chosen} is not supported yet, only the CPU is. Pass device='cpu'")
+    return chosen
+
+
+def _not_yet(where: str, what: str) -> EPUnsupported:
+    return EPUnsupported(f"{where}: {what} is not there yet in this version. Normal mode inside one node is")
+
+
+def _fill_layout(event: EventHandle, counts: layout.DispatchLayout, shape: tuple[torch.Tensor, int, int, int]) -> None:
+    event.current_stream_wait()
+    for target, source in zip(counts, layout.dispatch_layout(*shape), strict=True):
+        target.copy_(source)
+
+
+def _release(stream: CommStream, window: Window | None, should_have_been_destroyed: bool) -> None:
+    """Close a buffer that was forgotten. Runs in garbage collection: it must not wait."""
+    if should_have_been_destroyed:
+        warnings.warn("Buffer: explicitly_destroy=True, but destroy() was not called", ResourceWarning, stacklevel=2)
+    close: Callable[[], None] = window.close if window is not None else _nothing
+    stream.finish_with(close)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,1 @@
+"""Dispatch and combine, written once: out of layout, window and primitives."""

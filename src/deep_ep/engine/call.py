@@ -1,0 +1,256 @@
+"""One call as the protocol sees it: what must agree, the header, the offer, the steps (`docs/protocol.md`).
+
+Everything here runs on the comm stream.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import torch
+
+from ..errors import EPClosed, EPError, EPOverflow
+from ..transport import HEADER, OFFER, Base, EPPeerFailed, Window
+from .stats import Stats
+
+# Steps of a call, in order. Those of round j are `READY + 2j` and `TAKEN + 2j`.
+ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4
+
+OPERATIONS = ("dispatch", "worst-case dispatch", "cached dispatch", "combine")
+
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_NO_BASE = [0, 0, 0]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks must say alike in a call. 0 or None: the call has no such thing.
+
+    Attributes:
+        operation: One of `OPERATIONS`.
+        num_experts: E.
+        num_topk: K, of ids and weights.
+        hidden: Elements of a row.
+        dtype: Their type.
+        num_scales: Scales of a row.
+        scale_dtype: Their type.
+        idx_dtype: Type of the expert ids.
+        handle: Checksum of the handle's counts, so that a handle of another dispatch is noticed.
+    """
+
+    operation: str
+    num_experts: int = 0
+    num_topk: int = 0
+    hidden: int = 0
+    dtype: torch.dtype | None = None
+    num_scales: int = 0
+    scale_dtype: torch.dtype | None = None
+    idx_dtype: torch.dtype | None = None
+    handle: int = 0
+
+    def words(self) -> list[int]:
+        """As words of a header."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return [OPERATIONS.index(values[0]), *(_word(value) for value in values[1:])]
+
+    @classmethod
+    def from_words(cls, words: Sequence[int]) -> Agreement:
+        """The reverse of `words`."""
+        values: list = [OPERATIONS[words[0]], *words[1 : len(fields(cls))]]
+        for index, field in enumerate(fields(cls)):
+            if field.name.endswith("dtype"):
+                values[index] = _DTYPES[values[index] - 1] if values[index] else None
+        return cls(*values)
+
+    def differences(self, other: Agreement) -> list[str]:
+        """The names of what differs."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
+
+
+def _word(value: int | torch.dtype | None) -> int:
+    if value is None:
+        return 0
+    return value if isinstance(value, int) else 1 + _DTYPES.index(value)
+
+
+def checksum(rank_prefix_matrix: torch.Tensor) -> int:
+    """A number that tells handles of different dispatches apart."""
+    return 1 + zlib.crc32(repr(rank_prefix_matrix.flatten().tolist()).encode())
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank says when it enters a call.
+
+    Attributes:
+        agreement: What all ranks must say alike.
+        num_tokens: Tokens of this rank.
+        num_worst_tokens: Rows that it made room for beforehand; 0: it makes room when it knows.
+    """
+
+    agreement: Agreement
+    num_tokens: int
+    num_worst_tokens: int = 0
+
+    def words(self) -> list[int]:
+        """As words of the board."""
+        return [*self.agreement.words(), self.num_tokens, self.num_worst_tokens]
+
+    @classmethod
+    def from_words(cls, words: Sequence[int]) -> Header:
+        """The reverse of `words`."""
+        count = len(fields(Agreement))
+        return cls(Agreement.from_words(words), *words[count : count + 2])
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Where a rank takes, or gives, the rows of a call.
+
+    Attributes:
+        num_rows: Rows that there is room for.
+        is_staged: The room is staging, shared by the sources in lanes, and is used in rounds.
+        bases: The base of each section; None for one without bytes.
+    """
+
+    num_rows: int
+    is_staged: bool
+    bases: tuple[Base | None, ...]
+
+    def words(self) -> list[int]:
+        """As words of the board."""
+        words = [self.num_rows, int(self.is_staged), len(self.bases)]
+        for base in self.bases:
+            words += base.words() if base is not None else _NO_BASE
+        return words
+
+    @classmethod
+    def from_words(cls, words: Sequence[int]) -> Offer:
+        """The reverse of `words`."""
+        num_rows, is_staged, num_bases = words[:3]
+        parts = [list(words[3 + 3 * i : 6 + 3 * i]) for i in range(num_bases)]
+        return cls(
+            num_rows, bool(is_staged), tuple(None if part == _NO_BASE else Base.from_words(part) for part in parts)
+        )
+
+    def lane_rows(self, num_ranks: int) -> int:
+        """Rows of staging that each source has."""
+        return self.num_rows // num_ranks
+
+
+class Call:
+    """One call of this rank, from its header to its last step.
+
+    Args:
+        window: The window.
+        epoch: The number of the call.
+        header: What to announce.
+    """
+
+    def __init__(self, window: Window, epoch: int, header: Header):
+        self.window = window
+        self.epoch = epoch
+        self.header = header
+        self.operation = header.agreement.operation
+
+    def post_header(self, counts: torch.Tensor | None = None) -> None:
+        """Write the header, with [R + E] int32 counts where there are some. Not yet visible."""
+        self.window.board.post(HEADER, self.epoch, self.header.words())
+        if counts is not None:
+            self.window.board.post_values(self.epoch, counts)
+
+    def post_offer(self, offer: Offer) -> None:
+        """Write the offer. Not yet visible."""
+        self.window.board.post(OFFER, self.epoch, offer.words())
+
+    def signal(self, step: int) -> None:
+        """Tell all peers that this rank has done `step`."""
+        self.window.signal(self.epoch, step)
+
+    def wait(self, step: int) -> None:
+        """Wait until all peers have done `step`."""
+        self.window.wait(self.epoch, step, self.operation)
+
+    def headers(self) -> list[Header]:
+        """All ranks' headers, which agree.
+
+        Raises:
+            EPError: They do not; it says who differs in what.
+        """
+        headers = [Header.from_words(peer.board.read(HEADER, self.epoch)) for peer in self.window.peers]
+        mine = self.header.agreement
+        clashes = []
+        for rank, header in enumerate(headers):
+            names = mine.differences(header.agreement)
+            if names:
+                pairs = (f"{name} {getattr(header.agreement, name)} not {getattr(mine, name)}" for name in names)
+                clashes.append(f"rank {rank} has {', '.join(pairs)}")
+        if clashes:
+            raise EPError(
+                f"{self.operation} (call {self.epoch}): all ranks must make the same call, but {'; '.join(clashes)} "
+                f"(rank {self.window.rank}/{len(headers)}). Make the calls in the same order on all ranks"
+            )
+        return headers
+
+    def offers(self) -> list[Offer]:
+        """All ranks' offers."""
+        return [Offer.from_words(peer.board.read(OFFER, self.epoch)) for peer in self.window.peers]
+
+    def peer_rows(self, offers: list[Offer], section: int, row_bytes: int) -> list[torch.Tensor]:
+        """Every rank's rows of one section: R tensors [rows offered, row_bytes] uint8."""
+        rows = []
+        for rank, offer in enumerate(offers):
+            base = offer.bases[section]
+            if base is None:
+                rows.append(torch.empty(0, row_bytes, dtype=torch.uint8))
+            else:
+                rows.append(self.window.peer_rows(rank, base, offer.num_rows, row_bytes))
+        return rows
+
+    @contextmanager
+    def contagious(self) -> Iterator[None]:
+        """Whatever goes wrong from here on goes wrong for all ranks: tell them, and close."""
+        try:
+            yield
+        except EPOverflow:
+            raise  # all ranks refuse the call alike
+        except EPPeerFailed as error:
+            self.window.fail(error.cause)
+            raise
+        except EPError as error:
+            self.window.fail(str(error))
+            raise
+        except BaseException as error:
+            self.window.fail(f"{self.operation} (call {self.epoch}): {type(error).__name__}: {error}")
+            raise
+
+
+class Chain:
+    """The calls of a buffer, one after the other. Only the comm stream moves it on.
+
+    Args:
+        window: The window they all use.
+    """
+
+    def __init__(self, window: Window):
+        self.window = window
+        self.stats = Stats(len(window.peers))
+        self._epoch = 0
+
+    def begin(self, header: Header) -> Call:
+        """Enter the next call.
+
+        Raises:
+            EPClosed: An earlier call failed; it says why.
+        """
+        self.require_working()
+        self._epoch += 1
+        return Call(self.window, self._epoch, header)
+
+    def require_working(self) -> None:
+        """Refuse to go on after a failure."""
+        if self.window.failure is not None:
+            raise EPClosed(f"Buffer: closed by an earlier failure ({self.window.failure}). Make a new buffer")

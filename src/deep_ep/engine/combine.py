@@ -1,0 +1,199 @@
+"""Combine inside one node: each rank sums its tokens' rows straight out of the peers' memory.
+
+The row of token t at rank d is the one that dispatch put there, so the handle's slots say where to read. Who is read
+from ends the call only when everybody has read. See `docs/protocol.md` for the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from ..handle import Handle
+from ..kernels.reduce import reduce_rows
+from ..kernels.rows import as_bytes, rows_as
+from .call import OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
+from .staging import Staging
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Where the sums go. Made by the caller's thread, filled on the comm stream; ordinary memory.
+
+    Attributes:
+        x: [T, H] of the input's dtype.
+        topk_weights: [T, K] float32, or None.
+    """
+
+    x: torch.Tensor
+    topk_weights: torch.Tensor | None
+
+
+class Combine:
+    """One combine of one rank.
+
+    Args:
+        chain: The calls of the buffer, of which this is the next.
+        x: [n, H] rows to give back, contiguous.
+        handle: The handle of the dispatch that they came from.
+        topk_weights: [n, K] float32 to give back with them, contiguous, or None.
+        biases: [T, H] tensors of x's dtype, added first.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None = None,
+        biases: Sequence[torch.Tensor] = (),
+    ):
+        self._chain = chain
+        self._window = chain.window
+        self._x = x
+        self._handle = handle
+        self._topk_weights = topk_weights
+        self._biases = biases
+        self._combined: Combined | None = None
+
+    def make_room(self) -> Combined:
+        """Allocate what the call returns."""
+        num_tokens, weights = self._handle.num_tokens, self._topk_weights
+        self._combined = Combined(
+            torch.empty(num_tokens, self._x.size(1), dtype=self._x.dtype),
+            torch.empty(num_tokens, weights.size(1), dtype=weights.dtype) if weights is not None else None,
+        )
+        return self._combined
+
+    def sum_rows(self) -> None:
+        """Offer this rank's rows, sum its tokens out of the peers', wait until everybody has done so."""
+        call = self._chain.begin(Header(self._agreement(), self._handle.num_tokens))
+        with call.contagious():
+            call.post_header()
+            supply = self._supply()
+            call.post_offer(supply.offer)
+            # Rows that lie ready need no second signal; staged ones come when all offers, and so the rounds, are known.
+            call.signal(READY if supply.staging is None else OFFERED)
+            call.wait(OFFERED)
+            num_rounds = self._sum_in_rounds(call, call.headers(), call.offers(), supply.staging)
+        self._count(supply.path, num_rounds)
+
+    def _agreement(self) -> Agreement:
+        weights = self._topk_weights
+        return Agreement(
+            "combine",
+            num_topk=weights.size(1) if weights is not None else 0,
+            hidden=self._x.size(1),
+            dtype=self._x.dtype,
+            handle=checksum(self._handle.rank_prefix_matrix),
+        )
+
+    def _sections(self) -> list[torch.Tensor]:
+        return [self._x] if self._topk_weights is None else [self._x, self._topk_weights]
+
+    def _supply(self) -> Supply:
+        """Find the rows in the arena, or bring them there: all at once, or through staging."""
+        num_rows = int(self._handle.rank_prefix_matrix[-1, self._window.rank])
+        arena = self._window.arena
+        regions: list[torch.Tensor] = []
+        for section in self._sections():
+            if section.numel() == 0 or arena.base_of(section) is not None:
+                regions.append(section)
+                continue
+            region = arena.allocate(section.shape, section.dtype)
+            if region is None:
+                staging = Staging(self._window, [row_bytes(part) for part in self._sections()])
+                return Supply("staged", staging.offer, (), staging)
+            region[:num_rows] = section[:num_rows]
+            regions.append(region)
+        path = "pulled" if regions[0] is self._x else "copied_in"
+        bases = tuple(arena.base_of(region) if region.numel() else None for region in regions)
+        return Supply(path, Offer(self._x.size(0), False, bases), tuple(regions), None)
+
+    def _sum_in_rounds(self, call: Call, headers: list[Header], offers: list[Offer], staging: Staging | None) -> int:
+        """Every round: copy in if staged, tell, wait, sum, tell, wait. One round where nobody is staged."""
+        most_tokens = max(header.num_tokens for header in headers)
+        lanes = [offer.lane_rows(len(offers)) for offer in offers if offer.is_staged]
+        range_tokens = min(lanes, default=max(1, most_tokens))
+        tables = [call.peer_rows(offers, index, row_bytes(part)) for index, part in enumerate(self._sections())]
+        num_rounds = max(1, -(-most_tokens // range_tokens))
+        for index in range(num_rounds):
+            start = index * range_tokens
+            if staging is not None:
+                self._copy_in(staging, start, range_tokens)
+            call.signal(READY + 2 * index)
+            call.wait(READY + 2 * index)
+            self._sum_range(offers, tables, start, range_tokens)
+            call.signal(TAKEN + 2 * index)
+            call.wait(TAKEN + 2 * index)
+        return num_rounds
+
+    def _copy_in(self, staging: Staging, start: int, range_tokens: int) -> None:
+        """Lay the rows of source tokens `[start, start + range_tokens)` into the lanes of their sources."""
+        ends = [0, *self._handle.rank_prefix_matrix[:, self._window.rank].tolist()]
+        limits = torch.tensor([start, start + range_tokens], dtype=torch.int32)
+        for source, (begin, end) in enumerate(pairwise(ends)):
+            # The rows of a source are in the order of its tokens, so those of a range lie side by side.
+            first, last = torch.searchsorted(self._handle.recv_src_idx[begin:end], limits).tolist()
+            for part, staged in zip(self._sections(), staging.sections, strict=True):
+                rows = as_bytes(part[begin + first : begin + last])
+                staged[source * range_tokens : source * range_tokens + rows.size(0)] = rows
+
+    def _sum_range(self, offers: list[Offer], tables: list[list[torch.Tensor]], start: int, range_tokens: int) -> None:
+        """Sum this rank's tokens `[start, start + range_tokens)`."""
+        assert self._combined is not None
+        slots, stop = self._handle.send_head, min(start + range_tokens, self._handle.num_tokens)
+        if start >= stop:
+            return
+        shifts = self._shifts(offers, start, range_tokens)
+        outs = [self._combined.x, self._combined.topk_weights]
+        biases = [[bias[start:stop] for bias in self._biases], []]
+        for out, table, bias in zip(outs, tables, biases, strict=False):
+            assert out is not None
+            peers = [rows_as(rows, out.dtype) for rows in table]
+            reduce_rows(out[start:stop], peers, slots[start:stop], shifts, bias)
+
+    def _shifts(self, offers: list[Offer], start: int, range_tokens: int) -> list[int]:
+        """How far the rows of a range lie from their slots: in a staged rank, they begin at this rank's lane."""
+        rank, prefix = self._window.rank, self._handle.rank_prefix_matrix
+        before = (self._handle.send_head[:start] >= 0).sum(0).tolist()
+        first_slots = prefix[rank - 1].tolist() if rank else [0] * len(offers)
+        return [
+            rank * range_tokens - first - count if offer.is_staged else 0
+            for offer, first, count in zip(offers, first_slots, before, strict=True)
+        ]
+
+    def _count(self, path: str, num_rounds: int) -> None:
+        rank = self._window.rank
+        counts = torch.diff(
+            self._handle.rank_prefix_matrix, dim=0, prepend=torch.zeros(1, len(self._window.peers)).int()
+        )
+        bytes_each = sum(row_bytes(part) for part in self._sections())
+        self._chain.stats.count(
+            "combine", path, num_rounds, counts[:, rank].tolist(), counts[rank].tolist(), bytes_each
+        )
+
+
+@dataclass(frozen=True)
+class Supply:
+    """How a rank gives its rows.
+
+    Attributes:
+        path: `pulled`, `copied_in` or `staged`.
+        offer: What the peers are told.
+        regions: Held until the call ends: the peers read them.
+        staging: Where rounds go, if staged.
+    """
+
+    path: str
+    offer: Offer
+    regions: tuple[torch.Tensor, ...]
+    staging: Staging | None
+
+
+def row_bytes(rows: torch.Tensor) -> int:
+    """Bytes of a row of [n, columns]."""
+    return rows.size(1) * rows.element_size()

@@ -1,0 +1,25 @@
+"""What a buffer counts: which path each call took, and the bytes that went to and came from each peer."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class Stats:
+    """Counters of one buffer. Only the comm stream writes them."""
+
+    def __init__(self, num_ranks: int):
+        self.calls: Counter[str] = Counter()
+        self.num_rounds = 0
+        self.bytes_to = [0] * num_ranks
+        self.bytes_from = [0] * num_ranks
+
+    def count(
+        self, operation: str, path: str, rounds: int, rows_to: list[int], rows_from: list[int], row_bytes: int
+    ) -> None:
+        """Count one finished call."""
+        self.calls[f"{operation}/{path}"] += 1
+        self.num_rounds += rounds
+        for rank, (sent, received) in enumerate(zip(rows_to, rows_from, strict=True)):
+            self.bytes_to[rank] += sent * row_bytes
+            self.bytes_from[rank] += received * row_bytes

@@ -1,0 +1,92 @@
+"""Events: what an asynchronous call returns, and what the next call can wait for.
+
+An `EventHandle` is a point in a stream. On the CPU the caller's thread is its own stream, so an event that the caller
+records is complete at birth; the events of the comm stream (a thread) complete when their job does.
+`EventOverlap` wraps one with DeepEP's conveniences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+
+class Completion(Protocol):
+    """What an event waits for: a job of the comm stream."""
+
+    def wait(self) -> None:
+        """Block until it is complete; raise what it raised."""
+
+    def query(self) -> bool:
+        """Whether it is complete."""
+
+
+class EventHandle:
+    """A point in a stream. `EventHandle()` marks everything the caller has issued so far."""
+
+    def __init__(self, completion: Completion | None = None):
+        self._completion = completion
+
+    def current_stream_wait(self) -> None:
+        """Make the caller's stream wait for this point (on the CPU: block), and raise what failed before it."""
+        if self._completion is not None:
+            self._completion.wait()
+
+    def query(self) -> bool:
+        """Whether the point has been reached."""
+        return self._completion is None or self._completion.query()
+
+
+class EventOverlap:
+    """An event (or none, after a synchronous call) in the shape DeepEP's callers know.
+
+    Args:
+        event: The event; `None` says that the call was synchronous and there is nothing to wait for.
+        extra_tensors: Tensors to keep alive until the event has been waited for.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None):
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self.hook_after_wait: Callable[[], None] | None = None
+        self._release_on_exit = False
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Wait on the caller's stream, then run the registered hook once.
+
+        Args:
+            release_handle: Forget the event afterwards.
+        """
+        assert self.event is not None, "EventOverlap: nothing to wait for, the call was synchronous"
+        self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook: Callable[[], None]) -> None:
+        """Have `hook` called once, after the next wait."""
+        assert self.hook_after_wait is None, "EventOverlap: a hook is already registered"
+        self.hook_after_wait = hook
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """`with event(release_handle=True):` forgets the event when the block ends."""
+        self._release_on_exit = release_handle
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        release, self._release_on_exit = self._release_on_exit, False
+        if self.event is not None:
+            self.current_stream_wait(release_handle=release)
+
+
+def event_of(event: EventOverlap | EventHandle | None) -> EventHandle | None:
+    """The raw event inside whatever a caller passes as `previous_event`; `None` counts as "not given"."""
+    return event.event if isinstance(event, EventOverlap) else event

@@ -1,0 +1,78 @@
+"""Summing the rows of a token out of the peers' memory.
+
+Shape letters: T tokens, R ranks, H elements of a row. FP32 accumulation (FP64 for FP64 rows), biases first, then
+peers in ascending order, one rounding at the end: the result does not depend on tiles, threads or timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import EPError
+
+_TILE_BYTES = 1 << 19  # of accumulators: a tile and the rows that it reads stay in a core's cache
+
+
+def reduce_rows(
+    out: torch.Tensor,
+    peers: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    shifts: Sequence[int],
+    biases: Sequence[torch.Tensor] = (),
+) -> None:
+    """Sum each token's rows.
+
+    `out[t] = sum(biases[t]) + sum(peers[d][slots[t, d] + shifts[d]] for d with slots[t, d] >= 0)`
+
+    Args:
+        out: [T, H], written.
+        peers: R tensors [rows, H] of out's dtype, the peers' rows.
+        slots: [T, R] int32; -1 where a peer has no row of the token. Ascending without gaps down each column.
+        shifts: What to add to the slots of each peer.
+        biases: Tensors [T, H] of out's dtype, added first and in order.
+
+    Example:
+        One token, slots `[[2, -1]]`, shifts `[-2, 0]`, peer 0's row 0 is `[1, 2]`, bias `[[10, 10]]`: out is `[[11,
+        12]]`.
+    """
+    _reduce_rows_torch(out, peers, slots, shifts, biases)
+
+
+def _reduce_rows_torch(
+    out: torch.Tensor,
+    peers: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    shifts: Sequence[int],
+    biases: Sequence[torch.Tensor],
+) -> None:
+    num_tokens, hidden = out.shape
+    if out.numel() == 0:
+        return
+    accumulate = torch.float64 if out.dtype == torch.float64 else torch.float32
+    tile = max(1, _TILE_BYTES // (hidden * accumulate.itemsize))
+    blocks = [_block(rows, slots[:, peer], shifts[peer]) for peer, rows in enumerate(peers)]
+    total = torch.empty(min(tile, num_tokens), hidden, dtype=accumulate)
+    for start in range(0, num_tokens, tile):
+        stop = min(start + tile, num_tokens)
+        part = total[: stop - start].zero_()
+        for bias in biases:
+            part += bias[start:stop]
+        for rows, token_idx in blocks:
+            lo, hi = torch.searchsorted(token_idx, torch.tensor([start, stop])).tolist()
+            if lo < hi:
+                part.index_add_(0, token_idx[lo:hi] - start, rows[lo:hi].to(accumulate))
+        out[start:stop] = part
+
+
+def _block(rows: torch.Tensor, column: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A peer's rows for these tokens, which lie side by side, and the tokens that they belong to."""
+    token_idx = (column >= 0).nonzero().view(-1)
+    if token_idx.numel() == 0:
+        return rows[:0], token_idx
+    first = int(column[token_idx[0]]) + shift
+    block = rows[first : first + token_idx.numel()]
+    if first < 0 or block.size(0) != token_idx.numel():
+        raise EPError(f"combine: slots {first}.. are not among the {rows.size(0)} rows that the peer offered")
+    return block, token_idx
