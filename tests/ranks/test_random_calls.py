@@ -1,0 +1,43 @@
+"""A thousand random calls of mixed kinds on four ranks, against the oracle, exact."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from deep_ep.launch import run_ranks
+from deep_ep.soak import Report, soak_rank
+
+# Arena limits of the four ranks, in bytes (0: none). Small ones force staging, on all ranks or on some.
+ARENAS = {
+    "free": (0, 0, 0, 0),
+    "tiny": (8192, 8192, 8192, 8192),
+    "uneven": (0, 4096, 0, 16384),
+    "one page": (4096, 4096, 4096, 4096),
+}
+
+
+def limited_soak(rank: int, num_ranks: int, limits: tuple[int, ...], seed: int, num_calls: int) -> Report:
+    os.environ["DEEP_EP_ARENA_BYTES"] = str(limits[rank % len(limits)])
+    return soak_rank(rank, num_ranks, seed, num_calls)
+
+
+@pytest.mark.parametrize("arena", ARENAS)
+def test_250_calls_on_four_ranks(device: str, arena: str) -> None:
+    reports = run_ranks(limited_soak, 4, ARENAS[arena], 1234 + list(ARENAS).index(arena), 250)
+    made = Counter(reports[0].calls)
+    assert sum(made.values()) == 250
+    assert min(made.values()) > 5, made
+    paths = sum((Counter(report.stats["calls"]) for report in reports), Counter())
+    staged = paths["dispatch/staged"] + paths["combine/staged"]
+    assert (staged > 0) == (arena != "free"), paths
+    assert (reports[0].stats["rounds"] > 250) == (arena != "free"), reports[0].stats
+    assert paths["dispatch/direct"] > 0
+    assert paths["combine/pulled"] > 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_other_group_sizes(device: str, num_ranks: int) -> None:
+    run_ranks(limited_soak, num_ranks, ARENAS["uneven"], 99 + num_ranks, 40)
