@@ -8,34 +8,29 @@ records is complete at birth; the events of the comm stream (a thread) complete 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Protocol
-
-
-class Completion(Protocol):
-    """What an event waits for: a job of the comm stream."""
-
-    def wait(self) -> None:
-        """Block until it is complete; raise what it raised."""
-
-    def query(self) -> bool:
-        """Whether it is complete."""
+from typing import Any
 
 
 class EventHandle:
-    """A point in a stream. `EventHandle()` marks everything the caller has issued so far."""
+    """A point in a stream. `EventHandle()` marks everything the caller has issued so far.
 
-    def __init__(self, completion: Completion | None = None):
-        self._completion = completion
+    Args:
+        completion: The job of the comm stream that must be done; None: the point is reached.
+    """
+
+    def __init__(self, completion: Future | None = None):
+        self.completion = completion
 
     def current_stream_wait(self) -> None:
         """Make the caller's stream wait for this point (on the CPU: block), and raise what failed before it."""
-        if self._completion is not None:
-            self._completion.wait()
+        if self.completion is not None:
+            self.completion.result()
 
     def query(self) -> bool:
         """Whether the point has been reached."""
-        return self._completion is None or self._completion.query()
+        return self.completion is None or self.completion.done()
 
 
 class EventOverlap:

@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..errors import EPClosed, EPUnsupported
 from ..event import EventHandle, EventOverlap
 from ..handle import parse_handle
 from ..sizing import low_latency_buffer_bytes
-from ..stream import CommStream, Job
+from ..stream import CommStream
 from ..topology import Topology, find_topology
 from ..transport import Window, WindowSizes, choose
 from . import checks
@@ -526,10 +527,10 @@ class Buffer:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
-    def _finish(self, job: Job, async_finish: bool) -> EventOverlap:
+    def _finish(self, job: Future, async_finish: bool) -> EventOverlap:
         if async_finish:
             return EventOverlap(EventHandle(job))
-        job.wait()
+        job.result()
         return EventOverlap(None)
 
     def _require_open(self, where: str) -> None:

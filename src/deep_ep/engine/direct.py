@@ -6,6 +6,7 @@ Each method queues the communication on the comm stream and returns what the cal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from ..errors import EPOverflow
 from ..event import EventHandle
 from ..handle import Handle
-from ..stream import CommStream, Job
+from ..stream import CommStream
 from ..transport import Window
 from .call import Chain
 from .combine import Combine, Combined
@@ -35,7 +36,7 @@ class DirectEngine:
 
     def dispatch(
         self, payload: Payload, routing: Routing, num_channels: int, after: EventHandle | None
-    ) -> tuple[Received, list[int], Job]:
+    ) -> tuple[Received, list[int], Future]:
         """A full dispatch. Blocks until the counts are known; the rows move on the comm stream.
 
         Returns:
@@ -43,7 +44,7 @@ class DirectEngine:
         """
         dispatch = Dispatch(self.chain, payload, routing, num_channels=num_channels)
         try:
-            num_rows, expert_counts = self.stream.run(lambda: _after(after, dispatch.exchange_counts))
+            num_rows, expert_counts = self.stream.submit(lambda: _after(after, dispatch.exchange_counts)).result()
             received = dispatch.make_room(num_rows)
             return received, expert_counts, self.stream.submit(dispatch.move_rows)
         except BaseException as error:
@@ -53,7 +54,7 @@ class DirectEngine:
 
     def worst_case_dispatch(
         self, payload: Payload, routing: Routing, num_rows: int, num_channels: int, after: EventHandle | None
-    ) -> tuple[Received, Job]:
+    ) -> tuple[Received, Future]:
         """A dispatch into room for `num_rows` rows, without waiting for counts."""
         dispatch = Dispatch(self.chain, payload, routing, num_worst_tokens=num_rows, num_channels=num_channels)
         if after is None or after.query():
@@ -61,7 +62,7 @@ class DirectEngine:
         received = dispatch.make_room(num_rows)
         return received, self._submit(after, dispatch.move_rows)
 
-    def cached_dispatch(self, payload: Payload, handle: Handle, after: EventHandle | None) -> tuple[Received, Job]:
+    def cached_dispatch(self, payload: Payload, handle: Handle, after: EventHandle | None) -> tuple[Received, Future]:
         """A dispatch along the slots of an earlier one."""
         dispatch = Dispatch(self.chain, payload, handle=handle)
         received = dispatch.make_room(handle.num_rows)
@@ -74,13 +75,13 @@ class DirectEngine:
         topk_weights: torch.Tensor | None,
         biases: Sequence[torch.Tensor],
         after: EventHandle | None,
-    ) -> tuple[Combined, Job]:
+    ) -> tuple[Combined, Future]:
         """A combine along the slots of an earlier dispatch."""
         combine = Combine(self.chain, x, handle, topk_weights, biases)
         combined = combine.make_room()
         return combined, self._submit(after, combine.sum_rows)
 
-    def _submit(self, after: EventHandle | None, work: Callable[[], None]) -> Job:
+    def _submit(self, after: EventHandle | None, work: Callable[[], None]) -> Future:
         """Queue a whole call.
 
         If it fails, even before it is announced, the calls queued behind it cannot match the peers'.

@@ -175,10 +175,14 @@ class Arena:
         return segment, span
 
     def _next_bytes(self, num_bytes: int) -> int:
-        """Segments double the arena, within its limit; 0 where `num_bytes` are too many."""
+        """Size of the next segment; 0 where `num_bytes` are too many.
+
+        Segments double the arena. One with a limit is a single segment: reserving costs nothing, and what is in one piece
+        is not wasted at the seams.
+        """
         reserved = sum(segment.span.num_bytes for segment in self._segments)
         wanted = max(num_bytes, reserved or self._first_bytes)
         size = -(-wanted // GROWTH_BYTES) * GROWTH_BYTES
         if self.limit_bytes:
-            size = min(size, (self.limit_bytes - reserved) // UNIT_BYTES * UNIT_BYTES)
+            size = (self.limit_bytes - reserved) // UNIT_BYTES * UNIT_BYTES
         return size if size >= whole_units(num_bytes) else 0

@@ -1,0 +1,73 @@
+"""The primitives' twins, on the worked examples of their docstrings and on random shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deep_ep.errors import EPError
+from deep_ep.kernels.reduce import reduce_rows
+from deep_ep.kernels.rows import Lane, Section, as_bytes, put_rows, rows_as
+
+
+def test_put_rows_worked_example() -> None:
+    rows = torch.tensor([[11, 12], [21, 22]], dtype=torch.uint8)
+    peers = [torch.zeros(9, 2, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.uint8)]
+    slots = torch.tensor([[5, 7], [-1, 8]], dtype=torch.int32)
+    counts = put_rows([Section(rows, peers)], slots, [Lane(0, 9, 0), Lane(8, 9, -8)], first_peer=1)
+    assert counts == [1, 1]
+    assert peers[0][5].tolist() == [11, 12]
+    assert peers[1][0].tolist() == [21, 22]
+    assert int(peers[0].sum()) + int(peers[1].sum()) == 23 + 43, "nothing else was written"
+
+
+def test_put_rows_refuses_rows_that_were_not_offered() -> None:
+    rows = torch.zeros(2, 4, dtype=torch.uint8)
+    with pytest.raises(EPError, match="not among the rows that rank 0 offered"):
+        put_rows([Section(rows, [rows[:1]])], torch.tensor([[0], [1]], dtype=torch.int32), [Lane(0, 9, 0)], 0)
+
+
+def test_reduce_rows_worked_example() -> None:
+    out = torch.empty(1, 2)
+    peers = [torch.tensor([[1.0, 2.0]]), torch.empty(0, 2)]
+    reduce_rows(out, peers, torch.tensor([[2, -1]], dtype=torch.int32), [-2, 0], [torch.tensor([[10.0, 10.0]])])
+    assert out.tolist() == [[11.0, 12.0]]
+
+
+def test_reduce_rows_refuses_rows_that_were_not_offered() -> None:
+    with pytest.raises(EPError, match="not among the 1 rows"):
+        reduce_rows(torch.empty(2, 1), [torch.ones(1, 1)], torch.tensor([[0], [1]], dtype=torch.int32), [0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(0, 3), (1, 1), (70, 5), (300, 2049)])
+def test_reduce_rows_sums_in_order(dtype: torch.dtype, num_tokens: int, hidden: int) -> None:
+    generator = torch.Generator().manual_seed(hidden)
+    mask = torch.rand(num_tokens, 3, generator=generator) < 0.7
+    slots = torch.where(mask, mask.cumsum(0) - 1 + 2, -1).int()
+    peers = [torch.randn(num_tokens + 4, hidden, generator=generator).to(dtype) for _ in range(3)]
+    biases = [torch.randn(num_tokens, hidden, generator=generator).to(dtype) for _ in range(2)]
+    out = torch.empty(num_tokens, hidden, dtype=dtype)
+    reduce_rows(out, peers, slots, [0, 1, -2], biases)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for token in range(num_tokens):
+        total = biases[0][token].to(wide) + biases[1][token].to(wide)
+        for peer, shift in enumerate([0, 1, -2]):
+            if mask[token, peer]:
+                total = total + peers[peer][slots[token, peer] + shift].to(wide)
+        assert torch.equal(out[token], total.to(dtype))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 6, 8, 12, 100])
+def test_rows_of_any_width_and_alignment(width: int) -> None:
+    flat = torch.arange(3 * width + 1, dtype=torch.uint8)
+    rows = flat[1:].view(3, width)  # deliberately not aligned
+    target = torch.zeros(5, width, dtype=torch.uint8)
+    put_rows([Section(rows, [target])], torch.tensor([[1], [-1], [2]], dtype=torch.int32), [Lane(0, 5, 0)], 0)
+    assert torch.equal(target[1:3], rows[[0, 2]])
+    assert torch.equal(rows_as(as_bytes(rows), torch.uint8), rows)
+
+
+def test_one_row_with_odd_strides_is_still_bytes() -> None:
+    assert as_bytes(torch.zeros(5, 1).t()).shape == (1, 20)
+    assert as_bytes(torch.zeros(1, 5).t()).shape == (5, 4)

@@ -1,0 +1,174 @@
+"""Spans, boards, memory, words, topology, choice of a transport: what needs no second process."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deep_ep import env, topology, transport
+from deep_ep.errors import EPError, EPTransportError, EPUnsupported
+from deep_ep.transport.arena import Arena
+from deep_ep.transport.board import HEADER, OFFER, Board, progress_of
+from deep_ep.transport.memory import PrivateMemory, SharedMemory, available_bytes
+from deep_ep.transport.spans import UNIT_BYTES, Span, SpanSet
+from deep_ep.transport.words import AtomicWord, Word
+
+
+def test_removing_a_span_returns_what_was_there() -> None:
+    spans = SpanSet(Span(0, 5), Span(8, 12))
+    assert spans.remove(Span(4, 9)) == [Span(4, 5), Span(8, 9)]
+    assert list(spans) == [Span(0, 4), Span(9, 12)]
+
+
+def test_adding_a_span_joins_neighbours() -> None:
+    spans = SpanSet(Span(0, 4), Span(9, 12))
+    spans.add(Span(4, 9))
+    assert list(spans) == [Span(0, 12)]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * UNIT_BYTES)), max_size=40), st.randoms())
+def test_taking_and_giving_back_never_overlaps_and_loses_nothing(steps: list, shuffle: object) -> None:
+    whole = Span(0, 16 * UNIT_BYTES)
+    free, taken = SpanSet(whole), []
+    for is_take, num_bytes in steps:
+        if is_take:
+            span = free.take(num_bytes)
+            if span is None:
+                assert all(one.num_bytes < num_bytes for one in free)
+                continue
+            assert span.num_bytes >= num_bytes
+            assert all(span.stop <= other.start or other.stop <= span.start for other in taken)
+            taken.append(span)
+        elif taken:
+            free.add(taken.pop(shuffle.randrange(len(taken))))  # type: ignore[attr-defined]
+        assert free.num_bytes + sum(span.num_bytes for span in taken) == whole.num_bytes
+    for span in taken:
+        free.add(span)
+    assert list(free) == [whole]
+
+
+@pytest.mark.parametrize("memory_type", [SharedMemory.create, PrivateMemory])
+def test_an_arena_grows_within_its_limit(memory_type: object) -> None:
+    memory, mapped = memory_type(), []  # type: ignore[operator]
+    arena = Arena(memory, 0, limit_bytes=4 << 20, on_map=mapped.append)
+    first = arena.allocate((1 << 20,), torch.uint8)
+    second = arena.allocate((3, 1 << 18), torch.float32)
+    assert first is not None
+    assert second is not None
+    assert second.shape == (3, 1 << 18)
+    assert arena.allocate((1 << 20,), torch.uint8) is None, "the limit holds"
+    assert len(mapped) == 1, "a limited arena is one segment"
+    del second
+    assert arena.allocate((1 << 20,), torch.uint8) is not None
+    assert arena.allocate((0, 7), torch.bfloat16).shape == (0, 7)
+    assert arena.base_of(torch.zeros(3)) is None
+    assert arena.base_of(first).offset == mapped[0].span.start
+
+
+def test_an_arena_without_a_limit_doubles() -> None:
+    mapped: list = []
+    arena = Arena(PrivateMemory(), first_bytes=3 << 20, limit_bytes=0, on_map=mapped.append)
+    kept = [arena.allocate((2 << 20,), torch.uint8) for _ in range(5)]
+    assert all(one is not None for one in kept)
+    assert [mapping.span.num_bytes >> 20 for mapping in mapped] == [4, 4, 8]
+
+
+def test_shared_memory_is_seen_by_another_mapping() -> None:
+    memory = SharedMemory.create()
+    span = memory.grow(10_000)
+    assert span == Span(0, 3 * UNIT_BYTES)
+    memory.commit(span)
+    one, two = memory.map(span), memory.map(Span(UNIT_BYTES, 2 * UNIT_BYTES))
+    one.view(Span(UNIT_BYTES + 5, UNIT_BYTES + 6))[0] = 77
+    assert two.view(Span(UNIT_BYTES + 5, UNIT_BYTES + 6))[0] == 77
+    assert two.offset_of(two.address + 9) == UNIT_BYTES + 9
+    assert two.offset_of(one.address) is None or one.address == two.address
+    memory.close()
+    memory.close()
+    assert two.view(Span(UNIT_BYTES + 5, UNIT_BYTES + 6))[0] == 77, "mappings outlive the descriptor"
+
+
+@pytest.mark.parametrize("memory_type", [SharedMemory.create, PrivateMemory])
+def test_more_memory_than_there_is_gives_an_error_with_numbers(memory_type: object) -> None:
+    memory = memory_type()  # type: ignore[operator]
+    needed = available_bytes() + (1 << 30)
+    span = memory.grow(needed)
+    with pytest.raises(EPTransportError, match=rf"{span.num_bytes} bytes of memory are needed, \d+ are available"):
+        memory.commit(span)
+    assert Arena(memory, 0, 0, lambda _: None).allocate((needed,), torch.uint8) is None
+
+
+def test_a_board_carries_posts_by_parity() -> None:
+    memory = PrivateMemory()
+    board = Board(memory.map(memory.grow(Board.num_bytes(4))), 4)
+    board.post(HEADER, 6, [1, -2, 3])
+    board.post(HEADER, 7, [4, 5])
+    board.post(OFFER, 6, [9])
+    board.post_values(6, torch.tensor([10, 20, 30], dtype=torch.int32))
+    board.post_values(7, torch.tensor([40], dtype=torch.int32))
+    assert board.read(HEADER, 6)[:3] == [1, -2, 3]
+    assert board.read(HEADER, 7)[:2] == [4, 5]
+    assert board.read(OFFER, 8)[0] == 9, "epoch 8 uses the slot of epoch 6"
+    assert board.read_values(6, 1, 3).tolist() == [20, 30]
+    board.write_text("ü" * 5000)
+    assert board.read_text().startswith("üüü")
+    assert progress_of(2, 0) > progress_of(1, 1000)
+
+
+@pytest.mark.parametrize("word_type", [Word, AtomicWord])
+def test_words_hold_64_bits(word_type: type[Word]) -> None:
+    if word_type is AtomicWord and platform.libc_ver()[0] != "glibc":
+        pytest.skip("libatomic is looked for on glibc systems only")
+    memory = PrivateMemory()
+    mapping = memory.map(memory.grow(4096))
+    try:
+        word = word_type(mapping.memory, 64)
+        word.store_release((1 << 63) + 5)
+    except EPUnsupported as error:
+        pytest.skip(str(error))
+    assert word.load_acquire() == (1 << 63) + 5
+    assert Word(mapping.memory, 128).load_acquire() == 0
+
+
+def test_nodes_follow_the_hosts() -> None:
+    place = topology.arrange(3, ["a", "a", "b", "b"])
+    assert (place.num_nodes, place.node, place.local_rank) == (2, 1, 1)
+    assert topology.arrange(5, ["a"] * 6).num_nodes == 1
+    split = topology.arrange(5, ["a"] * 6, ranks_per_node=2)
+    assert (split.num_nodes, split.node, split.local_rank) == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks_per_node"), [(["a", "b", "a"], 0), (["a", "a", "b"], 0), (["a"] * 4, 3), (["a", "a", "b", "b"], 4)]
+)
+def test_placements_that_cannot_work_are_shown(hosts: list[str], ranks_per_node: int) -> None:
+    with pytest.raises(EPError, match="on a"):
+        topology.arrange(0, hosts, ranks_per_node)
+
+
+def test_the_choice_of_a_transport_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert transport.choose(1).name == "solo"
+    assert transport.choose(4).name == "shm"
+    monkeypatch.setenv("DEEP_EP_TRANSPORT", "shm")
+    assert transport.choose(1)[:2] == ("shm", "DEEP_EP_TRANSPORT=shm")
+    monkeypatch.setenv("DEEP_EP_TRANSPORT", "solo")
+    with pytest.raises(EPUnsupported, match="it is for one rank, the group has 2"):
+        transport.choose(2)
+    monkeypatch.setenv("DEEP_EP_TRANSPORT", "pigeon")
+    with pytest.raises(ValueError, match="'pigeon' is not one of auto, solo, shm"):
+        transport.choose(2)
+
+
+def test_variables_are_read_when_needed_and_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_SECS", "2.5")
+    assert env.TIMEOUT_SECS.get() == 2.5
+    monkeypatch.setenv("DEEP_EP_ARENA_BYTES", "1e6")
+    assert env.ARENA_BYTES.get() == 1_000_000
+    for text in ("0", "-1", "soon"):
+        monkeypatch.setenv("DEEP_EP_TIMEOUT_SECS", text)
+        with pytest.raises(ValueError, match="DEEP_EP_TIMEOUT_SECS"):
+            env.TIMEOUT_SECS.get()

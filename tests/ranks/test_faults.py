@@ -1,0 +1,338 @@
+"""Ranks that are late, early, empty, stopped, killed, or that call something else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deep_ep
+from deep_ep.launch import run_ranks
+
+LIMIT_SECS = 1.0
+EXPERTS_PER_RANK, TOPK, HIDDEN = 4, 3, 16
+
+
+def make_buffer(limit_secs: float = 30.0) -> deep_ep.Buffer:
+    return deep_ep.Buffer(dist.group.WORLD, explicitly_destroy=True, num_cpu_timeout_secs=limit_secs)
+
+
+def inputs(rank: int, num_ranks: int, num_tokens: int = 8, hidden: int = HIDDEN) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(rank)
+    num_experts = EXPERTS_PER_RANK * num_ranks
+    return {
+        "x": torch.randn(num_tokens, hidden, generator=generator).bfloat16(),
+        "topk_idx": torch.rand(num_tokens, num_experts, generator=generator).topk(TOPK).indices,
+        "topk_weights": torch.rand(num_tokens, TOPK, generator=generator),
+        "num_experts": num_experts,
+    }
+
+
+def dispatch(buffer: deep_ep.Buffer, given: dict[str, Any], **more: Any) -> tuple:
+    num_tokens_per_rank, _, num_tokens_per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
+        given["topk_idx"], given["num_experts"]
+    )
+    return buffer.dispatch(
+        given["x"],
+        num_tokens_per_rank=num_tokens_per_rank,
+        is_token_in_rank=is_token_in_rank,
+        num_tokens_per_expert=num_tokens_per_expert,
+        topk_idx=given["topk_idx"],
+        topk_weights=given["topk_weights"],
+        **more,
+    )
+
+
+def round_trip(buffer: deep_ep.Buffer, given: dict[str, Any]) -> None:
+    """Dispatch and combine with identity experts: every token comes back once for each rank that it was sent to."""
+    recv_x, _, _, _, handle, _ = dispatch(buffer, given)
+    combined, _, _ = buffer.combine(recv_x, handle)
+    times = handle[4].sum(1, keepdim=True)
+    torch.testing.assert_close(combined.float(), given["x"].float() * times, rtol=1e-2, atol=1e-2)
+
+
+def error_of(work: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    try:
+        work(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+# A peer that never calls ---------------------------------------------------------------------------------------------
+
+
+def silent_peer(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    buffer, given = make_buffer(LIMIT_SECS), inputs(rank, num_ranks)
+    round_trip(buffer, given)
+    errors = []
+    if rank != 1:
+        errors = [error_of(dispatch, buffer, given), error_of(dispatch, buffer, given)]
+    else:
+        time.sleep(3 * LIMIT_SECS)
+        errors = [error_of(dispatch, buffer, given)]
+    buffer.destroy()
+    dist.barrier()
+    round_trip(make_buffer(), given)  # the world goes on with a new buffer
+    return errors
+
+
+def test_a_silent_peer_is_named_and_the_buffer_is_closed(device: str) -> None:
+    results = run_ranks(silent_peer, 3)
+    for rank in (0, 2):
+        (first, text), (second, again) = results[rank]
+        assert first in ("EPTimeout", "EPPeerFailed")
+        assert "dispatch (call 3): no signal from rank 1 after 1 s" in text
+        assert second == "EPClosed"
+        assert "no signal from rank 1" in again
+    (kind, text) = results[1][0]
+    assert kind == "EPPeerFailed"
+    assert "no signal from rank 1" in text
+
+
+def nobody_constructs(rank: int, num_ranks: int) -> tuple[str, str]:
+    if rank == 0:
+        return error_of(make_buffer, LIMIT_SECS)
+    time.sleep(2 * LIMIT_SECS)
+    return "none", ""
+
+
+def test_construction_has_the_same_limit(device: str) -> None:
+    kind, text = run_ranks(nobody_constructs, 2)[0]
+    assert kind == "EPTimeout"
+    assert "not all ranks came within 1 s" in text
+
+
+# A peer that is killed -----------------------------------------------------------------------------------------------
+
+
+def killed_peer(rank: int, num_ranks: int, victim: int, in_combine: bool) -> tuple[str, str]:
+    buffer, given = make_buffer(), inputs(rank, num_ranks)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, given)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = error_of(buffer.combine, recv_x, handle) if in_combine else error_of(dispatch, buffer, given)
+    buffer.destroy()
+    os._exit(3) if error[0] == "none" else None
+    return error
+
+
+@pytest.mark.parametrize("in_combine", [False, True])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_peer_is_named(device: str, victim: int, in_combine: bool) -> None:
+    results = run_ranks(killed_peer, 3, victim, in_combine, may_die=[victim], limit_secs=25)
+    for rank in {0, 1, 2} - {victim}:
+        kind, text = results[rank]
+        assert kind in ("EPError", "EPPeerFailed")
+        assert f"the process of rank {victim} has ended" in text
+        assert ("combine (call 2)" if in_combine else "dispatch (call 2)") in text
+
+
+def forgotten_job(rank: int, num_ranks: int) -> float:
+    buffer, given = make_buffer(), inputs(rank, num_ranks)
+    *_, handle, _ = dispatch(buffer, given)
+    if rank == 0:
+        buffer.dispatch(given["x"], handle=handle, async_finish=True)
+        return 0.0  # and leaves; its peers still get its rows
+    time.sleep(0.3)
+    return float(buffer.dispatch(given["x"], handle=handle)[0].float().sum())
+
+
+def test_a_rank_that_leaves_after_an_asynchronous_call_finishes_it(device: str) -> None:
+    results = run_ranks(forgotten_job, 2)
+    assert results[1] != 0.0
+
+
+# A peer that is late, or stopped -------------------------------------------------------------------------------------
+
+
+def late_peer(rank: int, num_ranks: int) -> list[float]:
+    buffer, given = make_buffer(), inputs(rank, num_ranks)
+    round_trip(buffer, given)
+    before = buffer.stats()["wait_secs"]
+    if rank == 1:
+        time.sleep(0.5)
+    round_trip(buffer, given)
+    return [after - then for after, then in zip(buffer.stats()["wait_secs"], before, strict=True)]
+
+
+def test_a_late_peer_is_waited_for_and_accounted(device: str) -> None:
+    results = run_ranks(late_peer, 3)
+    assert results[0][1] > 0.3
+    assert results[2][1] > 0.3
+    assert results[1][0] < 0.3
+
+
+def stopped_peer(rank: int, num_ranks: int) -> tuple[bool, bool]:
+    buffer, given = make_buffer(), inputs(rank, num_ranks)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, given)
+    pids: list[Any] = [None] * num_ranks
+    dist.all_gather_object(pids, os.getpid())
+    is_early = False
+    if rank == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+    again, *_, event = buffer.dispatch(given["x"], handle=handle, async_finish=True)
+    if rank == 0:
+        torch.randn(200, 200) @ torch.randn(200, 200)
+        is_early = event.event.query()
+        os.kill(pids[1], signal.SIGCONT)
+    event.current_stream_wait()
+    return is_early, torch.equal(again, recv_x)
+
+
+def test_a_stopped_peer_delays_the_event_and_not_the_caller(device: str) -> None:
+    assert run_ranks(stopped_peer, 2) == [(False, True), (False, True)]
+
+
+# Peers that disagree -------------------------------------------------------------------------------------------------
+
+
+def disagree(rank: int, num_ranks: int, how: str) -> tuple[str, str]:
+    buffer, given = make_buffer(), inputs(rank, num_ranks)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, given)
+    other = inputs(rank + 7, num_ranks)
+    *_, other_handle, _ = dispatch(buffer, other)
+    odd = rank == num_ranks - 1
+    if how == "operation":
+        return error_of(buffer.combine, recv_x, handle) if odd else error_of(dispatch, buffer, given)
+    if how == "cached":
+        return error_of(buffer.dispatch, given["x"], handle=handle) if odd else error_of(dispatch, buffer, given)
+    if how == "worst case":
+        return error_of(dispatch, buffer, given, num_worst_tokens=100 if odd else 0)
+    if how == "handle":
+        return error_of(buffer.dispatch, given["x"], handle=other_handle if odd else handle)
+    if how == "combine handle":
+        return error_of(buffer.combine, recv_x if not odd else recv_x.new_zeros(len(other_handle[3]), HIDDEN),
+                        other_handle if odd else handle)  # fmt: skip
+    if how == "hidden":
+        return error_of(dispatch, buffer, inputs(rank, num_ranks, hidden=HIDDEN + 1) if odd else given)
+    if how == "dtype":
+        return error_of(dispatch, buffer, {**given, "x": given["x"].half() if odd else given["x"]})
+    if how == "experts":
+        return error_of(dispatch, buffer, {**given, "num_experts": (1 + odd) * given["num_experts"]})
+    assert how == "ids"
+    return error_of(dispatch, buffer, {**given, "topk_idx": given["topk_idx"].int() if odd else given["topk_idx"]})
+
+
+DIFFERENCES = {
+    "operation": "operation combine not dispatch",
+    "cached": "operation cached dispatch not dispatch",
+    "worst case": "operation worst-case dispatch not dispatch",
+    "handle": "handle",
+    "combine handle": "handle",
+    "hidden": f"hidden {HIDDEN + 1} not {HIDDEN}",
+    "dtype": "dtype torch.float16 not torch.bfloat16",
+    "experts": "num_experts 24 not 12",
+    "ids": "idx_dtype torch.int32 not torch.int64",
+}
+
+
+@pytest.mark.parametrize("how", DIFFERENCES)
+def test_ranks_that_disagree_all_raise(device: str, how: str) -> None:
+    results = run_ranks(disagree, 3, how)
+    assert all(kind in ("EPError", "EPPeerFailed") for kind, _ in results), results
+    # Whoever noticed first names the odd rank, or, as the odd one itself, the others.
+    words = DIFFERENCES[how].split(" not ")
+    assert all("all ranks must make the same call" in text and words[0].split()[0] in text for _, text in results)
+    assert any(f"rank 2 has {DIFFERENCES[how]}" in text for _, text in results) or any(
+        "rank 0 has" in text for _, text in results
+    )
+
+
+# Room that is too small ----------------------------------------------------------------------------------------------
+
+
+def overflow(rank: int, num_ranks: int, is_async: bool) -> tuple[str, str]:
+    buffer, given = make_buffer(), inputs(rank, num_ranks)
+    num_rows = 3 if rank == 1 else 100
+
+    def call() -> None:
+        *_, event = dispatch(buffer, given, num_worst_tokens=num_rows, async_finish=is_async)
+        if is_async:
+            event.current_stream_wait()
+
+    error = error_of(call)
+    round_trip(buffer, given)  # nothing was lost
+    return error
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_too_few_worst_tokens_raise_on_all_ranks_and_lose_nothing(device: str, is_async: bool) -> None:
+    for kind, text in run_ranks(overflow, 3, is_async):
+        assert kind == "EPOverflow"
+        assert "rank 1 receives" in text
+        assert "num_worst_tokens=3" in text
+
+
+# Leaving -------------------------------------------------------------------------------------------------------------
+
+
+def early_leaver(rank: int, num_ranks: int) -> tuple[str, str]:
+    buffer, given = make_buffer(), inputs(rank, num_ranks)
+    round_trip(buffer, given)
+    if rank == 0:
+        buffer.destroy()
+        buffer.destroy()
+        return error_of(dispatch, buffer, given)
+    return error_of(dispatch, buffer, given)
+
+
+def test_a_rank_that_destroyed_its_buffer_is_named(device: str) -> None:
+    results = run_ranks(early_leaver, 3)
+    assert results[0][0] == "EPClosed"
+    for kind, text in results[1:]:
+        assert kind in ("EPError", "EPPeerFailed")
+        assert "rank 0 has destroyed its buffer" in text
+
+
+def last_call(rank: int, num_ranks: int) -> None:
+    buffer, given = make_buffer(), inputs(rank, num_ranks)
+    if rank == 0:
+        recv_x, _, _, _, handle, _ = dispatch(buffer, given)
+        buffer.combine(recv_x, handle)
+        buffer.destroy()
+        return
+    time.sleep(0.05 * rank)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, given)
+    time.sleep(0.05 * rank)
+    buffer.combine(recv_x, handle)
+
+
+def test_leaving_after_the_last_call_harms_nobody(device: str) -> None:
+    run_ranks(last_call, 4)
+
+
+def wrong_then_right(rank: int, num_ranks: int) -> tuple[str, str]:
+    buffer, given = make_buffer(), inputs(rank, num_ranks)
+    error = ("none", "")
+    if rank == 1:
+        error = error_of(dispatch, buffer, {**given, "x": given["x"].t()})
+    round_trip(buffer, given)
+    return error
+
+
+def test_a_wrong_argument_sends_nothing(device: str) -> None:
+    results = run_ranks(wrong_then_right, 2)
+    assert results[1][0] == "ValueError"
+
+
+def empty_ranks(rank: int, num_ranks: int) -> None:
+    buffer = make_buffer()
+    for empty in (rank % 2, 1 - rank % 2, 1, 0):
+        given = inputs(rank, num_ranks, num_tokens=0 if empty else 5)
+        round_trip(buffer, given)
+    given = inputs(rank, num_ranks, num_tokens=5)
+    given["topk_idx"].fill_(-1)
+    round_trip(buffer, given)  # nobody receives anything
+    given["topk_idx"].fill_(0)
+    round_trip(buffer, given)  # everything goes to one rank
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_empty_ranks_and_empty_receivers(device: str, num_ranks: int) -> None:
+    run_ranks(empty_ranks, num_ranks)
