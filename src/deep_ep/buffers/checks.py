@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..config import Config
-from ..engine.dispatch import Payload, Routing
+from ..engine.parcel import Payload, Routing
 from ..event import EventHandle, EventOverlap, event_of
 from ..transport import MAX_EXPERTS
 

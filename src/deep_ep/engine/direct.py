@@ -18,7 +18,8 @@ from ..stream import CommStream
 from ..transport import Window
 from .call import Chain
 from .combine import Combine, Combined
-from .dispatch import Dispatch, Payload, Received, Routing
+from .dispatch import Dispatch
+from .parcel import Payload, Received, Routing
 
 
 class DirectEngine:

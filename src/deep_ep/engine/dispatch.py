@@ -6,81 +6,16 @@ memory in which its tensors will live, and the senders write there. See `docs/pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from .. import layout
 from ..errors import EPError, EPOverflow
 from ..handle import Handle
-from ..kernels.rows import Lane, Section, as_bytes, put_rows
+from ..kernels.rows import Section, put_rows
 from ..transport import Window
 from .call import ANNOUNCED, OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
-from .staging import Staging
-
-
-@dataclass(frozen=True)
-class Payload:
-    """What travels.
-
-    Attributes:
-        x: [T, H] any dtype, contiguous.
-        scales: [T, S] any dtype and strides, or None.
-    """
-
-    x: torch.Tensor
-    scales: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Who gets what.
-
-    Attributes:
-        num_tokens_per_rank: [R] int32.
-        num_tokens_per_expert: [E] int32.
-        is_token_in_rank: [T, R] bool.
-        topk_idx: [T, K] int32 or int64, or None.
-        topk_weights: [T, K] float32, or None.
-    """
-
-    num_tokens_per_rank: torch.Tensor
-    num_tokens_per_expert: torch.Tensor
-    is_token_in_rank: torch.Tensor
-    topk_idx: torch.Tensor | None = None
-    topk_weights: torch.Tensor | None = None
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return self.num_tokens_per_expert.numel()
-
-
-@dataclass
-class Received:
-    """Where the rows of a dispatch arrive. Made by the caller's thread, filled on the comm stream.
-
-    Attributes:
-        x: [n, H] in the window (in ordinary memory where the arena cannot hold it).
-        scales: [n, S] likewise, or None.
-        records: [n, W] uint8, source index, ids and weights side by side; dropped when the call ends.
-        topk_idx: [n, K] ordinary memory, or None.
-        topk_weights: [n, K] ordinary memory, or None.
-        handle: The handle; its tensors are ordinary memory.
-        is_staged: The arena could not hold the rows.
-    """
-
-    x: torch.Tensor
-    scales: torch.Tensor | None
-    records: torch.Tensor | None
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    handle: Handle
-    is_staged: bool
-
-    def sections(self) -> list[torch.Tensor]:
-        """The bytes of what arrives, a matrix for each section."""
-        return [as_bytes(part) for part in (self.x, self.scales, self.records) if part is not None]
+from .parcel import Payload, Received, Routing, outgoing_sections, section_columns, unpack_records
+from .staging import Blocks, Staging, dispatch_lane, num_dispatch_rounds, token_blocks
 
 
 class Dispatch:
@@ -126,10 +61,11 @@ class Dispatch:
     def make_room(self, num_rows: int) -> Received:
         """Allocate everything that the call returns: rows in the arena, or elsewhere if it cannot hold them."""
         allocate, is_staged = self._window.arena.allocate, False
-        rooms = [allocate((num_rows, columns), dtype) for columns, dtype in self._columns()]
+        columns = section_columns(self._payload, self._routing)
+        rooms = [allocate((num_rows, count), dtype) for count, dtype in columns]
         if any(room is None for room in rooms):
             is_staged = True
-            rooms = [torch.empty(num_rows, columns, dtype=dtype) for columns, dtype in self._columns()]
+            rooms = [torch.empty(num_rows, count, dtype=dtype) for count, dtype in columns]
         x = rooms.pop(0)
         assert x is not None
         scales = rooms.pop(0) if self._payload.scales is not None else None
@@ -137,18 +73,6 @@ class Dispatch:
         topk_idx, topk_weights = self._empty_topk(num_rows)
         self._received = Received(x, scales, records, topk_idx, topk_weights, self._room_handle(num_rows), is_staged)
         return self._received
-
-    def _columns(self) -> list[tuple[int, torch.dtype]]:
-        """Columns and dtype of each section."""
-        parts = [self._payload.x, self._payload.scales]
-        columns = [(part.size(1), part.dtype) for part in parts if part is not None]
-        if self._routing is not None:
-            columns.append((sum(part.size(1) for part in self._record_parts()), torch.uint8))
-        return columns
-
-    @property
-    def _row_bytes(self) -> int:
-        return sum(columns * dtype.itemsize for columns, dtype in self._columns())
 
     def _empty_topk(self, num_rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if self._routing is None or self._routing.topk_idx is None or self._routing.topk_weights is None:
@@ -210,10 +134,11 @@ class Dispatch:
                 slots = layout.token_slots(self._routing.is_token_in_rank, prefix, self._window.rank)
                 self._received.handle.rank_prefix_matrix.copy_(prefix)
                 self._received.handle.send_head.copy_(slots)
-            num_rounds = _num_rounds(offers, _blocks(prefix))
-            rows_to = self._put_in_rounds(call, offers, prefix, slots, staging, num_rounds)
-            self._unpack_records(int(prefix[-1, self._window.rank]))
-        self._count(num_rounds, rows_to, prefix)
+            blocks = token_blocks(prefix)
+            num_rounds = num_dispatch_rounds(offers, blocks)
+            self._put_in_rounds(call, offers, slots, blocks, staging, num_rounds)
+            self._unpack(num_rows=blocks[-1][self._window.rank][1])
+        self._count(num_rounds, blocks)
 
     def _announce(self, operation: str) -> Call:
         self.check_counts()
@@ -221,12 +146,12 @@ class Dispatch:
         agreement = Agreement(
             operation,
             num_experts=routing.num_experts if routing is not None else 0,
-            num_topk=routing.topk_idx.size(1) if routing is not None and routing.topk_idx is not None else 0,
+            num_topk=routing.num_topk if routing is not None else 0,
             hidden=x.size(1),
             dtype=x.dtype,
             num_scales=scales.size(1) if scales is not None else 0,
             scale_dtype=scales.dtype if scales is not None else None,
-            idx_dtype=routing.topk_idx.dtype if routing is not None and routing.topk_idx is not None else None,
+            idx_dtype=routing.idx_dtype if routing is not None else None,
             handle=checksum(self._handle.rank_prefix_matrix) if self._handle is not None else 0,
         )
         call = self._call = self._chain.begin(Header(agreement, x.size(0), self._num_worst_tokens))
@@ -286,19 +211,20 @@ class Dispatch:
         self,
         call: Call,
         offers: list[Offer],
-        prefix: torch.Tensor,
         slots: torch.Tensor,
+        blocks: Blocks,
         staging: Staging | None,
         num_rounds: int,
-    ) -> list[int]:
+    ) -> None:
         """Every round: put, tell, wait, copy out of staging. One round where nobody is staged."""
-        rows = self._outgoing()
-        sections = [Section(part, call.peer_rows(offers, index, part.size(1))) for index, part in enumerate(rows)]
-        blocks = _blocks(prefix)
+        outgoing = outgoing_sections(self._payload, self._routing)
+        sections = [Section(rows, call.peer_rows(offers, index, rows.size(1))) for index, rows in enumerate(outgoing)]
         rank, num_ranks = self._window.rank, len(offers)
         rows_to = [0] * num_ranks
         for index in range(num_rounds):
-            lanes = [_lane(offer, blocks[rank][peer], index, rank, num_ranks) for peer, offer in enumerate(offers)]
+            lanes = [
+                dispatch_lane(offer, blocks[rank][peer], index, rank, num_ranks) for peer, offer in enumerate(offers)
+            ]
             for peer, count in enumerate(put_rows(sections, slots, lanes, first_peer=rank)):
                 rows_to[peer] += count
             call.signal(READY + 2 * index)
@@ -314,24 +240,6 @@ class Dispatch:
                 f"{call.operation} (call {call.epoch}): the handle's slots send {rows_to} rows to the ranks, "
                 f"its counts say {expected} (rank {rank}/{num_ranks}). Pass the handle as dispatch returned it"
             )
-        return rows_to
-
-    def _outgoing(self) -> list[torch.Tensor]:
-        """The bytes to send, a matrix for each section, in the order of `Received.sections`."""
-        parts = [as_bytes(self._payload.x)]
-        if self._payload.scales is not None:
-            parts.append(as_bytes(self._payload.scales.contiguous()))
-        if self._routing is not None:
-            parts.append(torch.cat(self._record_parts(), dim=1))
-        return parts
-
-    def _record_parts(self) -> list[torch.Tensor]:
-        """Source index, ids and weights of every token, as bytes; a record is one row of each, side by side."""
-        assert self._routing is not None
-        parts = [torch.arange(self._payload.x.size(0), dtype=torch.int32).view(-1, 1)]
-        if self._routing.topk_idx is not None and self._routing.topk_weights is not None:
-            parts += [self._routing.topk_idx, self._routing.topk_weights]
-        return [as_bytes(part) for part in parts]
 
     def _copy_out(self, staging: Staging, blocks: list[tuple[int, int]], index: int) -> None:
         assert self._received is not None
@@ -341,65 +249,22 @@ class Dispatch:
             for part, staged in zip(self._received.sections(), staging.sections, strict=True):
                 part[first:last] = staged[source * lane : source * lane + last - first]
 
-    def _unpack_records(self, num_rows: int) -> None:
-        """Split the records into source indices, ids and weights, and make the ids local."""
-        received, routing = self._received, self._routing
-        assert received is not None
-        if routing is None or received.records is None:
-            return
-        records = received.records[:num_rows]
-        received.handle.recv_src_idx[:num_rows] = _columns(records, 0, 4, torch.int32).view(-1)
-        if received.topk_idx is not None and received.topk_weights is not None:
-            split = 4 + received.topk_idx.size(1) * received.topk_idx.element_size()
-            ids = _columns(records, 4, split, received.topk_idx.dtype)
-            num_local = routing.num_experts // len(self._window.peers)
-            ids = ids - self._window.rank * num_local
-            is_local = (ids >= 0) & (ids < num_local)
-            received.topk_idx[:num_rows] = torch.where(is_local, ids, -1)
-            received.topk_idx[num_rows:] = -1
-            weights = _columns(records, split, records.size(1), torch.float32)
-            received.topk_weights[:num_rows] = torch.where(is_local, weights, 0.0)
-        received.records = None
-
-    def _count(self, num_rounds: int, rows_to: list[int], prefix: torch.Tensor) -> None:
+    def _unpack(self, num_rows: int) -> None:
         assert self._received is not None
-        rows_from = [stop - start for start, stop in (row[self._window.rank] for row in _blocks(prefix))]
+        if self._routing is not None:
+            num_local = self._routing.num_experts // len(self._window.peers)
+            unpack_records(self._received, num_rows, self._window.rank, num_local)
+
+    def _count(self, num_rounds: int, blocks: Blocks) -> None:
+        assert self._received is not None
+        rank = self._window.rank
+        rows_to = [stop - start for start, stop in blocks[rank]]
+        rows_from = [stop - start for start, stop in (row[rank] for row in blocks)]
+        row_bytes = sum(count * dtype.itemsize for count, dtype in section_columns(self._payload, self._routing))
         path = "staged" if self._received.is_staged else "direct"
-        self._chain.stats.count("dispatch", path, num_rounds, rows_to, rows_from, self._row_bytes)
+        self._chain.stats.count("dispatch", path, num_rounds, rows_to, rows_from, row_bytes)
 
 
 def _out_of_scratch(window: Window, tensor: torch.Tensor) -> torch.Tensor:
     """A copy of what lies in the scratch, which a staged call overwrites."""
     return tensor.clone() if window.is_in_scratch(tensor) else tensor
-
-
-def _columns(records: torch.Tensor, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes `[start, stop)` of every record, as a matrix of its own."""
-    return records[:, start:stop].clone(memory_format=torch.contiguous_format).view(dtype)
-
-
-def _blocks(prefix: torch.Tensor) -> list[list[tuple[int, int]]]:
-    """`[s][d]` the slots [start, stop) that source s fills at destination d."""
-    ends = prefix.tolist()
-    starts = [[0] * len(ends), *ends[:-1]]
-    return [list(zip(start, end, strict=True)) for start, end in zip(starts, ends, strict=True)]
-
-
-def _num_rounds(offers: list[Offer], blocks: list[list[tuple[int, int]]]) -> int:
-    """Rounds of a dispatch; all ranks find the same number, from what all of them read."""
-    rounds = 1
-    for peer, offer in enumerate(offers):
-        if offer.is_staged:
-            largest = max(stop - start for start, stop in (row[peer] for row in blocks))
-            rounds = max(rounds, -(-largest // offer.lane_rows(len(offers))))
-    return rounds
-
-
-def _lane(offer: Offer, block: tuple[int, int], index: int, rank: int, num_ranks: int) -> Lane:
-    """What this rank sends to one peer in round `index`: a piece of its block, or, straight, all of it in round 0."""
-    start, stop = block
-    if not offer.is_staged:
-        return Lane(start, min(stop, offer.num_rows), 0) if index == 0 else Lane(0, 0, 0)
-    rows = offer.lane_rows(num_ranks)
-    begin = start + index * rows
-    return Lane(begin, min(begin + rows, stop), rank * rows - begin)

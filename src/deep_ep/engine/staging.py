@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..kernels.rows import Lane
 from ..sizing import align
 from ..transport import Base, Window
 from .call import Offer
@@ -13,6 +14,8 @@ from .call import Offer
 _MOST_BYTES = 4 << 20  # what a staged call uses, unless one row of every rank needs more
 
 _LINE_BYTES = 64
+
+Blocks = list[list[tuple[int, int]]]  # `[s][d]` the slots [start, stop) that source s fills at destination d
 
 
 class Staging:
@@ -38,3 +41,30 @@ class Staging:
             self.sections.append(memory[start : start + self.num_rows * width].view(self.num_rows, width))
             start += size
         self.offer = Offer(self.num_rows, True, tuple(bases))
+
+
+def token_blocks(prefix: torch.Tensor) -> Blocks:
+    """`[s][d]` the slots [start, stop) that source s fills at destination d."""
+    ends = prefix.tolist()
+    starts = [[0] * len(ends), *ends[:-1]]
+    return [list(zip(start, end, strict=True)) for start, end in zip(starts, ends, strict=True)]
+
+
+def num_dispatch_rounds(offers: list[Offer], blocks: Blocks) -> int:
+    """Rounds of a dispatch; all ranks find the same number, from what all of them read."""
+    rounds = 1
+    for peer, offer in enumerate(offers):
+        if offer.is_staged:
+            largest = max(stop - start for start, stop in (row[peer] for row in blocks))
+            rounds = max(rounds, -(-largest // offer.lane_rows(len(offers))))
+    return rounds
+
+
+def dispatch_lane(offer: Offer, block: tuple[int, int], index: int, rank: int, num_ranks: int) -> Lane:
+    """What this rank sends to one peer in round `index`: a piece of its block, or, straight, all of it in round 0."""
+    start, stop = block
+    if not offer.is_staged:
+        return Lane(start, min(stop, offer.num_rows), 0) if index == 0 else Lane(0, 0, 0)
+    rows = offer.lane_rows(num_ranks)
+    begin = start + index * rows
+    return Lane(begin, min(begin + rows, stop), rank * rows - begin)

@@ -177,8 +177,8 @@ class Arena:
     def _next_bytes(self, num_bytes: int) -> int:
         """Size of the next segment; 0 where `num_bytes` are too many.
 
-        Segments double the arena. One with a limit is a single segment: reserving costs nothing, and what is in one piece
-        is not wasted at the seams.
+        Segments double the arena. One with a limit is a single segment: reserving costs nothing, and what is in one
+        piece is not wasted at the seams.
         """
         reserved = sum(segment.span.num_bytes for segment in self._segments)
         wanted = max(num_bytes, reserved or self._first_bytes)
