@@ -1,5 +1,6 @@
 """Expert-parallel communication for Mixture-of-Experts models: DeepEP's interface, in Python."""
 
+from ._C import check_nccl_so, find_cuda_home, init_jit
 from .buffers.legacy import Buffer, topk_idx_t
 from .config import Config
 from .errors import EPClosed, EPError, EPOverflow, EPTimeout, EPTransportError, EPUnsupported
@@ -20,7 +21,10 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "__version__",
+    "check_nccl_so",
+    "find_cuda_home",
     "get_logical_domain_size",
     "get_physical_domain_size",
+    "init_jit",
     "topk_idx_t",
 ]

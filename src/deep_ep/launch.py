@@ -6,9 +6,13 @@ Processes come from a forkserver that has torch loaded, so that starting four ra
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import pickle
+import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -51,7 +55,7 @@ def run_ranks(
         args: Passed on; they are pickled.
         limit_secs: Seconds for all of it; what runs then is killed.
         may_die: Ranks that may end without an answer (tests kill them); their result is None.
-        env: Environment variables for the ranks.
+        env: Environment variables for the ranks, beside those of this process.
 
     Returns:
         What each rank returned, by rank.
@@ -59,14 +63,14 @@ def run_ranks(
     Raises:
         RankFailed: A rank raised or died; the message carries the first one's traceback. The others are ended.
     """
-    start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(_PRELOADED)
+    start = _forkserver()
+    variables = {**os.environ, **(env or {})}  # the forkserver has those of the time when it started
     with tempfile.TemporaryDirectory(prefix="deep_ep-") as folder:
         processes, pipes = [], []
         try:
             for rank in range(num_ranks):
                 here, there = start.Pipe(duplex=False)
-                work = (function, rank, num_ranks, args, f"{folder}/store", there, env or {})
+                work = (function, rank, num_ranks, args, f"{folder}/store", there, variables)
                 process = start.Process(target=_run_rank, args=work, name=f"rank {rank}", daemon=True)
                 process.start()
                 there.close()
@@ -78,6 +82,19 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+def _forkserver() -> multiprocessing.context.ForkServerContext:
+    """The forkserver, running. It starts with SIGINT ignored: Ctrl-C is for the caller, who then ends the ranks."""
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(_PRELOADED)
+    if threading.current_thread() is threading.main_thread():
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            signal.signal(signal.SIGINT, previous)
+    return start
 
 
 def _collect(pipes: list[Connection], may_die: set[int], deadline: float, limit_secs: float) -> list[Any]:
@@ -114,9 +131,10 @@ def _run_rank(
     args: tuple[Any, ...],
     store: str,
     pipe: Connection,
-    env: dict[str, str],
+    variables: dict[str, str],
 ) -> None:
-    os.environ.update(env)
+    os.environ.clear()
+    os.environ.update(variables)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     try:
         dist.init_process_group(

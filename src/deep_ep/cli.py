@@ -1,0 +1,95 @@
+"""The command line: `python -m deep_ep demo | doctor | bench`.
+
+Exit status 0: all is well. 1: a check failed (wrong results, no round trip). 2: it could not be run. 130: Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from . import __version__
+from .errors import EPError
+
+_PROGRAM = "deep-ep"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises `ValueError` for bad options, so that every error takes the same way out."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and exiting."""
+        raise ValueError(f"{self.prog}: {message}. See `{self.prog} --help`")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: Arguments; default those of the process.
+
+    Returns:
+        The exit status.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parser = _parser(arguments)
+        args = parser.parse_args(arguments)
+        if args.command is None:
+            parser.print_help()
+            return 0
+        return _run(args)
+    except (EPError, ValueError) as error:
+        print(_one_line(error), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all commands. What a command imports is imported only where it is the one called."""
+    parser = _Parser(prog=_PROGRAM, description="Expert-parallel dispatch and combine for Mixture-of-Experts models.")
+    parser.add_argument("--version", action="version", version=f"deep_ep {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    demo = commands.add_parser("demo", help="see one MoE layer run over several CPU ranks", formatter_class=formatter)
+    doctor = commands.add_parser("doctor", help="see what this machine has, and whether two ranks can talk")
+    bench = commands.add_parser("bench", help="measure dispatch and combine properly", formatter_class=formatter)
+    if "demo" in arguments:
+        from . import demo as demo_command
+
+        demo_command.add_arguments(demo)
+    if "doctor" in arguments:
+        from . import doctor as doctor_command
+
+        doctor_command.add_arguments(doctor)
+    if "bench" in arguments:
+        from .bench import cli as bench_command
+
+        bench_command.add_arguments(bench)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "demo":
+        from . import demo
+
+        return demo.run(args)
+    if args.command == "doctor":
+        from . import doctor
+
+        return doctor.run(args)
+    from .bench import cli as bench
+
+    return bench.run(args)
+
+
+def _one_line(error: Exception) -> str:
+    """An error as one line. Of a rank's traceback: which rank, and the last line, which says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return f"{_PROGRAM}: {type(error).__name__}"
+    said = lines[0] if len(lines) == 1 else f"{lines[0].split(': Traceback')[0]}: {lines[-1]}"
+    return said if said.startswith(_PROGRAM) else f"{_PROGRAM}: {said}"

@@ -1,0 +1,104 @@
+"""Doctor: what it finds here, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from deep_ep import cli, doctor, env
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in env.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+
+
+def _json(capsys: pytest.CaptureFixture[str], status: int) -> dict[str, Any]:
+    assert cli.main(["doctor", "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_doctor_as_a_process() -> None:
+    done = subprocess.run([sys.executable, "-m", "deep_ep", "doctor"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    for word in ("Python", "torch", "triton", "CUDA", "CPU cores", "memory", "memfd", "/proc/<pid>/fd", "pidfd"):
+        assert word in done.stdout
+    for variable in env.VARIABLES:
+        assert variable.name in done.stdout
+    assert "CPU ranks of one host" in done.stdout
+    assert "ok  dispatch" in done.stdout
+
+
+def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_SECS", "30")
+    report = _json(capsys, 0)
+    assert report["ok"] is True
+    assert report["round_trip"]["ok"] is True
+    assert report["round_trip"]["dispatch_ms"] > 0
+    assert [transport["name"] for transport in report["transports"]] == ["solo", "shm"]
+    assert {finding["status"] for finding in report["findings"]} <= {"ok", "note", "problem"}
+    assert all(finding["advice"] for finding in report["findings"] if finding["status"] != "ok")
+    variables = {variable["name"]: variable for variable in report["variables"]}
+    assert set(variables) == {variable.name for variable in env.VARIABLES}
+    assert variables["DEEP_EP_TIMEOUT_SECS"]["is_set"]
+    assert variables["DEEP_EP_TIMEOUT_SECS"]["value"] == "30.0"
+    assert not variables["DEEP_EP_TRANSPORT"]["is_set"]
+
+
+def test_a_setting_that_prevents_the_round_trip(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_EP_TRANSPORT", "solo")
+    report = _json(capsys, 1)
+    assert not report["ok"]
+    assert "it is for one rank" in report["round_trip"]["problem"]
+    assert "env -u DEEP_EP_TRANSPORT" in report["round_trip"]["advice"]
+    assert [transport["name"] for transport in report["transports"]] == ["solo", None]
+
+
+def test_what_is_missing_is_shown_with_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_EP_ARENA_BYTES", "plenty")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(doctor, "run_ranks", _raise)
+    assert cli.main(["doctor"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "DEEP_EP_ARENA_BYTES: cannot read 'plenty'" in out
+    assert "pip install triton" in out
+    assert "problem EPTransportError: no memory" in out
+
+
+def _raise(*args: object, **kwargs: object) -> None:
+    raise RuntimeError("rank 0/2: Traceback (most recent call last):\n  File ...\nEPTransportError: no memory\n")
+
+
+def test_wrong_results_are_not_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [{"wrong": "", "dispatch_ms": 1.0, "combine_ms": 2.0}, {"wrong": "combined rows are wrong"}]
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_, **__: [answers[0], {**answers[0], **answers[1]}])
+    trip = doctor._round_trip()
+    assert not trip.ok
+    assert trip.problem == "rank 1: combined rows are wrong"
+    assert "report it" in trip.advice
+
+
+def test_comparison() -> None:
+    rows = torch.ones(3, 4)
+    assert doctor._is_same(rows, rows.clone())
+    assert not doctor._is_same(rows, rows + 1)
+    assert not doctor._is_same(rows, None)
+
+
+def test_refused_access_is_a_problem() -> None:
+    finding = doctor._proc_access(os.getpid(), 10**6)
+    assert finding.status == "problem"
+    assert "one user" in finding.advice
+    assert doctor._pidfd(2**22 + 1).status == "note"  # beyond the largest process id
