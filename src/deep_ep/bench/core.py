@@ -1,0 +1,170 @@
+"""The timing loop, and what is made of its times. It knows no tokens: `cases` says what is called.
+
+A *variant* is one thing to time: the product, a peer that does the same work by other means, or the floor (a plain
+copy of the bytes). The variants of a case take turns inside each round, so that whatever else the machine does meets
+them alike, and every comparison is one of times from the same round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+PRODUCT = "deep_ep"
+FLOOR = "copy"
+GLOO = "gloo_preallocated"
+GLOO_AS_WRITTEN = "gloo_as_written"
+PRODUCT_BF16 = "deep_ep_bf16"
+
+RankTimes = Sequence[Sequence[float]]
+"""Seconds, `[rank][round]`."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One thing to time.
+
+    Attributes:
+        name: `PRODUCT`, `FLOOR` or the name of a peer.
+        call: What is timed. What it returns is dropped after the clock has stopped.
+        outputs: The delivered tensors, in an order and form that all variants of the case share, from what `call`
+            returned; None where there is nothing to compare.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    outputs: Callable[[Any], list[torch.Tensor]] | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The raw times of one case in a group of one size.
+
+    Attributes:
+        case: Its name.
+        num_ranks: Ranks of the group.
+        bytes_per_rank: What the case declares to move, of each rank.
+        times: Of each variant, seconds `[rank][round]`.
+        skipped: Why it did not run; None if it did.
+    """
+
+    case: str
+    num_ranks: int
+    bytes_per_rank: list[int] = field(default_factory=list)
+    times: dict[str, list[list[float]]] = field(default_factory=dict)
+    skipped: str | None = None
+
+
+class Quartiles(NamedTuple):
+    """A median between its quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The headline figures of a case.
+
+    Attributes:
+        mean_bytes: Bytes of a rank, on average.
+        median_secs: Of each variant, the slowest rank's median.
+        gbs: 10^9 bytes a second that a rank moves in the product.
+        over_floor: Product's time over the floor's, round by round; None where the case has no floor.
+        speedups: Of each peer, its time over the product's, round by round.
+    """
+
+    mean_bytes: float
+    median_secs: dict[str, float]
+    gbs: float
+    over_floor: Quartiles | None
+    speedups: dict[str, Quartiles]
+
+
+def time_rounds(
+    variants: Sequence[Variant],
+    num_rounds: int,
+    barrier: Callable[[], object],
+    *,
+    num_warmup: int = 1,
+    on_round: Callable[[int], object] = lambda _: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Time every variant once a round.
+
+    Args:
+        variants: What to call. The order turns from round to round, so that none always follows the same other one.
+        num_rounds: Rounds that count.
+        barrier: Called before each timed call, so that all ranks start together.
+        num_warmup: Rounds before those, not timed.
+        on_round: Told the number of rounds done, after each of them.
+        clock: Seconds.
+
+    Returns:
+        This rank's seconds of each variant, by round.
+    """
+    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    for index in range(-num_warmup, num_rounds):
+        for variant in rotated(variants, index):
+            barrier()
+            start = clock()
+            result = variant.call()
+            elapsed = clock() - start
+            # Giving the memory back belongs to the caller's next step, not to the call.
+            del result
+            if index >= 0:
+                times[variant.name].append(elapsed)
+        if index >= 0:
+            on_round(index + 1)
+    return times
+
+
+def rotated(items: Sequence[Variant], by: int) -> list[Variant]:
+    """The same items in a circle, beginning with item `by`."""
+    start = by % len(items)
+    return [*items[start:], *items[:start]]
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """Median and quartiles; between two values it interpolates, and a lone value is all three."""
+    if len(values) == 1:
+        return Quartiles(values[0], values[0], values[0])
+    return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def slowest_median(times: RankTimes) -> float:
+    """Each rank's median over the rounds, of the rank where it is largest."""
+    return max(statistics.median(rank_times) for rank_times in times)
+
+
+def slowest_by_round(times: RankTimes) -> list[float]:
+    """Of each round the time of the rank that took longest: the round is over when that rank is done."""
+    return [max(round_times) for round_times in zip(*times, strict=True)]
+
+
+def round_ratios(times: RankTimes, other_times: RankTimes) -> list[float]:
+    """Of each round, the slowest rank's time over the slowest rank's time of the other variant."""
+    pairs = zip(slowest_by_round(times), slowest_by_round(other_times), strict=True)
+    return [time / other for time, other in pairs]
+
+
+def summarise(measured: Measured) -> Summary:
+    """The headline figures of a case that ran."""
+    product = measured.times[PRODUCT]
+    floor = measured.times.get(FLOOR)
+    peers = {name: times for name, times in measured.times.items() if name not in (PRODUCT, FLOOR)}
+    medians = {name: slowest_median(times) for name, times in measured.times.items()}
+    mean_bytes = statistics.fmean(measured.bytes_per_rank)
+    return Summary(
+        mean_bytes=mean_bytes,
+        median_secs=medians,
+        gbs=mean_bytes / medians[PRODUCT] / 1e9,
+        over_floor=quartiles(round_ratios(product, floor)) if floor is not None else None,
+        speedups={name: quartiles(round_ratios(times, product)) for name, times in peers.items()},
+    )

@@ -1,0 +1,216 @@
+"""The statistics of the benchmark in literal numbers, and what its reports write."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from deep_ep.bench import core, report
+from deep_ep.bench.cases import CASES, Setting, reason_to_skip, route
+from deep_ep.bench.core import FLOOR, GLOO, PRODUCT, Measured, Quartiles, Variant
+
+# Two ranks, three rounds. Slowest by round: product 2, 4, 3; floor 2, 2, 2; gloo 8, 8, 9.
+MEASURED = Measured(
+    "cached-bf16",
+    2,
+    [3_000_000_000, 5_000_000_000],
+    {
+        PRODUCT: [[1.0, 4.0, 3.0], [2.0, 2.0, 2.0]],
+        FLOOR: [[2.0, 1.0, 2.0], [1.0, 2.0, 2.0]],
+        GLOO: [[8.0, 8.0, 9.0], [7.0, 8.0, 6.0]],
+    },
+)
+SKIPPED = Measured("cached-bf16", 3, skipped="256 experts cannot be shared by 3 ranks")
+
+
+def make_report(*rows: Measured) -> report.Report:
+    return report.Report(
+        name="normal",
+        command="python -m deep_ep bench normal --ranks 2",
+        shape="16 tokens a rank",
+        setting={"num_tokens": 16},
+        machine={"cpu": "A CPU", "cores": 2, "load": 0.5, "torch": "2.x", "deep_ep": "0.x"},
+        titles={name: title for name, (title, _) in CASES.items()},
+        rows=rows or (MEASURED, SKIPPED),
+    )
+
+
+# Statistics ----------------------------------------------------------------------------------------------------------
+
+
+def test_quartiles_interpolate_between_values():
+    assert core.quartiles([4.0, 1.0, 3.0, 2.0]) == Quartiles(1.75, 2.5, 3.25)
+    assert core.quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == Quartiles(2.0, 3.0, 4.0)
+    assert core.quartiles([7.0]) == Quartiles(7.0, 7.0, 7.0)
+
+
+def test_the_slowest_rank_counts():
+    times = [[1.0, 4.0, 3.0], [2.0, 2.0, 2.0]]
+    assert core.slowest_median(times) == 3.0
+    assert core.slowest_by_round(times) == [2.0, 4.0, 3.0]
+
+
+def test_ratios_are_made_round_by_round():
+    assert core.round_ratios(MEASURED.times[GLOO], MEASURED.times[PRODUCT]) == [4.0, 2.0, 3.0]
+
+
+def test_summary():
+    summary = core.summarise(MEASURED)
+    assert summary.mean_bytes == 4e9
+    assert summary.median_secs == {PRODUCT: 3.0, FLOOR: 2.0, GLOO: 8.0}
+    assert summary.gbs == pytest.approx(4 / 3)
+    assert summary.over_floor == Quartiles(1.25, 1.5, 1.75)
+    assert summary.speedups == {GLOO: Quartiles(2.5, 3.0, 3.5)}
+
+
+def test_a_case_without_floor_has_no_ratio_to_it():
+    measured = Measured("x", 1, [8], {PRODUCT: [[2.0]]})
+    assert core.summarise(measured).over_floor is None
+
+
+def test_the_loop_alternates_behind_a_barrier_and_times_only_the_call():
+    now, events = [0.0], []
+
+    def call(name: str, secs: float) -> None:
+        events.append(name)
+        now[0] += secs
+
+    def barrier() -> None:
+        now[0] += 100.0
+        events.append("|")
+
+    variants = [Variant("a", lambda: call("a", 1.0)), Variant("b", lambda: call("b", 2.0))]
+    done: list[int] = []
+    times = core.time_rounds(variants, 3, barrier, num_warmup=1, on_round=done.append, clock=lambda: now[0])
+    assert times == {"a": [1.0] * 3, "b": [2.0] * 3}
+    assert "".join(events) == "|b|a" + "|a|b" + "|b|a" + "|a|b"
+    assert done == [1, 2, 3]
+
+
+# Routing -------------------------------------------------------------------------------------------------------------
+
+
+def test_group_limited_routing_stays_inside_its_groups():
+    setting = Setting(num_tokens=64, num_topk=4, num_experts=32, num_groups=8, num_topk_groups=2)
+    setting.check()
+    idx, weights = route(setting, torch.Generator().manual_seed(1))
+    assert idx.shape == weights.shape == (64, 4)
+    assert all(len(set((row // 4).tolist())) <= 2 for row in idx)
+    assert all(len(set(row.tolist())) == 4 for row in idx)
+    assert (weights >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_tokens": 0}, "num_tokens"),
+        ({"num_groups": 8}, "go together"),
+        ({"num_groups": 7, "num_topk_groups": 1}, "must divide"),
+        ({"num_groups": 8, "num_topk_groups": 9}, "within 1..8"),
+        ({"num_topk": 40, "num_groups": 8, "num_topk_groups": 1}, "can reach 32"),
+        ({"num_topk": 257}, "can reach 256"),
+    ],
+)
+def test_settings_that_cannot_be_routed(sizes: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        Setting(**sizes).check()
+
+
+def test_reasons_to_skip():
+    assert reason_to_skip(Setting(), 4, 16 << 30) is None
+    assert reason_to_skip(Setting(), 8, None) is None
+    assert "cannot be shared by 3 ranks" in str(reason_to_skip(Setting(), 3, None))
+    assert "1.0 are available" in str(reason_to_skip(Setting(), 4, 1 << 30))
+
+
+# Reports -------------------------------------------------------------------------------------------------------------
+
+
+def test_table_shows_figures_and_skipped_rows():
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(report.rich_table(make_report()))
+    text = console.export_text()
+    for part in (
+        "A CPU, 2 cores (load 0.5",
+        "4000.0",
+        "1.33",
+        "1.50 [1.25, 1.75]",
+        "3.00x [2.50, 3.50]",
+        "[quartiles]",
+    ):
+        assert part in text
+    assert "3 ranks, skipped: 256 experts cannot be shared by 3 ranks" in text
+
+
+def test_csv(tmp_path: Path):
+    report.write_csv(make_report(), tmp_path / "b.csv")
+    with (tmp_path / "b.csv").open() as file:
+        ran, skipped = csv.DictReader(file)
+    assert (ran["case"], ran["ranks"], ran["rounds"], ran["skipped"]) == ("cached-bf16", "2", "3", "")
+    assert (float(ran["deep_ep_secs"]), float(ran["time_over_floor"])) == (3.0, 1.5)
+    assert float(ran["speedup_over_gloo_preallocated_q3"]) == 3.5
+    assert skipped["skipped"] == SKIPPED.skipped
+    assert skipped["deep_ep_secs"] == ""
+
+
+def test_csv_when_everything_was_skipped(tmp_path: Path):
+    report.write_csv(make_report(SKIPPED), tmp_path / "b.csv")
+    assert "cannot be shared" in (tmp_path / "b.csv").read_text()
+
+
+def test_json_holds_the_raw_times(tmp_path: Path):
+    report.write_json(make_report(), tmp_path / "b.json")
+    content = json.loads((tmp_path / "b.json").read_text())
+    assert content["command"].endswith("--ranks 2")
+    assert content["machine"]["cores"] == 2
+    ran, skipped = content["cases"]
+    assert ran["times"] == MEASURED.times
+    assert ran["summary"]["over_floor"] == [1.25, 1.5, 1.75]
+    assert skipped["skipped"] == SKIPPED.skipped
+    assert skipped["summary"] is None
+
+
+def test_readme_keeps_everything_around_the_table(tmp_path: Path):
+    path = tmp_path / "README.md"
+    path.write_text("# Title\n<!-- bench normal -->\nold | table\n<!-- /bench normal -->\nend\n")
+    report.write_readme(make_report(), path)
+    once = path.read_text()
+    assert once.startswith("# Title\n<!-- bench normal -->\n\n")
+    assert once.endswith("\n\n<!-- /bench normal -->\nend\n")
+    assert "old" not in once
+    assert "| cached dispatch, BF16 | 2 | 4000.0 | 3000 | 1.33 | 1.50 [1.25, 1.75] | 3.00x [2.50, 3.50] |" in once
+    report.write_readme(make_report(), path)
+    assert path.read_text() == once
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nothing",
+        "<!-- bench normal -->",
+        "<!-- /bench normal --> <!-- bench normal -->",
+        "<!-- bench normal --> <!-- bench normal --> <!-- /bench normal -->",
+    ],
+)
+def test_readme_without_markers_is_refused(text: str):
+    with pytest.raises(ValueError, match="<!-- bench normal -->"):
+        report.replace_table(text, "normal", "table")
+
+
+def test_plot_is_a_png(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    report.write_plot(make_report(), tmp_path / "b.png")
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_machine_is_described():
+    machine = report.find_machine("1.2")
+    assert machine["cores"] >= 1
+    assert machine["deep_ep"] == "1.2"
+    assert machine["cpu"]

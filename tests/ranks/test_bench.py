@@ -1,0 +1,81 @@
+"""The benchmark end to end with two ranks and tiny sizes. It checks by itself that all variants deliver the same."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from deep_ep.bench import cli
+from deep_ep.bench.cases import CASES, Case, check_outputs
+from deep_ep.bench.core import GLOO, PRODUCT, Variant
+from deep_ep.errors import EPError, EPUnsupported
+
+VARIANTS = {"deep_ep", "copy", "gloo_preallocated", "gloo_as_written"}
+TINY = ["--tokens", "24", "--hidden", "256", "--topk", "3", "--experts", "8", "--rounds", "2"]
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.run(parser.parse_args(["normal", *words]))
+
+
+def test_all_cases_with_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str):
+    files = ["--csv", str(tmp_path / "b.csv"), "--json", str(tmp_path / "b.json")]
+    assert run("--ranks", "2", "3", *TINY, *files, "--device", device) == 0
+
+    content = json.loads((tmp_path / "b.json").read_text())
+    ran = {case["case"]: case for case in content["cases"] if case["num_ranks"] == 2}
+    assert list(ran) == list(CASES)
+    for name, case in ran.items():
+        expected = VARIANTS | {"deep_ep_bf16"} if "fp8" in name else VARIANTS
+        assert set(case["times"]) == expected
+        assert all(len(times) == 2 and len(times[0]) == len(times[1]) == 2 for times in case["times"].values())
+    # 256 BF16 elements against 256 bytes and 2 scales, for the same rows.
+    for bf16, fp8 in zip(ran["cached-bf16"]["bytes_per_rank"], ran["cached-fp8"]["bytes_per_rank"], strict=True):
+        assert bf16 % 512 == 0
+        assert fp8 == bf16 // 512 * (256 + 2 * 4)
+    assert all(case["skipped"] for case in content["cases"] if case["num_ranks"] == 3)
+    assert content["command"] == "python -m deep_ep bench normal --ranks 2 3 " + " ".join(TINY)
+
+    with (tmp_path / "b.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 2 * len(CASES)
+    out, err = capsys.readouterr()
+    assert "cached dispatch, FP8" in out
+    assert "2 ranks: combine, BF16, in window" in err
+
+
+def test_group_limited_routing_and_a_subset(tmp_path: Path, device: str):
+    words = ["--groups", "4", "--topk-groups", "2", "--cases", "dispatch-bf16", "--json", str(tmp_path / "b.json")]
+    assert run("--ranks", "2", *TINY, *words, "--device", device) == 0
+    content = json.loads((tmp_path / "b.json").read_text())
+    assert [case["case"] for case in content["cases"]] == ["dispatch-bf16"]
+    assert content["setting"]["num_topk_groups"] == 2
+
+
+def test_what_cannot_be_met_is_refused_before_anything_runs(tmp_path: Path):
+    with pytest.raises(EPUnsupported, match="cuda is not supported yet"):
+        run("--device", "cuda")
+    with pytest.raises(ValueError, match="go together"):
+        run("--groups", "4")
+    with pytest.raises(ValueError, match="no folder"):
+        run("--csv", str(tmp_path / "missing" / "b.csv"))
+    with pytest.raises(ValueError, match="no file"):
+        run("--readme", str(tmp_path / "README.md"))
+    (tmp_path / "README.md").write_text("no markers")
+    with pytest.raises(ValueError, match="<!-- bench normal -->"):
+        run("--readme", str(tmp_path / "README.md"))
+
+
+def test_a_peer_that_delivers_something_else_is_not_timed():
+    rows = torch.arange(6)
+    product = Variant(PRODUCT, lambda: rows, lambda result: [result])
+    peer = Variant(GLOO, lambda: rows.flip(0), lambda result: [result])
+    check_outputs(Case(48, [product]), "x", 0, 2)
+    with pytest.raises(EPError, match=r"gloo_preallocated and deep_ep must deliver the same.*rank 0/2"):
+        check_outputs(Case(48, [product, peer]), "x", 0, 2)
