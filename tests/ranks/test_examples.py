@@ -1,0 +1,47 @@
+"""The programs that users paste: README's first one, and the examples, under torchrun and under run_ranks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deep_ep.launch import run_ranks
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import training_step  # noqa: E402
+
+
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+def test_training_step_under_run_ranks(device: str, num_ranks: int) -> None:
+    assert max(run_ranks(training_step.step, num_ranks)) < 1e-3
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+def test_training_step_under_torchrun(device: str, num_ranks: int) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+    out = run(*launcher, "examples/training_step.py")
+    assert f"{num_ranks} ranks: forward and backward right" in out
+
+
+def test_training_step_alone(device: str) -> None:
+    assert "3 ranks: forward and backward right" in run("examples/training_step.py", "--ranks", "3")
+
+
+def test_the_program_in_the_readme(device: str, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    program = tmp_path / "first.py"
+    program.write_text(blocks[0])
+    assert len(blocks[0].strip().splitlines()) <= 18
+    assert run(str(program)).strip() == "[True, True, True, True]"
