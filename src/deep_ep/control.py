@@ -42,6 +42,10 @@ class Control:
     def __init__(self, group: dist.ProcessGroup | None, comm: Comm | None, limit_secs: float):
         self.limit_secs = limit_secs
         self._allgather: Callable[[Any], list[Any]]
+        for name, given, needed in (("group", group, ("rank", "size")), ("comm", comm, Comm.__dict__)):
+            missing = [part for part in needed if not part.startswith("_") and not hasattr(given, part)]
+            if given is not None and missing:
+                raise TypeError(f"Buffer: `{name}` must have {', '.join(missing)}, got {type(given).__name__}")
         if group is not None:
             self.rank, self.num_ranks = group.rank(), group.size()
             self._allgather = lambda value: _gather_over_group(value, group)

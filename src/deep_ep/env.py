@@ -63,4 +63,8 @@ ARENA_BYTES = Variable(
     "Most bytes that the arena of received tensors may take on a rank (0: as many as are needed).",
 )
 
-VARIABLES: tuple[Variable, ...] = (TIMEOUT_SECS, DEVICE, TRANSPORT, RANKS_PER_NODE, HOST, ARENA_BYTES)
+QP_DEPTH = Variable(
+    "NVSHMEM_QP_DEPTH", _non_negative_int, 1024, "Depth of a queue pair, as DeepEP's callers ask for it; unused here."
+)
+
+VARIABLES: tuple[Variable, ...] = (TIMEOUT_SECS, DEVICE, TRANSPORT, RANKS_PER_NODE, HOST, ARENA_BYTES, QP_DEPTH)

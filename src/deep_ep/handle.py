@@ -41,12 +41,12 @@ class Handle(NamedTuple):
         return self.recv_src_idx.size(0)
 
 
-def parse_handle(handle: Any, num_ranks: int, where: str) -> Handle:
+def parse_handle(handle: Any, num_ranks: int, device: torch.device, where: str) -> Handle:
     """Check a handle that a caller hands back.
 
     Raises:
         TypeError: It is not a tuple of six tensors.
-        ValueError: A tensor has the wrong shape or dtype.
+        ValueError: A tensor has the wrong shape, dtype or device.
     """
     if not isinstance(handle, (tuple, list)) or not all(isinstance(item, torch.Tensor) for item in handle):
         raise TypeError(
@@ -58,18 +58,33 @@ def parse_handle(handle: Any, num_ranks: int, where: str) -> Handle:
             "Pass the handle of a dispatch on this buffer"
         )
     parsed = Handle(*handle)
+    num_tokens = parsed.send_head.size(0) if parsed.send_head.dim() else 0
     shapes = {
         "rank_prefix_matrix": ((num_ranks, num_ranks), torch.int32),
         "recv_src_idx": ((parsed.recv_src_idx.numel(),), torch.int32),
-        "is_token_in_rank": ((parsed.is_token_in_rank.size(0), num_ranks), torch.bool),
-        "send_head": ((parsed.is_token_in_rank.size(0), num_ranks), torch.int32),
+        "is_token_in_rank": ((num_tokens, num_ranks), torch.bool),
+        "send_head": ((num_tokens, num_ranks), torch.int32),
     }
     for name, (shape, dtype) in shapes.items():
         tensor = getattr(parsed, name)
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
             raise ValueError(
-                f"{where}: the handle's `{name}` must be {dtype} {list(shape)}, "
-                f"it is {tensor.dtype} {list(tensor.shape)}. "
+                f"{where}: the `handle`'s `{name}` must be {dtype} {list(shape)} on {device}, "
+                f"it is {tensor.dtype} {list(tensor.shape)} on {tensor.device}. "
                 "Pass the handle of a dispatch on this buffer"
             )
     return parsed
+
+
+def check_rows(handle: Handle, rank: int, where: str) -> None:
+    """Check that a handle has room for the rows that it counts. Its tensors must have been filled.
+
+    Raises:
+        ValueError: It has not.
+    """
+    num_rows = int(handle.rank_prefix_matrix[-1, rank])
+    if num_rows > handle.num_rows:
+        raise ValueError(
+            f"{where}: the `handle` counts {num_rows} received rows, but its `recv_src_idx` has {handle.num_rows}. "
+            "Pass the handle as dispatch returned it"
+        )

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+import torch
+
 from .event import EventHandle, EventOverlap, event_of
 
 
@@ -26,7 +28,7 @@ class CommStream:
 
     def submit(self, work: Callable[[], Any]) -> Future:
         """Queue `work` behind everything submitted before. Its result, or what it raised, is in the future."""
-        self._last = self._executor.submit(work)
+        self._last = self._executor.submit(_without_autograd, work)
         return self._last
 
     def stop(self) -> None:
@@ -36,7 +38,7 @@ class CommStream:
     def finish_with(self, work: Callable[[], Any]) -> None:
         """Do `work` behind the queued jobs and end the thread, without waiting for either."""
         try:
-            self._executor.submit(work)
+            self.submit(work)
         except RuntimeError:  # the thread has ended, or the interpreter is ending: nothing is queued any more
             work()
         self._executor.shutdown(wait=False)
@@ -68,3 +70,13 @@ class CommStream:
         """Have later jobs wait for everything submitted to another comm stream so far."""
         if stream is not self and hasattr(stream, "record_event"):
             self.wait_event(stream.record_event())
+
+
+def _without_autograd(work: Callable[[], Any]) -> Any:
+    """Run a job in inference mode: modes belong to threads, and only this one may write any caller's tensors.
+
+    Communication records no graph (its gradient is communication too), and a caller in inference mode makes tensors
+    that cannot be written outside of it.
+    """
+    with torch.inference_mode():
+        return work()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
+from .. import env
 from ..config import Config
 from ..engine.parcel import Payload, Routing
 from ..event import EventHandle, EventOverlap, event_of
@@ -52,25 +54,47 @@ def check_tensor(
     return value
 
 
-def check_int(where: str, name: str, value: Any, least: int) -> int:
+def check_int(where: str, name: str, value: Any, least: int | None = None) -> int:
     """Check one integer argument."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{where}: `{name}` must be an integer, got {type(value).__name__}")
-    if int(value) < least:
-        raise ValueError(f"{where}: `{name}` must be at least {least}, got {value}")
-    return int(value)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{where}: `{name}` must be an integer, got {value!r} ({type(value).__name__})")
+    if least is not None and number < least:
+        raise ValueError(f"{where}: `{name}` must be at least {least}, got {number}")
+    return number
 
 
-def check_num_experts(where: str, num_experts: Any, num_ranks: int) -> int:
-    """Check the number of experts."""
-    num_experts = check_int(where, "num_experts", num_experts, 1)
+def check_secs(where: str, name: str, value: Any) -> float:
+    """Check a limit in seconds; None: `DEEP_EP_TIMEOUT_SECS`."""
+    if value is None:
+        return env.TIMEOUT_SECS.get()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{where}: `{name}` must be a number of seconds, got {value!r} ({type(value).__name__})")
+    if not value > 0:
+        raise ValueError(f"{where}: `{name}` must be greater than 0, got {value}")
+    return float(value)
+
+
+def check_shape(where: str, name: str, value: Any) -> torch.Size:
+    """Check a shape."""
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        raise TypeError(f"{where}: `{name}` must be a shape, got {value!r} ({type(value).__name__})")
+    return torch.Size([check_int(where, name, size, 0) for size in value])
+
+
+def check_num_experts(where: str, name: str, num_experts: Any, num_ranks: int) -> int:
+    """Check the number of experts, which is `name`, or its length."""
+    num_experts = check_int(where, name, num_experts, 1)
     if num_experts % num_ranks:
         raise ValueError(
-            f"{where}: the number of experts must be a multiple of the {num_ranks} ranks, got {num_experts}"
+            f"{where}: `{name}`: the experts must be a multiple of the {num_ranks} ranks, there are {num_experts}"
         )
     if num_experts > MAX_EXPERTS:
         raise ValueError(
-            f"{where}: at most {MAX_EXPERTS} experts, got {num_experts}. Split the layer over several buffers"
+            f"{where}: `{name}`: at most {MAX_EXPERTS} experts, got {num_experts}. Split them over several buffers"
         )
     return num_experts
 
@@ -117,7 +141,7 @@ def check_routing(
     check_tensor(where, "num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), (torch.int32,))
     check_tensor(where, "is_token_in_rank", is_token_in_rank, (num_tokens, num_ranks), (torch.bool,))
     check_tensor(where, "num_tokens_per_expert", num_tokens_per_expert, (None,), (torch.int32,))
-    check_num_experts(where, num_tokens_per_expert.numel(), num_ranks)
+    check_num_experts(where, "num_tokens_per_expert", num_tokens_per_expert.numel(), num_ranks)
     if (topk_idx is None) != (topk_weights is None):
         raise ValueError(f"{where}: `topk_idx` and `topk_weights` must be given together, or neither")
     if topk_idx is not None:

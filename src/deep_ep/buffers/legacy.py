@@ -100,14 +100,13 @@ class Buffer:
         num_cpu_timeout_secs: float | None = None,
         num_gpu_timeout_secs: float | None = None,
     ):
-        del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric, num_gpu_timeout_secs
+        del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
         for name, num_bytes in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
             if checks.check_int("Buffer", name, num_bytes, 0) % 128:
                 raise ValueError(f"Buffer: `{name}` must be a multiple of 128, got {num_bytes}")
         self.device = _device(device)
-        limit_secs = env.TIMEOUT_SECS.get() if num_cpu_timeout_secs is None else float(num_cpu_timeout_secs)
-        if not limit_secs > 0:
-            raise ValueError(f"Buffer: `num_cpu_timeout_secs` must be greater than 0, got {num_cpu_timeout_secs}")
+        checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
+        limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
         control = Control(group, comm, limit_secs)
         self.group = group
         self.rank = control.rank
@@ -124,7 +123,7 @@ class Buffer:
         self._last_rows: tuple[int, torch.dtype] | None = None
         self.runtime: Runtime | None = Runtime(self._topology)
         if self._topology.num_nodes > 1 or low_latency_mode:
-            self.nvshmem_qp_depth = 1024
+            self.nvshmem_qp_depth = env.QP_DEPTH.get()
         window = self._engine.window if self._engine is not None else None
         self._finalizer = weakref.finalize(self, _release, self._stream, window, explicitly_destroy)
 
@@ -150,8 +149,10 @@ class Buffer:
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Set the number of SMs that configs are made with. It must be even."""
-        assert new_num_sms % 2 == 0, f"Buffer.set_num_sms: must be even, got {new_num_sms}"
-        Buffer.num_sms = new_num_sms
+        where, name = "Buffer.set_num_sms", "new_num_sms"
+        is_odd = checks.check_int(where, name, new_num_sms) % 2
+        assert not is_odd, f"{where}: `{name}` must be even, got {new_num_sms}"
+        Buffer.num_sms = checks.check_int(where, name, new_num_sms, 0)
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -168,6 +169,14 @@ class Buffer:
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Bytes that low-latency calls of this size need."""
+        sizes = {
+            "num_max_dispatch_tokens_per_rank": num_max_dispatch_tokens_per_rank,
+            "hidden": hidden,
+            "num_ranks": num_ranks,
+            "num_experts": num_experts,
+        }
+        for name, size in sizes.items():
+            checks.check_int("get_low_latency_rdma_size_hint", name, size, 0)
         return low_latency_buffer_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     @staticmethod
@@ -217,7 +226,7 @@ class Buffer:
         where = "get_dispatch_layout"
         event = checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream)
         checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES)
-        num_experts = checks.check_num_experts(where, num_experts, self.group_size)
+        num_experts = checks.check_num_experts(where, "num_experts", num_experts, self.group_size)
         self._require_open(where)
         shape = (topk_idx, num_experts, self.group_size, self._topology.ranks_per_node)
         finished: EventHandle | None = None
@@ -302,7 +311,7 @@ class Buffer:
         with self._lock:
             engine = self._require_engine(where)
             if handle is not None:
-                parsed = parse_handle(handle, self.group_size, where)
+                parsed = parse_handle(handle, self.group_size, self.device, where)
                 if parsed.num_tokens != payload.x.size(0):
                     raise ValueError(
                         f"{where}: `x` must have the handle's {parsed.num_tokens} tokens, it has {payload.x.size(0)}"
@@ -376,7 +385,7 @@ class Buffer:
         checks.check_config(where, config)
         with self._lock:
             engine = self._require_engine(where)
-            parsed = parse_handle(handle, self.group_size, where)
+            parsed = parse_handle(handle, self.group_size, self.device, where)
             checks.check_tensor(where, "x", x, (parsed.num_rows, None), checks.COMBINE_DTYPES)
             if topk_weights is not None:
                 checks.check_tensor(where, "topk_weights", topk_weights, (parsed.num_rows, None), (torch.float32,))
@@ -410,7 +419,7 @@ class Buffer:
         where = "get_combine_buffer"
         with self._lock:
             engine = self._require_engine(where)
-            parsed = parse_handle(handle, self.group_size, where)
+            parsed = parse_handle(handle, self.group_size, self.device, where)
             if hidden is None and self._last_rows is None:
                 raise ValueError(f"{where}: `hidden` must be given where no dispatch came before")
             last_hidden, last_dtype = self._last_rows or (0, torch.bfloat16)
@@ -437,6 +446,8 @@ class Buffer:
             use_rdma_buffer: The buffer across nodes instead of the one inside a node.
         """
         where = "get_local_buffer_tensor"
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{where}: `dtype` must be a torch.dtype, got {type(dtype).__name__}")
         with self._lock:
             engine = self._require_engine(where)
             num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
@@ -449,9 +460,10 @@ class Buffer:
             view = engine.window.scratch_bytes(start, num_bytes // dtype.itemsize * dtype.itemsize).view(dtype)
         if size is None:
             return view
-        if torch.Size(size).numel() > view.numel():
-            raise ValueError(f"{where}: `size` {list(size)} does not fit into the buffer's {view.numel()} elements")
-        return view[: torch.Size(size).numel()].view(size)
+        shape = checks.check_shape(where, "size", size)
+        if shape.numel() > view.numel():
+            raise ValueError(f"{where}: `size` {list(shape)} does not fit into the buffer's {view.numel()} elements")
+        return view[: shape.numel()].view(shape)
 
     def get_comm_stream(self) -> CommStream:
         """The stream that communication runs on: a thread, with `synchronize`, `wait_event`, `query` and the like."""
@@ -549,7 +561,12 @@ class Buffer:
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    chosen = torch.device(device or env.DEVICE.get() or "cpu")
+    try:
+        chosen = torch.device(device or env.DEVICE.get() or "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"Buffer: `device` {device!r} is none ({error}). Pass device='cpu'") from None
+    except TypeError:
+        raise TypeError(f"Buffer: `device` must be a device or its name, got {type(device).__name__}") from None
     if chosen.type != "cpu":
         raise EPUnsupported(f"Buffer: device {chosen} is not supported yet, only the CPU is. Pass device='cpu'")
     return chosen
@@ -568,7 +585,7 @@ def _fill_layout(event: EventHandle, counts: layout.DispatchLayout, shape: tuple
 def _release(stream: CommStream, window: Window | None, should_have_been_destroyed: bool) -> None:
     """Close a buffer that was forgotten. Runs in garbage collection: it must not wait."""
     if should_have_been_destroyed:
-        warnings.warn("Buffer: explicitly_destroy=True, but destroy() was not called", ResourceWarning, stacklevel=2)
+        warnings.warn("Buffer: explicitly_destroy=True, but destroy() was not called", RuntimeWarning, stacklevel=2)
     close: Callable[[], None] = window.close if window is not None else _nothing
     stream.finish_with(close)
 

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import EPOverflow
 from ..event import EventHandle
-from ..handle import Handle
+from ..handle import Handle, check_rows
 from ..stream import CommStream
 from ..transport import Window
 from .call import Chain
@@ -65,6 +65,7 @@ class DirectEngine:
 
     def cached_dispatch(self, payload: Payload, handle: Handle, after: EventHandle | None) -> tuple[Received, Future]:
         """A dispatch along the slots of an earlier one."""
+        self._check_handle(handle, after, "dispatch")
         dispatch = Dispatch(self.chain, payload, handle=handle)
         received = dispatch.make_room(handle.num_rows)
         return received, self._submit(after, dispatch.move_rows)
@@ -78,9 +79,15 @@ class DirectEngine:
         after: EventHandle | None,
     ) -> tuple[Combined, Future]:
         """A combine along the slots of an earlier dispatch."""
+        self._check_handle(handle, after, "combine")
         combine = Combine(self.chain, x, handle, topk_weights, biases)
         combined = combine.make_room()
         return combined, self._submit(after, combine.sum_rows)
+
+    def _check_handle(self, handle: Handle, after: EventHandle | None, where: str) -> None:
+        """Look into a handle, unless the dispatch that fills it may still be under way."""
+        if self.stream.query() and (after is None or after.query()):
+            check_rows(handle, self.window.rank, where)
 
     def _submit(self, after: EventHandle | None, work: Callable[[], None]) -> Future:
         """Queue a whole call.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..handle import Handle
-from ..kernels.rows import as_bytes
+from ..kernels.rows import as_bytes, rows_as
 
 _INDEX_BYTES = 4  # a record begins with the source index, int32
 
@@ -149,4 +149,4 @@ def unpack_records(received: Received, num_rows: int, rank: int, num_local_exper
 
 def _columns(records: torch.Tensor, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
     """Bytes `[start, stop)` of every record, as a matrix of its own."""
-    return records[:, start:stop].clone(memory_format=torch.contiguous_format).view(dtype)
+    return rows_as(records[:, start:stop].clone(memory_format=torch.contiguous_format), dtype)

@@ -91,6 +91,8 @@ def _put_rows_torch(
 def rows_as(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Contiguous [n, columns] rows in elements of another type, without a copy."""
     columns = rows.size(1) * rows.element_size() // dtype.itemsize
+    if rows.numel() == 0:
+        return rows.new_empty(rows.size(0), columns, dtype=dtype)
     # By way of one dimension: the strides of a matrix of one row, or one column, are arbitrary and stop `view`.
     return rows.view(-1).view(dtype).view(rows.size(0), columns)
 
