@@ -6,13 +6,15 @@ peers in ascending order, one rounding at the end: the result does not depend on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import warnings
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..errors import EPError
 
-_TILE_BYTES = 1 << 19  # of accumulators: a tile and the rows that it reads stay in a core's cache
+_TILE_BYTES = 1 << 18  # of accumulators: they and the rows being added stay in a core's cache
 
 
 def reduce_rows(
@@ -51,19 +53,18 @@ def _reduce_rows_torch(
     if out.numel() == 0:
         return
     accumulate = torch.float64 if out.dtype == torch.float64 else torch.float32
-    tile = max(1, _TILE_BYTES // (hidden * accumulate.itemsize))
+    tile = min(num_tokens, max(1, _TILE_BYTES // (hidden * accumulate.itemsize)))
     blocks = [_block(rows, slots[:, peer], shifts[peer]) for peer, rows in enumerate(peers)]
-    total = torch.empty(min(tile, num_tokens), hidden, dtype=accumulate)
-    for start in range(0, num_tokens, tile):
-        stop = min(start + tile, num_tokens)
-        part = total[: stop - start].zero_()
-        for bias in biases:
-            part += bias[start:stop]
-        for rows, token_idx in blocks:
-            lo, hi = torch.searchsorted(token_idx, torch.tensor([start, stop])).tolist()
-            if lo < hi:
-                part.index_add_(0, token_idx[lo:hi] - start, rows[lo:hi].to(accumulate))
-        out[start:stop] = part
+    starts = torch.arange(0, num_tokens + tile, tile)
+    _tile_loop()(
+        out,
+        [rows for rows, _ in blocks],
+        [token_idx % tile for _, token_idx in blocks],
+        [torch.searchsorted(token_idx, starts).tolist() for _, token_idx in blocks],
+        list(biases),
+        torch.empty(tile, hidden, dtype=accumulate),
+        torch.empty(tile, hidden, dtype=accumulate),
+    )
 
 
 def _block(rows: torch.Tensor, column: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,3 +77,57 @@ def _block(rows: torch.Tensor, column: torch.Tensor, shift: int) -> tuple[torch.
     if first < 0 or block.size(0) != token_idx.numel():
         raise EPError(f"combine: slots {first}.. are not among the {rows.size(0)} rows that the peer offered")
     return block, token_idx
+
+
+def _sum_tiles(
+    out: torch.Tensor,
+    blocks: list[torch.Tensor],
+    places: list[torch.Tensor],
+    bounds: list[list[int]],
+    biases: list[torch.Tensor],
+    total: torch.Tensor,
+    wide: torch.Tensor,
+) -> None:
+    """Tile by tile: sum biases and blocks in `total`, round into `out`.
+
+    Args:
+        out: [T, H].
+        blocks: For each peer, its rows of these tokens, in their order.
+        places: For each peer, the place in its tile of each row's token, int64.
+        bounds: For each peer, the first row of each tile, and the number of rows.
+        biases: [T, H] each.
+        total: [tile, H] scratch, the accumulators.
+        wide: [tile, H] scratch, rows in the accumulators' type.
+    """
+    tile = total.size(0)
+    for index in range(len(bounds[0]) - 1):
+        start = index * tile
+        stop = min(start + tile, out.size(0))
+        part = total[: stop - start]
+        if len(biases) == 0:
+            part.zero_()
+        for order, bias in enumerate(biases):
+            if order == 0:
+                part.copy_(bias[start:stop])
+            else:
+                part.add_(wide[: stop - start].copy_(bias[start:stop]))
+        for peer in range(len(blocks)):
+            first, last = bounds[peer][index], bounds[peer][index + 1]
+            if first < last:
+                part.index_add_(0, places[peer][first:last], wide[: last - first].copy_(blocks[peer][first:last]))
+        out[start:stop].copy_(part)
+
+
+@functools.cache
+def _tile_loop() -> Callable[..., None]:
+    """`_sum_tiles` as TorchScript, which runs the loop without the GIL; as it is where there is no TorchScript.
+
+    A Python loop takes the GIL again after every operation, and beside a busy Python thread waits milliseconds each
+    time.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return torch.jit.script(_sum_tiles)
+    except Exception:
+        return _sum_tiles
