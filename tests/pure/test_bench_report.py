@@ -12,8 +12,11 @@ import torch
 from rich.console import Console
 
 from deep_ep.bench import core, report
-from deep_ep.bench.cases import CASES, Setting, reason_to_skip, route
+from deep_ep.bench.cases import CASES
 from deep_ep.bench.core import FLOOR, GLOO, PRODUCT, Measured, Quartiles, Variant
+from deep_ep.bench.inputs import Setting, reason_to_skip, route
+from deep_ep.bench.plot import write_plot
+from deep_ep.machine import find_machine
 
 # Two ranks, three rounds. Slowest by round: product 2, 4, 3; floor 2, 2, 2; gloo 8, 8, 9.
 MEASURED = Measured(
@@ -205,12 +208,12 @@ def test_readme_without_markers_is_refused(text: str):
 
 def test_plot_is_a_png(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    report.write_plot(make_report(), tmp_path / "b.png")
+    write_plot(make_report(), tmp_path / "b.png")
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_machine_is_described():
-    machine = report.find_machine("1.2")
+    machine = find_machine("1.2")
     assert machine["cores"] >= 1
     assert machine["deep_ep"] == "1.2"
     assert machine["cpu"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common import OneRank
 from deep_ep import Buffer, Config, EPClosed, EPError, EPUnsupported, EventHandle, EventOverlap, reference
 from deep_ep.launch import run_ranks
 
@@ -19,19 +20,6 @@ pytestmark = pytest.mark.usefixtures("device")
 
 NUM_TOKENS, HIDDEN, NUM_TOPK, EXPERTS_PER_RANK = 6, 8, 2, 2
 WRONG_TYPE = (TypeError, ValueError)  # where the type is right and its structure is not, either fits
-
-
-class OneRank:
-    """What mpi4py's COMM_SELF looks like."""
-
-    def Get_rank(self) -> int:
-        return 0
-
-    def Get_size(self) -> int:
-        return 1
-
-    def allgather(self, value: Any) -> list[Any]:
-        return [value]
 
 
 @dataclass

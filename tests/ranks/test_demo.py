@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from deep_ep import __version__, cli, demo
+from deep_ep import __version__, cli
+from deep_ep.demo import layer, ranks
+from deep_ep.demo.traffic import ramp
 from deep_ep.errors import EPError
 from deep_ep.launch import RankFailed
 
 _SMALL = ["--tokens", "24", "--hidden", "40", "--topk", "3"]
-_SHAPE = demo.Shape(num_ranks=2, num_tokens=16, hidden=24, num_experts=8, num_topk=3, seed=0)
+_SHAPE = layer.Shape(num_ranks=2, num_tokens=16, hidden=24, num_experts=8, num_topk=3, seed=0)
 
 
 def test_demo_of_three_ranks_as_a_process(tmp_path: Path) -> None:
@@ -42,8 +44,8 @@ def test_demo_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--ranks", "2", "--experts", "6", "--seed", "7", *_SMALL]) == 0
     out = capsys.readouterr().out
     counts = [
-        torch.tensor([(demo.make_tokens(shape, rank).topk_idx // 3 == peer).any(1).sum() for peer in range(2)])
-        for shape in [demo.Shape(2, 24, 40, 6, 3, 7)]
+        torch.tensor([(layer.make_tokens(shape, rank).topk_idx // 3 == peer).any(1).sum() for peer in range(2)])
+        for shape in [layer.Shape(2, 24, 40, 6, 3, 7)]
         for rank in range(2)
     ]
     lines = out.splitlines()
@@ -58,10 +60,10 @@ def test_demo_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 def test_demo_says_so_where_the_result_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = demo.dense_layer(_SHAPE).chunk(2)
+    output = layer.dense_layer(_SHAPE).chunk(2)
     output[1][3, 5] += 0.01
-    results = [demo.RankResult([8, 8], 16, [4] * 4, part, True, [0.1] * 4) for part in output]
-    monkeypatch.setattr(demo, "run_ranks", lambda *_, **__: results)
+    results = [ranks.RankResult([8, 8], 16, [4] * 4, part, True, [0.1] * 4) for part in output]
+    monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: results)
     argv = ["demo", "--ranks", "2", "--tokens", "16", "--hidden", "24", "--experts", "8", "--topk", "3"]
     assert cli.main(argv) == 1
     assert "not OK" in capsys.readouterr().out
@@ -69,37 +71,37 @@ def test_demo_says_so_where_the_result_is_wrong(
 
 @pytest.mark.parametrize("wrong", [0.01, float("nan"), float("inf")])
 def test_compare_sees_one_wrong_number(wrong: float) -> None:
-    expected = demo.dense_layer(_SHAPE)
-    assert demo.compare(expected.clone(), expected).ok
+    expected = layer.dense_layer(_SHAPE)
+    assert layer.compare(expected.clone(), expected).ok
     output = expected.clone()
     output[5, 7] += wrong
-    assert not demo.compare(output, expected).ok
+    assert not layer.compare(output, expected).ok
 
 
 def test_compare_sees_swapped_rows() -> None:
-    expected = demo.dense_layer(_SHAPE)
-    assert not demo.compare(expected[torch.arange(expected.size(0) - 1, -1, -1)], expected).ok
+    expected = layer.dense_layer(_SHAPE)
+    assert not layer.compare(expected[torch.arange(expected.size(0) - 1, -1, -1)], expected).ok
 
 
 def test_dense_layer_is_the_weighted_sum_of_experts() -> None:
-    tokens = demo.make_tokens(_SHAPE, 1)
-    output = demo.dense_layer(_SHAPE)[_SHAPE.num_tokens :]
+    tokens = layer.make_tokens(_SHAPE, 1)
+    output = layer.dense_layer(_SHAPE)[_SHAPE.num_tokens :]
     expected = sum(
-        weight * demo.make_expert(_SHAPE, int(expert))(tokens.x[3:4])[0]
+        weight * layer.make_expert(_SHAPE, int(expert))(tokens.x[3:4])[0]
         for expert, weight in zip(tokens.topk_idx[3], tokens.topk_weights[3], strict=True)
     )
     torch.testing.assert_close(output[3], expected)
 
 
 def test_seed_decides() -> None:
-    other = demo.Shape(2, 16, 24, 8, 3, seed=1)
-    assert torch.equal(demo.make_tokens(_SHAPE, 1).x, demo.make_tokens(_SHAPE, 1).x)
-    assert not torch.equal(demo.make_tokens(_SHAPE, 0).x, demo.make_tokens(_SHAPE, 1).x)
-    assert not torch.equal(demo.make_tokens(_SHAPE, 0).x, demo.make_tokens(other, 0).x)
+    other = layer.Shape(2, 16, 24, 8, 3, seed=1)
+    assert torch.equal(layer.make_tokens(_SHAPE, 1).x, layer.make_tokens(_SHAPE, 1).x)
+    assert not torch.equal(layer.make_tokens(_SHAPE, 0).x, layer.make_tokens(_SHAPE, 1).x)
+    assert not torch.equal(layer.make_tokens(_SHAPE, 0).x, layer.make_tokens(other, 0).x)
 
 
 def test_ramp_goes_from_light_to_dark() -> None:
-    brightness = [sum(demo.ramp(share)) for share in (-1.0, 0.0, 0.3, 0.6, 1.0, 2.0)]
+    brightness = [sum(ramp(share)) for share in (-1.0, 0.0, 0.3, 0.6, 1.0, 2.0)]
     assert brightness[0] == brightness[1] > brightness[2] > brightness[3] > brightness[4] == brightness[5]
 
 
@@ -156,7 +158,7 @@ def test_errors_are_one_line(
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(demo, "run_ranks", fail)
+    monkeypatch.setattr(ranks, "run_ranks", fail)
     assert cli.main(["demo"]) == status
     assert capsys.readouterr().err == said
 

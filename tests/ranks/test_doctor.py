@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from deep_ep import cli, doctor, env
+from deep_ep import cli, env
+from deep_ep.doctor import round_trip, shared_memory
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def test_what_is_missing_is_shown_with_what_to_do(
 ) -> None:
     monkeypatch.setenv("DEEP_EP_ARENA_BYTES", "plenty")
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(doctor, "run_ranks", _raise)
+    monkeypatch.setattr(round_trip, "run_ranks", _raise)
     assert cli.main(["doctor"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "DEEP_EP_ARENA_BYTES: cannot read 'plenty'" in out
@@ -83,8 +84,8 @@ def _raise(*args: object, **kwargs: object) -> None:
 
 def test_wrong_results_are_not_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [{"wrong": "", "dispatch_ms": 1.0, "combine_ms": 2.0}, {"wrong": "combined rows are wrong"}]
-    monkeypatch.setattr(doctor, "run_ranks", lambda *_, **__: [answers[0], {**answers[0], **answers[1]}])
-    trip = doctor._round_trip()
+    monkeypatch.setattr(round_trip, "run_ranks", lambda *_, **__: [answers[0], {**answers[0], **answers[1]}])
+    trip = round_trip.try_round_trip()
     assert not trip.ok
     assert trip.problem == "rank 1: combined rows are wrong"
     assert "report it" in trip.advice
@@ -92,13 +93,13 @@ def test_wrong_results_are_not_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_comparison() -> None:
     rows = torch.ones(3, 4)
-    assert doctor._is_same(rows, rows.clone())
-    assert not doctor._is_same(rows, rows + 1)
-    assert not doctor._is_same(rows, None)
+    assert round_trip._is_same(rows, rows.clone())
+    assert not round_trip._is_same(rows, rows + 1)
+    assert not round_trip._is_same(rows, None)
 
 
 def test_refused_access_is_a_problem() -> None:
-    finding = doctor._proc_access(os.getpid(), 10**6)
+    finding = shared_memory._proc_access(os.getpid(), 10**6)
     assert finding.status == "problem"
     assert "one user" in finding.advice
-    assert doctor._pidfd(2**22 + 1).status == "note"  # beyond the largest process id
+    assert shared_memory._pidfd(2**22 + 1).status == "note"  # beyond the largest process id

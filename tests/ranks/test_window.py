@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
+from common import OneRank
 from deep_ep.launch import run_ranks
 
 TOKENS, HIDDEN, TOPK = 32, 64, 2
@@ -224,19 +225,6 @@ def test_nothing_stays_open_after_destroy(device: str) -> None:
     for left, names in run_ranks(what_is_open, 3):
         assert left == []
         assert names == 0
-
-
-class OneRank:
-    """An MPI-like communicator of one."""
-
-    def Get_rank(self) -> int:
-        return 0
-
-    def Get_size(self) -> int:
-        return 1
-
-    def allgather(self, value: Any) -> list[Any]:
-        return [value]
 
 
 def test_one_rank_needs_no_process_group(device: str) -> None:

@@ -1,4 +1,4 @@
-"""`python -m deep_ep bench`: arguments, the run with its progress, and the reports."""
+"""`python -m deep_ep bench`: arguments, the run, and the reports."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import argparse
 import dataclasses
 import shlex
 import sys
-import threading
 from collections.abc import Sequence
-from multiprocessing import Pipe
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichProgress
 
 from .. import __version__
 from ..errors import EPUnsupported
 from ..launch import run_ranks
+from ..machine import find_machine
+from ..plotting import require_matplotlib
+from ..terminal import require_folder
+from ..transport.memory import available_bytes
 from . import report as reports
-from .cases import CASES, Note, RankMeasured, Setting, reason_to_skip, run_cases
+from .cases import CASES, RankMeasured, run_cases
 from .core import Measured
+from .inputs import Setting, reason_to_skip
+from .plot import write_plot
+from .progress import showing_progress
 
 QUICK = Setting(num_tokens=256, hidden=1024, num_experts=64, num_rounds=15)
 
@@ -39,7 +42,7 @@ _SIZES = {
 _WRITERS = {
     "csv": reports.write_csv,
     "json": reports.write_json,
-    "plot": reports.write_plot,
+    "plot": write_plot,
     "readme": reports.write_readme,
 }
 """Arguments that name a file."""
@@ -123,17 +126,14 @@ def find_setting(args: argparse.Namespace) -> Setting:
 def _check_files(args: argparse.Namespace) -> None:
     """Minutes of measuring must not end at a missing folder, marker or package."""
     for path in (args.csv, args.json, args.plot):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"bench: there is no folder {path.parent} to write {path.name} into")
+        if path is not None:
+            require_folder("bench", path)
     if args.readme is not None:
         if not args.readme.is_file():
             raise ValueError(f"bench: there is no file {args.readme} to put the table into")
         reports.replace_table(args.readme.read_text(), args.mode, "")
     if args.plot is not None:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ValueError("bench: --plot needs matplotlib. Install deepep-python[plot]") from None
+        require_matplotlib("bench")
 
 
 def measure(setting: Setting, group_sizes: Sequence[int], names: Sequence[str], command: str) -> reports.Report:
@@ -145,17 +145,17 @@ def measure(setting: Setting, group_sizes: Sequence[int], names: Sequence[str], 
         names: Keys of `CASES`.
         command: The line that runs it again.
     """
-    machine = reports.find_machine(__version__)
+    machine = find_machine(__version__)
     rows: list[Measured] = []
     rounds_of_group = len(names) * setting.num_rounds
-    with Progress(len(group_sizes) * rounds_of_group) as progress:
+    with showing_progress(len(group_sizes) * rounds_of_group) as (progress, news):
         for num_ranks in group_sizes:
-            reason = reason_to_skip(setting, num_ranks, reports.available_bytes())
+            reason = reason_to_skip(setting, num_ranks, available_bytes())
             if reason is not None:
                 progress.skip(num_ranks, reason, rounds_of_group)
                 rows += [Measured(name, num_ranks, skipped=reason) for name in names]
                 continue
-            results = run_ranks(run_cases, num_ranks, setting, list(names), progress.notes, limit_secs=_LIMIT_SECS)
+            results = run_ranks(run_cases, num_ranks, setting, list(names), news, limit_secs=_LIMIT_SECS)
             rows += [_join(name, [result[index] for result in results]) for index, name in enumerate(names)]
     return reports.Report(
         name="normal",
@@ -194,58 +194,6 @@ def _command(args: argparse.Namespace) -> str:
     if list(args.cases) != list(CASES):
         words += ["--cases", *args.cases]
     return shlex.join(words)
-
-
-# Progress ------------------------------------------------------------------------------------------------------------
-
-
-class Progress:
-    """A bar on a terminal, else a line for each case, on stderr. Rank 0 feeds it from its own process.
-
-    Args:
-        num_rounds: Rounds of everything together.
-
-    Attributes:
-        notes: Where rank 0 sends its notes.
-    """
-
-    def __init__(self, num_rounds: int):
-        self._console = Console(stderr=True, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # Drawing takes time from the ranks on a small machine: twice a second is enough to see that it moves.
-        self._bar = RichProgress(
-            *columns, console=self._console, refresh_per_second=2, disable=not self._console.is_terminal
-        )
-        self._task = self._bar.add_task("starting the ranks", total=num_rounds)
-        self._reader, self.notes = Pipe(duplex=False)
-        self._thread = threading.Thread(target=self._show_notes, name="bench-progress", daemon=True)
-
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.notes.send(None)
-        self._thread.join()
-        self._bar.stop()
-        self._reader.close()
-        self.notes.close()
-
-    def skip(self, num_ranks: int, reason: str, num_rounds: int) -> None:
-        """Say that a group size does not run."""
-        self._console.print(f"{num_ranks} ranks: skipped: {reason}")
-        self._bar.advance(self._task, num_rounds)
-
-    def _show_notes(self) -> None:
-        while (note := self._reader.recv()) is not None:
-            self._show(note)
-
-    def _show(self, note: Note) -> None:
-        description = f"{note.num_ranks} ranks: {CASES[note.case][0]}"
-        self._bar.update(self._task, description=description, advance=1 if note.num_done else 0)
-        if not self._console.is_terminal and note.num_done == 0:
-            self._console.print(description)
 
 
 def show(report: reports.Report) -> None:

@@ -1,18 +1,15 @@
-"""What a benchmark leaves: table, CSV, JSON, plot, and the table in a README. All from the same `Measured`."""
+"""What a benchmark leaves in words: table, CSV, JSON, and the table in a README. All from the same `Measured`."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -26,14 +23,6 @@ LABELS = {
     GLOO_AS_WRITTEN: "gloo, as users write it",
     PRODUCT_BF16: "deep_ep in BF16",
 }
-_COLOURS = {
-    PRODUCT: "#1f6f8b",
-    FLOOR: "#b8bec4",
-    GLOO: "#e0a458",
-    GLOO_AS_WRITTEN: "#c8553d",
-    PRODUCT_BF16: "#8fbcc9",
-}
-_PLOT_ORDER = (FLOOR, PRODUCT, PRODUCT_BF16, GLOO, GLOO_AS_WRITTEN)
 _DASH = "-"
 _CAPTION = (
     "ms: the slowest rank's median. Ratios: median over the rounds [quartiles], slowest rank against slowest rank of "
@@ -76,50 +65,6 @@ class Report:
         ]
 
 
-def find_machine(version: str) -> dict[str, Any]:
-    """What figures depend on. To be asked before the run: later its own ranks are the load.
-
-    Args:
-        version: Of deep_ep.
-    """
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "memory_bytes": _meminfo_bytes("MemTotal"),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "deep_ep": version,
-    }
-
-
-def available_bytes() -> int | None:
-    """Memory that new processes can have; None where the system does not tell."""
-    return _meminfo_bytes("MemAvailable")
-
-
-def _cpu_model() -> str:
-    for line in _lines_of("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _meminfo_bytes(name: str) -> int | None:
-    for line in _lines_of("/proc/meminfo"):
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _lines_of(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
-
-
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
@@ -145,8 +90,8 @@ def cells(row: Measured, title: str, compared: Sequence[str]) -> list[str]:
         title,
         str(row.num_ranks),
         f"{summary.mean_bytes / 1e6:.1f}",
-        _three_digits(summary.median_secs[PRODUCT] * 1e3),
-        _three_digits(summary.gbs),
+        three_digits(summary.median_secs[PRODUCT] * 1e3),
+        three_digits(summary.gbs),
         _with_quartiles(summary.over_floor),
         *(_with_quartiles(summary.speedups.get(name), "x") for name in compared),
     ]
@@ -195,7 +140,8 @@ def _compared(rows: Sequence[Measured]) -> list[str]:
     return [name for name in LABELS if name in seen and name not in (PRODUCT, FLOOR)]
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
+    """A number with about three digits."""
     decimals = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
     return f"{value:.{decimals}f}"
 
@@ -203,7 +149,7 @@ def _three_digits(value: float) -> str:
 def _with_quartiles(value: Quartiles | None, unit: str = "") -> str:
     if value is None:
         return _DASH
-    return f"{_three_digits(value.median)}{unit} [{_three_digits(value.low)}, {_three_digits(value.high)}]"
+    return f"{three_digits(value.median)}{unit} [{three_digits(value.low)}, {three_digits(value.high)}]"
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -280,72 +226,3 @@ def replace_table(text: str, name: str, table: str) -> str:
 def write_readme(report: Report, path: Path) -> None:
     """Replace the table in a README; see `replace_table`."""
     path.write_text(replace_table(path.read_text(), report.name, markdown_table(report)))
-
-
-# Plot ----------------------------------------------------------------------------------------------------------------
-
-
-def write_plot(report: Report, path: Path) -> None:
-    """Bars of the slowest rank's medians: a panel for each group size, a cluster for each case.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    sizes = list(dict.fromkeys(row.num_ranks for row in report.rows))
-    panels = [[row for row in report.rows if row.num_ranks == size] for size in sizes]
-    heights = [sum(max(1, len(row.times)) for row in panel) + 0.8 * len(panel) for panel in panels]
-    figure = Figure(figsize=(10.5, 1.6 + 0.25 * sum(heights) + 0.5 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axis, size, panel in zip(axes, sizes, panels, strict=True):
-        _draw_panel(axis, panel, report.titles)
-        axis.set_title(f"{size} ranks" if size != 1 else "1 rank", loc="left", fontsize=11, fontweight="bold")
-    axes[-1].set_xlabel("milliseconds: the slowest rank's median (shorter is better)")
-    shown = [name for name in _PLOT_ORDER if any(name in row.times for row in report.rows)]
-    handles = [_patch(_COLOURS[name], LABELS[name]) for name in shown]
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), frameon=False, fontsize=9)
-    machine, shape, _ = report.header
-    figure.suptitle(f"{shape.split('; ', 1)[1]}\n{machine}", fontsize=10, color="#444444")
-    figure.savefig(path, dpi=130, format="png")
-
-
-def _draw_panel(axis: Any, rows: Sequence[Measured], titles: Mapping[str, str]) -> None:
-    """The first case on top; inside a case the floor, the product, then the peers."""
-    position, ticks = 0.0, []
-    for row in rows:
-        names = [name for name in _PLOT_ORDER if name in row.times]
-        ticks.append(position + (max(1, len(names)) - 1) / 2)
-        if row.skipped is not None:
-            axis.text(0, position, f" skipped: {row.skipped}", va="center", fontsize=8, style="italic")
-            position += 1
-        for name in names:
-            milliseconds = summarise(row).median_secs[name] * 1e3
-            axis.barh(position, milliseconds, height=0.86, color=_COLOURS[name])
-            label = f" {_three_digits(milliseconds)}"
-            axis.text(milliseconds, position, label, va="center", fontsize=8, fontweight=_weight(name))
-            position += 1
-        position += 0.8
-    axis.set_yticks(ticks, [titles[row.case] for row in rows])
-    axis.set_ylim(position - 1.0, -0.8)
-    if all(row.skipped is not None for row in rows):
-        axis.set_xticks([])
-        axis.set_xlim(0, 1)
-    else:
-        axis.set_xlim(0, 1.08 * axis.get_xlim()[1])  # room for the numbers behind the bars
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.tick_params(axis="y", length=0)
-    axis.grid(axis="x", color="#e6e6e6", linewidth=0.8)
-    axis.set_axisbelow(True)
-
-
-def _weight(name: str) -> str:
-    return "bold" if name == PRODUCT else "normal"
-
-
-def _patch(colour: str, label: str) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(color=colour, label=label)

@@ -1,0 +1,78 @@
+"""The report as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..terminal import counted, plain_table
+from .report import NOTE, OK, PROBLEM, Report, RoundTrip, TransportReport, VariableReport
+
+_STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
+
+
+def show_report(console: Console, report: Report) -> None:
+    """Print all of it, and at the end what to do."""
+    console.print(f"[bold]deep_ep {report.version} doctor[/]")
+    console.print("\n[bold]What is here[/]")
+    console.print(_table((_mark(finding.status), finding.name, Text(finding.value)) for finding in report.findings))
+    console.print("\n[bold]Environment variables[/]  [dim](with the value in force)[/]")
+    console.print(_table(map(_variable_row, report.variables)))
+    console.print("\n[bold]Transport that would be chosen[/]")
+    console.print(_table(map(_transport_row, report.transports)))
+    console.print("\n[bold]Round trip[/]  [dim](dispatch and combine between two processes, checked bit by bit)[/]")
+    console.print(_round_trip_text(report.round_trip))
+    _show_advice(console, report)
+
+
+def _table(rows: Iterable[tuple[Any, Any, Any]]) -> Table:
+    """State, name, and what there is to say, which may take more than one line."""
+    table = plain_table(show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _mark(status: str) -> Text:
+    return Text(status, style=_STYLES[status])
+
+
+def _variable_row(variable: VariableReport) -> tuple[Text, str, Text]:
+    state = Text("set", style="cyan") if variable.is_set else Text("default", style="dim")
+    text = Text(variable.value or "(empty)", style=_STYLES[PROBLEM] if variable.status == PROBLEM else "")
+    if variable.status == OK:
+        text.append(f"  {variable.help}", style="dim")
+    return state, variable.name, text
+
+
+def _transport_row(transport: TransportReport) -> tuple[str, Text, Text]:
+    name = Text(transport.name or "none", style="" if transport.name else _STYLES[PROBLEM])
+    return counted(transport.num_ranks, "rank"), name, Text(transport.reason)
+
+
+def _round_trip_text(trip: RoundTrip) -> Text:
+    text = Text.assemble(_mark(OK if trip.ok else PROBLEM), "  ")
+    if trip.problem:
+        return text.append(trip.problem)
+    return text.append(
+        f"dispatch {trip.dispatch_ms:.2f} ms, combine {trip.combine_ms:.2f} ms; "
+        f"{trip.total_secs:.1f} s with starting the processes"
+    )
+
+
+def _show_advice(console: Console, report: Report) -> None:
+    advice = [(finding.status, finding.name, finding.advice) for finding in report.findings if finding.advice]
+    if report.round_trip.advice:
+        advice.append((PROBLEM, "round trip", report.round_trip.advice))
+    if not advice:
+        return
+    advice.sort(key=lambda item: item[0] != PROBLEM)
+    console.print("\n[bold]What to do[/]")
+    console.print(_table((_mark(status), name, Text(text)) for status, name, text in advice))
