@@ -159,7 +159,10 @@ class Arena:
         size = self._next_bytes(num_bytes)
         if not size:
             return None
-        segment = Segment(self._memory, size)
+        try:
+            segment = Segment(self._memory, size)
+        except EPTransportError:
+            return None
         self._on_map(segment.mapping)
         self._segments.append(segment)
         span = segment.free.take(num_bytes)

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from .spans import UNIT_BYTES, Span, SpanSet, whole_units
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: fault pages in at once instead of one by one
 _MADV_REMOVE = 9
 _MADV_DONTFORK = 10
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # reserve addresses only; memory is taken as it is touched
 
 
 class Mapping:
@@ -116,8 +118,7 @@ class SharedMemory:
 
     def map(self, span: Span) -> Mapping:
         """Map a span. Forked children do not inherit it."""
-        memory = mmap.mmap(self.fd, span.num_bytes, offset=span.start)
-        mapping = Mapping(memory, span)
+        mapping = Mapping(_mapped(span, self.fd, offset=span.start), span)
         mapping._advise(_MADV_DONTFORK, span)
         return mapping
 
@@ -148,14 +149,20 @@ class PrivateMemory:
 
     def map(self, span: Span) -> Mapping:
         """Map a span, once."""
-        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        return Mapping(mmap.mmap(-1, span.num_bytes, flags=flags), span)
+        return Mapping(_mapped(span, -1, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE), span)
 
     def close(self) -> None:
         """Nothing to close."""
 
 
 Memory = SharedMemory | PrivateMemory
+
+
+def _mapped(span: Span, fd: int, **options: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(fd, span.num_bytes, **options)
+    except OSError as error:
+        raise EPTransportError(f"window: {span.num_bytes} bytes cannot be mapped: {error.strerror}") from None
 
 
 def available_bytes() -> int:

@@ -89,7 +89,7 @@ def make_window(control: Control, sizes: WindowSizes) -> Window:
                 peers.append(Peer(rank, peer_memory, board))
             else:
                 peers.append(Process(rank, peer_memory, board, _pidfd(peer_address.pid)))
-    except OSError as error:
+    except (OSError, EPTransportError) as error:
         problem = f"cannot open the memory of rank {len(peers)}: {error}"
     _all_well(control, None, problem, "mapping shared memory")
     return Window(control.rank, peers, memory, sizes, control.limit_secs)
