@@ -274,3 +274,32 @@ def several_nodes(rank: int, num_ranks: int) -> None:
 
 def test_several_nodes_have_a_layout_and_say_what_is_missing(device: str) -> None:
     run_ranks(several_nodes, 4, env={"DEEP_EP_RANKS_PER_NODE": "2"})
+
+
+def other_defaults(rank: int, num_ranks: int) -> None:
+    """DeepEP's scripts set default dtype and device; what a buffer makes must not follow them."""
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    buffer = make_buffer()
+    cpu = torch.device("cpu")
+    topk_idx = torch.arange(2 * num_ranks, device=cpu).view(num_ranks, 2)
+    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, 2 * num_ranks)
+    x = torch.ones(num_ranks, 8, device=cpu, dtype=torch.float32)
+    for num_worst_tokens in (0, 3 * num_ranks):
+        recv_x, _, _, _, handle, _ = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=mask,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx,
+            topk_weights=torch.ones(num_ranks, 2, device=cpu, dtype=torch.float32),
+            num_worst_tokens=num_worst_tokens,
+        )
+        combined, _, _ = buffer.combine(recv_x, handle, bias=x)
+        assert torch.equal(combined, 2 * x)
+    buffer.get_combine_buffer(handle, dtype=torch.bfloat16).fill_(1)
+
+
+@pytest.mark.parametrize("arena_bytes", ["0", "4096"])
+def test_default_dtype_and_device_do_not_matter(device: str, arena_bytes: str) -> None:
+    run_ranks(other_defaults, 2, env={"DEEP_EP_ARENA_BYTES": arena_bytes})

@@ -428,7 +428,9 @@ class Buffer:
             if dtype not in checks.COMBINE_DTYPES:
                 raise ValueError(f"{where}: `dtype` must be one that combine takes, got {dtype}")
             region = engine.window.arena.allocate((parsed.num_rows, hidden), dtype)
-            return region if region is not None else torch.empty(parsed.num_rows, hidden, dtype=dtype)
+            return (
+                region if region is not None else torch.empty(parsed.num_rows, hidden, dtype=dtype, device=self.device)
+            )
 
     def get_local_buffer_tensor(
         self,

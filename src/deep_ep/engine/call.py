@@ -205,7 +205,7 @@ class Call:
         for rank, offer in enumerate(offers):
             base = offer.bases[section]
             if base is None:
-                rows.append(torch.empty(0, row_bytes, dtype=torch.uint8))
+                rows.append(torch.empty(0, row_bytes, dtype=torch.uint8, device="cpu"))
             else:
                 rows.append(self.window.peer_rows(rank, base, offer.num_rows, row_bytes))
         return rows

@@ -16,7 +16,7 @@ from ..handle import Handle
 from ..kernels.reduce import reduce_rows
 from ..kernels.rows import as_bytes, rows_as
 from .call import OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
-from .staging import Staging
+from .staging import Staging, token_blocks
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Combine:
         """Allocate what the call returns."""
         num_tokens, weights = self._handle.num_tokens, self._topk_weights
         self._combined = Combined(
-            torch.empty(num_tokens, self._x.size(1), dtype=self._x.dtype),
-            torch.empty(num_tokens, weights.size(1), dtype=weights.dtype) if weights is not None else None,
+            self._x.new_empty(num_tokens, self._x.size(1)),
+            weights.new_empty(num_tokens, weights.size(1)) if weights is not None else None,
         )
         return self._combined
 
@@ -134,7 +134,7 @@ class Combine:
     def _copy_in(self, staging: Staging, start: int, range_tokens: int) -> None:
         """Lay the rows of source tokens `[start, start + range_tokens)` into the lanes of their sources."""
         ends = [0, *self._handle.rank_prefix_matrix[:, self._window.rank].tolist()]
-        limits = torch.tensor([start, start + range_tokens], dtype=torch.int32)
+        limits = self._handle.recv_src_idx.new_tensor([start, start + range_tokens])
         for source, (begin, end) in enumerate(pairwise(ends)):
             # The rows of a source are in the order of its tokens, so those of a range lie side by side.
             first, last = torch.searchsorted(self._handle.recv_src_idx[begin:end], limits).tolist()
@@ -167,14 +167,11 @@ class Combine:
         ]
 
     def _count(self, path: str, num_rounds: int) -> None:
-        rank = self._window.rank
-        counts = torch.diff(
-            self._handle.rank_prefix_matrix, dim=0, prepend=torch.zeros(1, len(self._window.peers)).int()
-        )
+        rank, blocks = self._window.rank, token_blocks(self._handle.rank_prefix_matrix)
+        rows_to = [stop - start for start, stop in (row[rank] for row in blocks)]
+        rows_from = [stop - start for start, stop in blocks[rank]]
         bytes_each = sum(row_bytes(part) for part in self._sections())
-        self._chain.stats.count(
-            "combine", path, num_rounds, counts[:, rank].tolist(), counts[rank].tolist(), bytes_each
-        )
+        self._chain.stats.count("combine", path, num_rounds, rows_to, rows_from, bytes_each)
 
 
 @dataclass(frozen=True)

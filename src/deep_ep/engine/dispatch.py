@@ -65,7 +65,7 @@ class Dispatch:
         rooms = [allocate((num_rows, count), dtype) for count, dtype in columns]
         if any(room is None for room in rooms):
             is_staged = True
-            rooms = [torch.empty(num_rows, count, dtype=dtype) for count, dtype in columns]
+            rooms = [self._payload.x.new_empty(num_rows, count, dtype=dtype) for count, dtype in columns]
         x = rooms.pop(0)
         assert x is not None
         scales = rooms.pop(0) if self._payload.scales is not None else None
@@ -77,24 +77,22 @@ class Dispatch:
     def _empty_topk(self, num_rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if self._routing is None or self._routing.topk_idx is None or self._routing.topk_weights is None:
             return None, None
-        return (
-            torch.empty(num_rows, self._routing.topk_idx.size(1), dtype=self._routing.topk_idx.dtype),
-            torch.empty(num_rows, self._routing.topk_weights.size(1), dtype=torch.float32),
-        )
+        topk_idx, topk_weights = self._routing.topk_idx, self._routing.topk_weights
+        return topk_idx.new_empty(num_rows, topk_idx.size(1)), topk_weights.new_empty(num_rows, topk_weights.size(1))
 
     def _room_handle(self, num_rows: int) -> Handle:
         if self._handle is not None:
             return self._handle
         assert self._routing is not None
-        num_ranks = len(self._window.peers)
-        unused = torch.zeros(2, num_ranks, self._num_channels, dtype=torch.int32)
+        mask = self._routing.is_token_in_rank
+        num_tokens, num_ranks = mask.shape
         return Handle(
-            rank_prefix_matrix=torch.empty(num_ranks, num_ranks, dtype=torch.int32),
-            channel_prefix_matrix=unused[0].clone(),
-            recv_channel_prefix_matrix=unused[1].clone(),
-            recv_src_idx=torch.empty(num_rows, dtype=torch.int32),
-            is_token_in_rank=self._routing.is_token_in_rank,
-            send_head=torch.empty(*self._routing.is_token_in_rank.shape, dtype=torch.int32),
+            rank_prefix_matrix=mask.new_empty(num_ranks, num_ranks, dtype=torch.int32),
+            channel_prefix_matrix=mask.new_zeros(num_ranks, self._num_channels, dtype=torch.int32),
+            recv_channel_prefix_matrix=mask.new_zeros(num_ranks, self._num_channels, dtype=torch.int32),
+            recv_src_idx=mask.new_empty(num_rows, dtype=torch.int32),
+            is_token_in_rank=mask,
+            send_head=mask.new_empty(num_tokens, num_ranks, dtype=torch.int32),
         )
 
     def abandon(self, error: BaseException) -> None:

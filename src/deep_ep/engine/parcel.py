@@ -112,12 +112,12 @@ def outgoing_sections(payload: Payload, routing: Routing | None) -> list[torch.T
     if payload.scales is not None:
         sections.append(as_bytes(payload.scales.contiguous()))
     if routing is not None:
-        sections.append(_pack_records(routing, payload.x.size(0)))
+        sections.append(_pack_records(routing, payload.x.size(0), payload.x.device))
     return sections
 
 
-def _pack_records(routing: Routing, num_tokens: int) -> torch.Tensor:
-    parts = [torch.arange(num_tokens, dtype=torch.int32).view(-1, 1)]
+def _pack_records(routing: Routing, num_tokens: int, device: torch.device) -> torch.Tensor:
+    parts = [torch.arange(num_tokens, dtype=torch.int32, device=device).view(-1, 1)]
     if routing.topk_idx is not None and routing.topk_weights is not None:
         parts += [routing.topk_idx, routing.topk_weights]
     return torch.cat([as_bytes(part) for part in parts], dim=1)

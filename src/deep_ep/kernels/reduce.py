@@ -55,16 +55,18 @@ def _reduce_rows_torch(
     accumulate = torch.float64 if out.dtype == torch.float64 else torch.float32
     tile = min(num_tokens, max(1, _TILE_BYTES // (hidden * accumulate.itemsize)))
     blocks = [_block(rows, slots[:, peer], shifts[peer]) for peer, rows in enumerate(peers)]
-    starts = torch.arange(0, num_tokens + tile, tile)
-    _tile_loop()(
-        out,
-        [rows for rows, _ in blocks],
-        [token_idx % tile for _, token_idx in blocks],
-        [torch.searchsorted(token_idx, starts).tolist() for _, token_idx in blocks],
-        list(biases),
-        torch.empty(tile, hidden, dtype=accumulate),
-        torch.empty(tile, hidden, dtype=accumulate),
-    )
+    starts = torch.arange(0, num_tokens + tile, tile, device=out.device)
+    # Unoptimised: it would profile, and compile again for every new shape, for a loop that only calls operators.
+    with torch.jit.optimized_execution(False):
+        _tile_loop()(
+            out,
+            [rows for rows, _ in blocks],
+            [token_idx % tile for _, token_idx in blocks],
+            [torch.searchsorted(token_idx, starts).tolist() for _, token_idx in blocks],
+            list(biases),
+            out.new_empty(tile, hidden, dtype=accumulate),
+            out.new_empty(tile, hidden, dtype=accumulate),
+        )
 
 
 def _block(rows: torch.Tensor, column: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:

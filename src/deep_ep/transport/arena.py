@@ -109,7 +109,7 @@ class Arena:
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
-            return torch.empty(*shape, dtype=dtype)
+            return torch.empty(*shape, dtype=dtype, device="cpu")
         with self._lock:
             self._reclaim()
             found = self._take(num_bytes)

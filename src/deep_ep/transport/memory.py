@@ -68,7 +68,7 @@ class Mapping:
 def bytes_tensor(view: memoryview) -> torch.Tensor:
     """A uint8 tensor over `view`, which stays alive exactly as long as the tensor's storage, views included."""
     if not view.nbytes:
-        return torch.empty(0, dtype=torch.uint8)  # torch.frombuffer refuses nothing at all
+        return torch.empty(0, dtype=torch.uint8, device="cpu")  # torch.frombuffer refuses nothing at all
     return torch.frombuffer(view, dtype=torch.uint8)
 
 

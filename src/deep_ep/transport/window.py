@@ -129,7 +129,7 @@ class Window:
         """A [num_rows, row_bytes] uint8 tensor over a peer's memory."""
         num_bytes = num_rows * row_bytes
         if num_bytes == 0:
-            return torch.empty(num_rows, row_bytes, dtype=torch.uint8)
+            return torch.empty(num_rows, row_bytes, dtype=torch.uint8, device="cpu")
         return bytes_tensor(self.peers[peer].view(base, num_bytes)).view(num_rows, row_bytes)
 
     def signal(self, epoch: int, step: int) -> None:
