@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .. import env, layout
 from ..config import Config, combine_config, dispatch_config
 from ..control import Comm, Control
-from ..engine.direct import DirectEngine
+from ..engine.direct import DirectEngine, Order
 from ..errors import EPClosed, EPUnsupported
 from ..event import EventHandle, EventOverlap
 from ..handle import parse_handle
@@ -302,7 +302,7 @@ class Buffer:
             `num_worst_tokens`), the handle, the event. With a handle: only `recv_x` and the event, None between.
         """
         where = "dispatch"
-        event = checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream)
+        order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
         config = checks.check_config(where, config) or Buffer.get_dispatch_config(self.group_size)
         payload = checks.check_payload(where, x)
         assert handle is None or (topk_idx is None and topk_weights is None), (
@@ -316,9 +316,9 @@ class Buffer:
                     raise ValueError(
                         f"{where}: `x` must have the handle's {parsed.num_tokens} tokens, it has {payload.x.size(0)}"
                     )
-                received, job = engine.cached_dispatch(payload, parsed, event)
+                received, job = engine.cached_dispatch(payload, parsed, order)
                 recv_x = received.x if received.scales is None else (received.x, received.scales)
-                return recv_x, None, None, None, None, self._finish(job, async_finish)
+                return recv_x, None, None, None, None, _event(job)
             routing = checks.check_routing(
                 where,
                 payload.x.size(0),
@@ -336,10 +336,10 @@ class Buffer:
                 if topk_idx is None:
                     raise ValueError(f"{where}: `num_worst_tokens` needs `topk_idx` and `topk_weights`")
                 received, job = engine.worst_case_dispatch(
-                    payload, routing, num_worst_tokens, config.num_channels, event
+                    payload, routing, num_worst_tokens, config.num_channels, order
                 )
             else:
-                received, counts, job = engine.dispatch(payload, routing, config.num_channels, event)
+                received, counts, job = engine.dispatch(payload, routing, config.num_channels, order)
                 expert_list = [-(-count // expert_alignment) * expert_alignment for count in counts]
             self._last_rows = (payload.x.size(1), payload.x.dtype)
             return (
@@ -348,7 +348,7 @@ class Buffer:
                 received.topk_weights,
                 expert_list,
                 tuple(received.handle),
-                self._finish(job, async_finish),
+                _event(job),
             )
 
     def combine(
@@ -381,7 +381,7 @@ class Buffer:
             `combined_x` [T, H], `combined_topk_weights` [T, K] float32 or None, the event. Ordinary memory.
         """
         where = "combine"
-        event = checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream)
+        order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
         checks.check_config(where, config)
         with self._lock:
             engine = self._require_engine(where)
@@ -390,8 +390,8 @@ class Buffer:
             if topk_weights is not None:
                 checks.check_tensor(where, "topk_weights", topk_weights, (parsed.num_rows, None), (torch.float32,))
             biases = checks.check_biases(where, bias, parsed.num_tokens, x.size(1), x.dtype)
-            combined, job = engine.combine(x, parsed, topk_weights, biases, event)
-            return combined.x, combined.topk_weights, self._finish(job, async_finish)
+            combined, job = engine.combine(x, parsed, topk_weights, biases, order)
+            return combined.x, combined.topk_weights, _event(job)
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> None:
         """Dispatch across nodes, which is not there yet; `dispatch` will choose it by itself."""
@@ -474,7 +474,8 @@ class Buffer:
     def trim(self) -> int:
         """Give memory that nobody uses back to the system. Returns the bytes given back."""
         with self._lock:
-            return self._require_engine("trim").window.arena.trim()
+            engine = self._require_engine("trim")
+            return engine.window.arena.trim() + engine.chain.results.trim()
 
     def stats(self) -> dict[str, Any]:
         """What this buffer has done so far.
@@ -502,12 +503,13 @@ class Buffer:
         Received tensors stay valid. A second call does nothing.
         """
         assert self.explicitly_destroy, "Buffer.destroy: make the buffer with explicitly_destroy=True"
-        if self._finalizer.detach() is None:
-            return
-        self._stream.stop()
-        if self._engine is not None:
-            self._engine.window.close()
-        self.runtime = None
+        with self._lock:
+            if self._finalizer.detach() is None:
+                return
+            self._stream.stop()
+            if self._engine is not None:
+                self._engine.window.close()
+            self.runtime = None
 
     # Low latency -----------------------------------------------------------------------------------------------------
 
@@ -541,12 +543,6 @@ class Buffer:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
-    def _finish(self, job: Future, async_finish: bool) -> EventOverlap:
-        if async_finish:
-            return EventOverlap(EventHandle(job))
-        job.result()
-        return EventOverlap(None)
-
     def _require_open(self, where: str) -> None:
         if self.runtime is None:
             raise EPClosed(f"{where}: the buffer was destroyed (rank {self.rank}/{self.group_size}). Make a new one")
@@ -560,6 +556,11 @@ class Buffer:
             )
         self._engine.chain.require_working()
         return self._engine
+
+
+def _event(job: Future | None) -> EventOverlap:
+    """What a call returns: an event if it was asynchronous."""
+    return EventOverlap(EventHandle(job) if job is not None else None)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -5,6 +5,7 @@ Everything here runs on the comm stream.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from ..errors import EPClosed, EPError, EPOverflow
-from ..transport import HEADER, OFFER, Base, EPPeerFailed, Window
+from ..transport import HEADER, OFFER, Arena, Base, EPPeerFailed, PrivateMemory, Window
 from .stats import Stats
 
 # Steps of a call, in order. Those of round j are `READY + 2j` and `TAKEN + 2j`.
@@ -23,6 +24,8 @@ OPERATIONS = ("dispatch", "worst-case dispatch", "cached dispatch", "combine")
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _NO_BASE = [0, 0, 0]
+
+_LEAST_RECYCLED_BYTES = 1 << 20  # below, torch's own allocation is as good
 
 
 @dataclass(frozen=True)
@@ -233,10 +236,16 @@ class Chain:
 
     Args:
         window: The window they all use.
+
+    Attributes:
+        results: Private memory for large results that need not lie in the window. It is used again when they are gone:
+            memory fresh from the system costs more to touch for the first time than a sum costs to write.
+        stats: What was counted so far.
     """
 
     def __init__(self, window: Window):
         self.window = window
+        self.results = Arena(PrivateMemory())
         self.stats = Stats(len(window.peers))
         self._epoch = 0
 
@@ -254,3 +263,9 @@ class Chain:
         """Refuse to go on after a failure."""
         if self.window.failure is not None:
             raise EPClosed(f"Buffer: closed by an earlier failure ({self.window.failure}). Make a new buffer")
+
+    def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in private memory: recycled if it is large."""
+        large = math.prod(shape) * dtype.itemsize >= _LEAST_RECYCLED_BYTES
+        region = self.results.allocate(shape, dtype) if large else None
+        return region if region is not None else torch.empty(shape, dtype=dtype, device="cpu")

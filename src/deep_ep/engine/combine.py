@@ -21,7 +21,7 @@ from .staging import Staging, token_blocks
 
 @dataclass(frozen=True)
 class Combined:
-    """Where the sums go. Made by the caller's thread, filled on the comm stream; ordinary memory.
+    """Where the sums go. Made by the caller's thread, filled on the comm stream; private memory.
 
     Attributes:
         x: [T, H] of the input's dtype.
@@ -63,8 +63,8 @@ class Combine:
         """Allocate what the call returns."""
         num_tokens, weights = self._handle.num_tokens, self._topk_weights
         self._combined = Combined(
-            self._x.new_empty(num_tokens, self._x.size(1)),
-            weights.new_empty(num_tokens, weights.size(1)) if weights is not None else None,
+            self._chain.result((num_tokens, self._x.size(1)), self._x.dtype),
+            self._chain.result((num_tokens, weights.size(1)), weights.dtype) if weights is not None else None,
         )
         return self._combined
 

@@ -1,13 +1,15 @@
 """The one-hop engine: dispatch and combine among ranks that address each other's memory.
 
-Each method queues the communication on the comm stream and returns what the caller gets, with the job that fills it.
+Each method runs the communication on the comm stream and returns what the caller gets; if the call is asynchronous,
+with the job that fills it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +22,31 @@ from .call import Chain
 from .combine import Combine, Combined
 from .dispatch import Dispatch
 from .parcel import Payload, Received, Routing
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Order:
+    """How a call stands to the caller's stream.
+
+    Attributes:
+        after: What the call waits for on the comm stream; None: nothing.
+        is_async: The caller does not wait for the call.
+    """
+
+    after: EventHandle | None
+    is_async: bool
+
+    def is_due(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+        return self.after is None or self.after.query()
+
+    def begin(self, work: Callable[[], T]) -> T:
+        """On the comm stream: wait, then do the work."""
+        if self.after is not None:
+            self.after.current_stream_wait()
+        return work()
 
 
 class DirectEngine:
@@ -36,39 +63,39 @@ class DirectEngine:
         self.chain = Chain(window)
 
     def dispatch(
-        self, payload: Payload, routing: Routing, num_channels: int, after: EventHandle | None
-    ) -> tuple[Received, list[int], Future]:
-        """A full dispatch. Blocks until the counts are known; the rows move on the comm stream.
+        self, payload: Payload, routing: Routing, num_channels: int, order: Order
+    ) -> tuple[Received, list[int], Future | None]:
+        """A full dispatch. Blocks until the counts are known, also if it is asynchronous.
 
         Returns:
             What is received, the selections of each local expert, and the job that moves the rows.
         """
         dispatch = Dispatch(self.chain, payload, routing, num_channels=num_channels)
         try:
-            num_rows, expert_counts = self.stream.submit(lambda: _after(after, dispatch.exchange_counts)).result()
+            num_rows, expert_counts = self.stream.run(lambda: order.begin(dispatch.exchange_counts))
             received = dispatch.make_room(num_rows)
-            return received, expert_counts, self.stream.submit(dispatch.move_rows)
+            return received, expert_counts, self._call(Order(None, order.is_async), dispatch.move_rows)
         except BaseException as error:
             # Half a call must not be followed by the next: peers would take its signals for this one's.
             dispatch.abandon(error)
             raise
 
     def worst_case_dispatch(
-        self, payload: Payload, routing: Routing, num_rows: int, num_channels: int, after: EventHandle | None
-    ) -> tuple[Received, Future]:
+        self, payload: Payload, routing: Routing, num_rows: int, num_channels: int, order: Order
+    ) -> tuple[Received, Future | None]:
         """A dispatch into room for `num_rows` rows, without waiting for counts."""
         dispatch = Dispatch(self.chain, payload, routing, num_worst_tokens=num_rows, num_channels=num_channels)
-        if after is None or after.query():
+        if order.is_due():
             dispatch.check_counts()
         received = dispatch.make_room(num_rows)
-        return received, self._submit(after, dispatch.move_rows)
+        return received, self._call(order, dispatch.move_rows)
 
-    def cached_dispatch(self, payload: Payload, handle: Handle, after: EventHandle | None) -> tuple[Received, Future]:
+    def cached_dispatch(self, payload: Payload, handle: Handle, order: Order) -> tuple[Received, Future | None]:
         """A dispatch along the slots of an earlier one."""
-        self._check_handle(handle, after, "dispatch")
+        self._check_handle(handle, order, "dispatch")
         dispatch = Dispatch(self.chain, payload, handle=handle)
         received = dispatch.make_room(handle.num_rows)
-        return received, self._submit(after, dispatch.move_rows)
+        return received, self._call(order, dispatch.move_rows)
 
     def combine(
         self,
@@ -76,39 +103,35 @@ class DirectEngine:
         handle: Handle,
         topk_weights: torch.Tensor | None,
         biases: Sequence[torch.Tensor],
-        after: EventHandle | None,
-    ) -> tuple[Combined, Future]:
+        order: Order,
+    ) -> tuple[Combined, Future | None]:
         """A combine along the slots of an earlier dispatch."""
-        self._check_handle(handle, after, "combine")
+        self._check_handle(handle, order, "combine")
         combine = Combine(self.chain, x, handle, topk_weights, biases)
         combined = combine.make_room()
-        return combined, self._submit(after, combine.sum_rows)
+        return combined, self._call(order, combine.sum_rows)
 
-    def _check_handle(self, handle: Handle, after: EventHandle | None, where: str) -> None:
+    def _check_handle(self, handle: Handle, order: Order, where: str) -> None:
         """Look into a handle, unless the dispatch that fills it may still be under way."""
-        if self.stream.query() and (after is None or after.query()):
+        if self.stream.query() and order.is_due():
             check_rows(handle, self.window.rank, where)
 
-    def _submit(self, after: EventHandle | None, work: Callable[[], None]) -> Future:
-        """Queue a whole call.
+    def _call(self, order: Order, work: Callable[[], None]) -> Future | None:
+        """Make a whole call: queue it, or, if it is synchronous, wait for it.
 
         If it fails, even before it is announced, the calls queued behind it cannot match the peers'.
         """
 
         def contagious() -> None:
             try:
-                _after(after, work)
+                order.begin(work)
             except EPOverflow:
                 raise
             except BaseException as error:
                 self.window.fail(f"{type(error).__name__}: {error}")
                 raise
 
-        return self.stream.submit(contagious)
-
-
-def _after(event: EventHandle | None, work: Callable[[], Any]) -> Any:
-    """Wait for an event on the comm stream, then do the work."""
-    if event is not None:
-        event.current_stream_wait()
-    return work()
+        if order.is_async:
+            return self.stream.submit(contagious)
+        self.stream.run(contagious)
+        return None

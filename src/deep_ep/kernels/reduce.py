@@ -6,15 +6,14 @@ peers in ascending order, one rounding at the end: the result does not depend on
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..errors import EPError
+from .script import scripted
 
-_TILE_BYTES = 1 << 18  # of accumulators: they and the rows being added stay in a core's cache
+_TILE_BYTES = 1 << 19  # of accumulators: they and the rows being added stay in a core's cache
 
 
 def reduce_rows(
@@ -56,17 +55,15 @@ def _reduce_rows_torch(
     tile = min(num_tokens, max(1, _TILE_BYTES // (hidden * accumulate.itemsize)))
     blocks = [_block(rows, slots[:, peer], shifts[peer]) for peer, rows in enumerate(peers)]
     starts = torch.arange(0, num_tokens + tile, tile, device=out.device)
-    # Unoptimised: it would profile, and compile again for every new shape, for a loop that only calls operators.
-    with torch.jit.optimized_execution(False):
-        _tile_loop()(
-            out,
-            [rows for rows, _ in blocks],
-            [token_idx % tile for _, token_idx in blocks],
-            [torch.searchsorted(token_idx, starts).tolist() for _, token_idx in blocks],
-            list(biases),
-            out.new_empty(tile, hidden, dtype=accumulate),
-            out.new_empty(tile, hidden, dtype=accumulate),
-        )
+    _sum_tiles(
+        out,
+        [rows for rows, _ in blocks],
+        [token_idx % tile for _, token_idx in blocks],
+        [torch.searchsorted(token_idx, starts).tolist() for _, token_idx in blocks],
+        list(biases),
+        out.new_empty(tile, hidden, dtype=accumulate),
+        out.new_empty(tile, hidden, dtype=accumulate),
+    )
 
 
 def _block(rows: torch.Tensor, column: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,6 +78,7 @@ def _block(rows: torch.Tensor, column: torch.Tensor, shift: int) -> tuple[torch.
     return block, token_idx
 
 
+@scripted
 def _sum_tiles(
     out: torch.Tensor,
     blocks: list[torch.Tensor],
@@ -118,18 +116,3 @@ def _sum_tiles(
             if first < last:
                 part.index_add_(0, places[peer][first:last], wide[: last - first].copy_(blocks[peer][first:last]))
         out[start:stop].copy_(part)
-
-
-@functools.cache
-def _tile_loop() -> Callable[..., None]:
-    """`_sum_tiles` as TorchScript, which runs the loop without the GIL; as it is where there is no TorchScript.
-
-    A Python loop takes the GIL again after every operation, and beside a busy Python thread waits milliseconds each
-    time.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return torch.jit.script(_sum_tiles)
-    except Exception:
-        return _sum_tiles

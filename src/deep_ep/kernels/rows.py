@@ -14,6 +14,9 @@ from typing import NamedTuple
 import torch
 
 from ..errors import EPError
+from .script import scripted
+
+_TILE_BYTES = 1 << 19  # of rows: read once from memory, then from a core's cache for every further peer
 
 
 class Section(NamedTuple):
@@ -68,6 +71,7 @@ def _put_rows_torch(
 ) -> list[int]:
     num_peers = len(lanes)
     num_rows = [0] * num_peers
+    blocks = []
     columns = slots.t().contiguous()
     for step in range(num_peers):
         peer = (first_peer + step) % num_peers
@@ -79,13 +83,52 @@ def _put_rows_torch(
         # The slots of a column ascend without gaps, so the rows of a lane are one block at the peer.
         first = int(column[token_idx[0]]) + shift
         num_rows[peer] = token_idx.numel()
-        for section in sections:
-            block = section.peers[peer][first : first + num_rows[peer]]
-            if first < 0 or block.size(0) != num_rows[peer]:
-                raise EPError(f"dispatch: slots {first}.. are not among the rows that rank {peer} offered")
-            dtype = _widest(section.rows, block)
-            torch.index_select(rows_as(section.rows, dtype), 0, token_idx, out=rows_as(block, dtype))
+        blocks.append((peer, first, token_idx))
+    for section in sections:
+        _put_section(section, slots.size(0), blocks)
     return num_rows
+
+
+def _put_section(section: Section, num_tokens: int, blocks: list[tuple[int, int, torch.Tensor]]) -> None:
+    """Put one kind of rows: tile by tile, each tile to all peers, so that a token is read from memory once."""
+    targets = [section.peers[peer][first : first + token_idx.numel()] for peer, first, token_idx in blocks]
+    for target, (peer, first, token_idx) in zip(targets, blocks, strict=True):
+        if first < 0 or target.size(0) != token_idx.numel():
+            raise EPError(f"dispatch: slots {first}.. are not among the rows that rank {peer} offered")
+    dtype = _widest(section.rows, *targets)
+    tile = max(1, _TILE_BYTES // section.rows.size(1))
+    starts = torch.arange(0, num_tokens + tile, tile, device=section.rows.device)
+    _put_tiles(
+        rows_as(section.rows, dtype),
+        [rows_as(target, dtype) for target in targets],
+        [token_idx for _, _, token_idx in blocks],
+        [torch.searchsorted(token_idx, starts).tolist() for _, _, token_idx in blocks],
+        len(starts) - 1,
+    )
+
+
+@scripted
+def _put_tiles(
+    rows: torch.Tensor,
+    targets: list[torch.Tensor],
+    token_idx: list[torch.Tensor],
+    bounds: list[list[int]],
+    num_tiles: int,
+) -> None:
+    """For each tile of tokens, for each block: `target[i] = rows[token_idx[i]]`.
+
+    Args:
+        rows: [T, columns], all tokens.
+        targets: For each block, where its rows go, in their order.
+        token_idx: For each block, the tokens of its rows, ascending int64.
+        bounds: For each block, the first row of each tile, and the number of rows.
+        num_tiles: How many tiles.
+    """
+    for tile in range(num_tiles):
+        for block in range(len(targets)):
+            first, last = bounds[block][tile], bounds[block][tile + 1]
+            if first < last:
+                torch.index_select(rows, 0, token_idx[block][first:last], out=targets[block][first:last])
 
 
 def rows_as(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

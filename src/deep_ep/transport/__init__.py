@@ -9,17 +9,20 @@ from .. import env
 from ..control import Control
 from ..errors import EPUnsupported
 from . import shm, solo
-from .arena import Base
+from .arena import Arena, Base
 from .board import HEADER, MAX_EXPERTS, OFFER
+from .memory import PrivateMemory
 from .window import EPPeerFailed, Window, WindowSizes
 
 __all__ = [
     "HEADER",
     "MAX_EXPERTS",
     "OFFER",
+    "Arena",
     "Base",
     "Choice",
     "EPPeerFailed",
+    "PrivateMemory",
     "Window",
     "WindowSizes",
     "choose",

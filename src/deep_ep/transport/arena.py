@@ -86,10 +86,16 @@ class Arena:
         memory: The rank's memory.
         first_bytes: Size of the first segment.
         limit_bytes: Most bytes of all segments together; 0: no limit.
-        on_map: Told of each mapping that is made.
+        on_map: Told of each mapping that is made, if given.
     """
 
-    def __init__(self, memory: Memory, first_bytes: int, limit_bytes: int, on_map: Callable[[Mapping], None]):
+    def __init__(
+        self,
+        memory: Memory,
+        first_bytes: int = 0,
+        limit_bytes: int = 0,
+        on_map: Callable[[Mapping], None] | None = None,
+    ):
         self._memory = memory
         self._first_bytes = first_bytes
         self.limit_bytes = limit_bytes
@@ -163,7 +169,8 @@ class Arena:
             segment = Segment(self._memory, size)
         except EPTransportError:
             return None
-        self._on_map(segment.mapping)
+        if self._on_map is not None:
+            self._on_map(segment.mapping)
         self._segments.append(segment)
         span = segment.free.take(num_bytes)
         assert span is not None

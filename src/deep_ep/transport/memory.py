@@ -22,7 +22,7 @@ from ..errors import EPTransportError
 from .spans import UNIT_BYTES, Span, SpanSet, whole_units
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: fault pages in at once instead of one by one
-_MADV_REMOVE = 9
+_MADV_DONTNEED, _MADV_REMOVE = 4, 9  # give pages back: of private memory, of a file
 _MADV_DONTFORK = 10
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # reserve addresses only; memory is taken as it is touched
 
@@ -33,9 +33,10 @@ class Mapping:
     It lives as long as any tensor over it: nothing ever unmaps it by hand.
     """
 
-    def __init__(self, memory: mmap.mmap, span: Span):
+    def __init__(self, memory: mmap.mmap, span: Span, is_private: bool = False):
         self.memory = memory
         self.span = span
+        self._is_private = is_private
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._view = memoryview(memory)
         self._unpopulated = SpanSet(span)
@@ -52,7 +53,7 @@ class Mapping:
 
     def discard(self, span: Span) -> None:
         """Give the pages of a part back to the system; the span stays mapped and reads as zeros."""
-        self._advise(_MADV_REMOVE, span)
+        self._advise(_MADV_DONTNEED if self._is_private else _MADV_REMOVE, span)
 
     def offset_of(self, address: int) -> int | None:
         """The offset in the rank's memory of an address of this process, if it lies in this mapping."""
@@ -130,7 +131,7 @@ class SharedMemory:
 
 
 class PrivateMemory:
-    """The same for a rank without peers: anonymous memory, on every system."""
+    """The same without peers: anonymous memory, on every system. For a group of one rank, and for recycled results."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -149,7 +150,8 @@ class PrivateMemory:
 
     def map(self, span: Span) -> Mapping:
         """Map a span, once."""
-        return Mapping(_mapped(span, -1, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE), span)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        return Mapping(_mapped(span, -1, flags=flags), span, is_private=True)
 
     def close(self) -> None:
         """Nothing to close."""
