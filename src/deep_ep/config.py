@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass, fields
 
@@ -136,11 +137,13 @@ _COMBINE_CHUNKS: dict[int, _Chunks] = {
 }
 
 
+@functools.lru_cache(typed=True)
 def dispatch_config(num_ranks: int, num_sms: int) -> Config:
     """Return the default `Config` of `dispatch` for a group of `num_ranks`, whatever its size."""
     return Config(num_sms, *_chunks("dispatch_config", _DISPATCH_CHUNKS, num_ranks))
 
 
+@functools.lru_cache(typed=True)
 def combine_config(num_ranks: int, num_sms: int) -> Config:
     """Return the default `Config` of `combine` for a group of `num_ranks`, whatever its size."""
     return Config(num_sms, *_chunks("combine_config", _COMBINE_CHUNKS, num_ranks))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deep_ep.errors import EPError
+from deep_ep.kernels.blocks import peer_tokens, tile_bounds
 from deep_ep.kernels.reduce import reduce_rows
 from deep_ep.kernels.rows import Lane, Section, as_bytes, put_rows, rows_as
 
@@ -14,8 +15,7 @@ def test_put_rows_worked_example() -> None:
     rows = torch.tensor([[11, 12], [21, 22]], dtype=torch.uint8)
     peers = [torch.zeros(9, 2, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.uint8)]
     slots = torch.tensor([[5, 7], [-1, 8]], dtype=torch.int32)
-    counts = put_rows([Section(rows, peers)], slots, [Lane(0, 9, 0), Lane(8, 9, -8)], first_peer=1)
-    assert counts == [1, 1]
+    put_rows([Section(rows, peers)], slots, [Lane(5, 6, 0), Lane(8, 9, -8)], first_peer=1)
     assert peers[0][5].tolist() == [11, 12]
     assert peers[1][0].tolist() == [21, 22]
     assert int(peers[0].sum()) + int(peers[1].sum()) == 23 + 43, "nothing else was written"
@@ -23,8 +23,24 @@ def test_put_rows_worked_example() -> None:
 
 def test_put_rows_refuses_rows_that_were_not_offered() -> None:
     rows = torch.zeros(2, 4, dtype=torch.uint8)
-    with pytest.raises(EPError, match="not among the rows that rank 0 offered"):
-        put_rows([Section(rows, [rows[:1]])], torch.tensor([[0], [1]], dtype=torch.int32), [Lane(0, 9, 0)], 0)
+    slots = torch.tensor([[0], [1]], dtype=torch.int32)
+    with pytest.raises(EPError, match="rows 0 to 2 are not among those that rank 0 offered"):
+        put_rows([Section(rows, [rows[:1]])], slots, [Lane(0, 2, 0)], 0)
+    with pytest.raises(EPError, match="rows -1 to 1 are not"):
+        put_rows([Section(rows, [rows])], slots, [Lane(0, 2, -1)], 0)
+
+
+def test_put_rows_refuses_slots_that_do_not_fill_the_lane() -> None:
+    rows = torch.zeros(2, 4, dtype=torch.uint8)
+    with pytest.raises(EPError, match="3 rows are due for rank 0, the slots name 2"):
+        put_rows([Section(rows, [rows])], torch.tensor([[0], [1]], dtype=torch.int32), [Lane(0, 3, 0)], 0)
+
+
+def test_blocks_worked_examples() -> None:
+    tokens = peer_tokens(torch.tensor([[1, 0, 1], [0, 0, 0]], dtype=torch.bool))
+    assert [one.tolist() for one in tokens] == [[0, 2], []]
+    assert tile_bounds([torch.tensor([0, 2, 5])], 6, 2) == [[0, 1, 2, 3]]
+    assert tile_bounds([torch.tensor([0, 2, 5])], 6, 6) == [[0, 3]]
 
 
 def test_reduce_rows_worked_example() -> None:
@@ -35,7 +51,7 @@ def test_reduce_rows_worked_example() -> None:
 
 
 def test_reduce_rows_refuses_rows_that_were_not_offered() -> None:
-    with pytest.raises(EPError, match="not among the 1 rows"):
+    with pytest.raises(EPError, match="rows 0 to 2 are not among the 1 that a peer offered"):
         reduce_rows(torch.empty(2, 1), [torch.ones(1, 1)], torch.tensor([[0], [1]], dtype=torch.int32), [0])
 
 
@@ -63,7 +79,7 @@ def test_rows_of_any_width_and_alignment(width: int) -> None:
     flat = torch.arange(3 * width + 1, dtype=torch.uint8)
     rows = flat[1:].view(3, width)  # deliberately not aligned
     target = torch.zeros(5, width, dtype=torch.uint8)
-    put_rows([Section(rows, [target])], torch.tensor([[1], [-1], [2]], dtype=torch.int32), [Lane(0, 5, 0)], 0)
+    put_rows([Section(rows, [target])], torch.tensor([[1], [-1], [2]], dtype=torch.int32), [Lane(1, 3, 0)], 0)
     assert torch.equal(target[1:3], rows[[0, 2]])
     assert torch.equal(rows_as(as_bytes(rows), torch.uint8), rows)
 

@@ -39,10 +39,10 @@ def check_tensor(
         raise TypeError(f"{where}: `{name}` must be a tensor, got {type(value).__name__}")
     if value.device.type != "cpu":
         raise ValueError(f"{where}: `{name}` must be on the buffer's device cpu, it is on {value.device}")
-    expected = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
     if value.dim() != len(shape) or any(
         want not in (None, size) for want, size in zip(shape, value.shape, strict=True)
     ):
+        expected = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
         raise ValueError(f"{where}: `{name}` must have shape {expected}, it has {list(value.shape)}")
     if dtypes and value.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -56,21 +57,24 @@ class Agreement:
 
     def words(self) -> list[int]:
         """As words of a header."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return [OPERATIONS.index(values[0]), *(_word(value) for value in values[1:])]
+        return [OPERATIONS.index(self.operation), *(_word(getattr(self, name)) for name in _NAMES[1:])]
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Agreement:
         """The reverse of `words`."""
-        values: list = [OPERATIONS[words[0]], *words[1 : len(fields(cls))]]
-        for index, field in enumerate(fields(cls)):
-            if field.name.endswith("dtype"):
-                values[index] = _DTYPES[values[index] - 1] if values[index] else None
-        return cls(*values)
+        values: dict[str, Any] = dict(zip(_NAMES, words, strict=False))
+        for name, word in values.items():
+            if name.endswith("dtype"):
+                values[name] = _DTYPES[word - 1] if word else None
+        return cls(**{**values, "operation": OPERATIONS[words[0]]})
 
-    def differences(self, other: Agreement) -> list[str]:
-        """The names of what differs."""
-        return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
+    def differences(self, other: Agreement) -> str:
+        """What the other says differently."""
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in _NAMES]
+        return ", ".join(f"{name} {theirs} not {mine}" for name, mine, theirs in pairs if mine != theirs)
+
+
+_NAMES = tuple(field.name for field in fields(Agreement))
 
 
 def _word(value: int | torch.dtype | None) -> int:
@@ -101,12 +105,6 @@ class Header:
     def words(self) -> list[int]:
         """As words of the board."""
         return [*self.agreement.words(), self.num_tokens, self.num_worst_tokens]
-
-    @classmethod
-    def from_words(cls, words: Sequence[int]) -> Header:
-        """The reverse of `words`."""
-        count = len(fields(Agreement))
-        return cls(Agreement.from_words(words), *words[count : count + 2])
 
 
 @dataclass(frozen=True)
@@ -183,20 +181,19 @@ class Call:
         Raises:
             EPError: They do not; it says who differs in what.
         """
-        headers = [Header.from_words(peer.board.read(HEADER, self.epoch)) for peer in self.window.peers]
+        posts = [peer.board.read(HEADER, self.epoch) for peer in self.window.peers]
         mine = self.header.agreement
+        expected = mine.words()
         clashes = []
-        for rank, header in enumerate(headers):
-            names = mine.differences(header.agreement)
-            if names:
-                pairs = (f"{name} {getattr(header.agreement, name)} not {getattr(mine, name)}" for name in names)
-                clashes.append(f"rank {rank} has {', '.join(pairs)}")
+        for rank, words in enumerate(posts):
+            if words[: len(expected)] != expected:
+                clashes.append(f"rank {rank} has {mine.differences(Agreement.from_words(words))}")
         if clashes:
             raise EPError(
                 f"{self.operation} (call {self.epoch}): all ranks must make the same call, but {'; '.join(clashes)} "
-                f"(rank {self.window.rank}/{len(headers)}). Make the calls in the same order on all ranks"
+                f"(rank {self.window.rank}/{len(posts)}). Make the calls in the same order on all ranks"
             )
-        return headers
+        return [Header(mine, *words[len(expected) : len(expected) + 2]) for words in posts]
 
     def offers(self) -> list[Offer]:
         """All ranks' offers."""
@@ -210,7 +207,7 @@ class Call:
             if base is None:
                 rows.append(torch.empty(0, row_bytes, dtype=torch.uint8, device="cpu"))
             else:
-                rows.append(self.window.peer_rows(rank, base, offer.num_rows, row_bytes))
+                rows.append(self.window.peers[rank].rows(base, offer.num_rows, row_bytes))
         return rows
 
     @contextmanager

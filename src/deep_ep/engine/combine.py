@@ -158,6 +158,8 @@ class Combine:
 
     def _shifts(self, offers: list[Offer], start: int, range_tokens: int) -> list[int]:
         """How far the rows of a range lie from their slots: in a staged rank, they begin at this rank's lane."""
+        if not any(offer.is_staged for offer in offers):
+            return [0] * len(offers)
         rank, prefix = self._window.rank, self._handle.rank_prefix_matrix
         before = (self._handle.send_head[:start] >= 0).sum(0).tolist()
         first_slots = prefix[rank - 1].tolist() if rank else [0] * len(offers)

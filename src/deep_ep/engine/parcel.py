@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..handle import Handle
-from ..kernels.rows import as_bytes, rows_as
-
-_INDEX_BYTES = 4  # a record begins with the source index, int32
+from ..kernels.rows import as_bytes
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,9 @@ class Routing:
         return None if self.topk_idx is None else self.topk_idx.dtype
 
     @property
-    def idx_bytes(self) -> int:
-        """Bytes of an id."""
-        return 0 if self.topk_idx is None else self.topk_idx.element_size()
+    def idx_words(self) -> int:
+        """Words of 4 bytes of an id."""
+        return 0 if self.topk_idx is None else self.topk_idx.element_size() // 4
 
 
 @dataclass
@@ -76,7 +74,7 @@ class Received:
     Attributes:
         x: [n, H] in the window (in ordinary memory where the arena cannot hold it).
         scales: [n, S] likewise, or None.
-        records: [n, W] uint8, source index, ids and weights side by side; dropped when the call ends.
+        records: [n, W] int32, ids, weights and source index side by side; dropped when the call ends.
         topk_idx: [n, K] ordinary memory, or None.
         topk_weights: [n, K] ordinary memory, or None.
         handle: The handle; its tensors are ordinary memory.
@@ -102,7 +100,7 @@ def section_columns(payload: Payload, routing: Routing | None) -> list[tuple[int
     if payload.scales is not None:
         columns.append((payload.scales.size(1), payload.scales.dtype))
     if routing is not None:
-        columns.append((_INDEX_BYTES + routing.num_topk * (routing.idx_bytes + 4), torch.uint8))
+        columns.append((_record_words(routing), torch.int32))
     return columns
 
 
@@ -112,15 +110,28 @@ def outgoing_sections(payload: Payload, routing: Routing | None) -> list[torch.T
     if payload.scales is not None:
         sections.append(as_bytes(payload.scales.contiguous()))
     if routing is not None:
-        sections.append(_pack_records(routing, payload.x.size(0), payload.x.device))
+        sections.append(as_bytes(_pack_records(routing, payload.x.size(0))))
     return sections
 
 
-def _pack_records(routing: Routing, num_tokens: int, device: torch.device) -> torch.Tensor:
-    parts = [torch.arange(num_tokens, dtype=torch.int32, device=device).view(-1, 1)]
+# A record is ids, weights and the source index, in words of 4 bytes; an even number of them, so that rows of records
+# are
+# aligned for ids of 8 bytes and can be read in place.
+
+
+def _record_words(routing: Routing) -> int:
+    words = routing.num_topk * (routing.idx_words + 1) + 1
+    return words + words % 2
+
+
+def _pack_records(routing: Routing, num_tokens: int) -> torch.Tensor:
+    records = routing.is_token_in_rank.new_empty(num_tokens, _record_words(routing), dtype=torch.int32)
+    torch.arange(num_tokens, dtype=torch.int32, device=records.device, out=records[:, -1])
     if routing.topk_idx is not None and routing.topk_weights is not None:
-        parts += [routing.topk_idx, routing.topk_weights]
-    return torch.cat([as_bytes(part) for part in parts], dim=1)
+        num_topk, id_words = routing.num_topk, routing.num_topk * routing.idx_words
+        records.view(routing.topk_idx.dtype)[:, :num_topk] = routing.topk_idx
+        records.view(torch.float32)[:, id_words : id_words + num_topk] = routing.topk_weights
+    return records
 
 
 def unpack_records(received: Received, num_rows: int, rank: int, num_local_experts: int) -> None:
@@ -135,18 +146,14 @@ def unpack_records(received: Received, num_rows: int, rank: int, num_local_exper
     if received.records is None:
         return
     records, received.records = received.records[:num_rows], None
-    received.handle.recv_src_idx[:num_rows] = _columns(records, 0, _INDEX_BYTES, torch.int32).view(-1)
+    received.handle.recv_src_idx[:num_rows] = records[:, -1]
     if received.topk_idx is None or received.topk_weights is None:
         return
-    split = _INDEX_BYTES + received.topk_idx.size(1) * received.topk_idx.element_size()
-    ids = _columns(records, _INDEX_BYTES, split, received.topk_idx.dtype) - rank * num_local_experts
-    weights = _columns(records, split, records.size(1), torch.float32)
-    is_local = (ids >= 0) & (ids < num_local_experts)
-    received.topk_idx[:num_rows] = torch.where(is_local, ids, -1)
+    num_topk, dtype = received.topk_idx.size(1), received.topk_idx.dtype
+    id_words = num_topk * dtype.itemsize // 4
+    ids = records.view(dtype)[:, :num_topk] - rank * num_local_experts
+    weights = records.view(torch.float32)[:, id_words : id_words + num_topk]
+    is_foreign = (ids < 0) | (ids >= num_local_experts)
+    received.topk_idx[:num_rows] = ids.masked_fill_(is_foreign, -1)
     received.topk_idx[num_rows:] = -1
-    received.topk_weights[:num_rows] = torch.where(is_local, weights, 0.0)
-
-
-def _columns(records: torch.Tensor, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes `[start, stop)` of every record, as a matrix of its own."""
-    return rows_as(records[:, start:stop].clone(memory_format=torch.contiguous_format), dtype)
+    received.topk_weights[:num_rows] = weights.masked_fill(is_foreign, 0.0)

@@ -64,7 +64,7 @@ def dispatch_lane(offer: Offer, block: tuple[int, int], index: int, rank: int, n
     """What this rank sends to one peer in round `index`: a piece of its block, or, straight, all of it in round 0."""
     start, stop = block
     if not offer.is_staged:
-        return Lane(start, min(stop, offer.num_rows), 0) if index == 0 else Lane(0, 0, 0)
+        return Lane(start, stop, 0) if index == 0 else Lane(0, 0, 0)
     rows = offer.lane_rows(num_ranks)
-    begin = start + index * rows
+    begin = min(start + index * rows, stop)
     return Lane(begin, min(begin + rows, stop), rank * rows - begin)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import EPError
-from .script import scripted
+from .blocks import peer_tokens, tile_bounds
+from .script import Scripted
 
 _TILE_BYTES = 1 << 19  # of accumulators: they and the rows being added stay in a core's cache
 
@@ -53,32 +54,39 @@ def _reduce_rows_torch(
         return
     accumulate = torch.float64 if out.dtype == torch.float64 else torch.float32
     tile = min(num_tokens, max(1, _TILE_BYTES // (hidden * accumulate.itemsize)))
-    blocks = [_block(rows, slots[:, peer], shifts[peer]) for peer, rows in enumerate(peers)]
-    starts = torch.arange(0, num_tokens + tile, tile, device=out.device)
-    _sum_tiles(
+    token_idx, blocks = _blocks(peers, slots, shifts)
+    sum_tiles = _sum_tiles if tile < num_tokens else _sum_tiles.plain
+    sum_tiles(
         out,
-        [rows for rows, _ in blocks],
-        [token_idx % tile for _, token_idx in blocks],
-        [torch.searchsorted(token_idx, starts).tolist() for _, token_idx in blocks],
+        blocks,
+        [tokens % tile for tokens in token_idx] if tile < num_tokens else token_idx,
+        tile_bounds(token_idx, num_tokens, tile),
         list(biases),
         out.new_empty(tile, hidden, dtype=accumulate),
         out.new_empty(tile, hidden, dtype=accumulate),
     )
 
 
-def _block(rows: torch.Tensor, column: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A peer's rows for these tokens, which lie side by side, and the tokens that they belong to."""
-    token_idx = (column >= 0).nonzero().view(-1)
-    if token_idx.numel() == 0:
-        return rows[:0], token_idx
-    first = int(column[token_idx[0]]) + shift
-    block = rows[first : first + token_idx.numel()]
-    if first < 0 or block.size(0) != token_idx.numel():
-        raise EPError(f"combine: slots {first}.. are not among the {rows.size(0)} rows that the peer offered")
-    return block, token_idx
+def _blocks(
+    peers: Sequence[torch.Tensor], slots: torch.Tensor, shifts: Sequence[int]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """For each peer, the tokens that have a row there, and these rows, which lie side by side."""
+    columns = slots.t()
+    is_wanted = columns >= 0
+    token_idx, blocks = peer_tokens(is_wanted), []
+    firsts = torch.where(is_wanted, columns, torch.iinfo(torch.int32).max).amin(1).tolist()
+    for rows, tokens, slot, shift in zip(peers, token_idx, firsts, shifts, strict=True):
+        first = slot + shift if tokens.numel() else 0
+        blocks.append(rows[first : first + tokens.numel()])
+        if first < 0 or blocks[-1].size(0) != tokens.numel():
+            raise EPError(
+                f"combine: rows {first} to {first + tokens.numel()} "
+                f"are not among the {rows.size(0)} that a peer offered"
+            )
+    return token_idx, blocks
 
 
-@scripted
+@Scripted
 def _sum_tiles(
     out: torch.Tensor,
     blocks: list[torch.Tensor],

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from ..errors import EPError
-from .script import scripted
+from .blocks import peer_tokens, tile_bounds
+from .script import Scripted
 
 _TILE_BYTES = 1 << 19  # of rows: read once from memory, then from a core's cache for every further peer
 
@@ -45,7 +46,7 @@ class Lane(NamedTuple):
     shift: int
 
 
-def put_rows(sections: Sequence[Section], slots: torch.Tensor, lanes: Sequence[Lane], first_peer: int) -> list[int]:
+def put_rows(sections: Sequence[Section], slots: torch.Tensor, lanes: Sequence[Lane], first_peer: int) -> None:
     """Write each token's rows to every peer that takes it, at its slot.
 
     Row t goes to peer d if `lanes[d].begin <= slots[t, d] < lanes[d].end`, to row `slots[t, d] + lanes[d].shift`.
@@ -53,67 +54,55 @@ def put_rows(sections: Sequence[Section], slots: torch.Tensor, lanes: Sequence[L
     Args:
         sections: What to write.
         slots: [T, R] int32; -1 where a token is not sent. Ascending without gaps down each column.
-        lanes: The part of each peer's slots that is due now.
+        lanes: The part of each peer's slots that is due now; all of them are among `slots`.
         first_peer: The peer to begin with, so that not all ranks write to the same one first.
 
-    Returns:
-        How many rows each peer got.
+    Raises:
+        EPError: The slots do not fill the lanes, or a peer did not offer their rows.
 
     Example:
-        Slots `[[5, 7], [-1, 8]]` and lanes `(0, 9, 0), (8, 9, -8)`: token 0 goes to row 5 of peer 0, token 1 to row 0
+        Slots `[[5, 7], [-1, 8]]` and lanes `(5, 6, 0), (8, 9, -8)`: token 0 goes to row 5 of peer 0, token 1 to row 0
         of peer 1.
     """
-    return _put_rows_torch(sections, slots, lanes, first_peer)
+    _put_rows_torch(sections, slots, lanes, first_peer)
 
 
-def _put_rows_torch(
-    sections: Sequence[Section], slots: torch.Tensor, lanes: Sequence[Lane], first_peer: int
-) -> list[int]:
-    num_peers = len(lanes)
-    num_rows = [0] * num_peers
-    blocks = []
-    columns = slots.t().contiguous()
-    for step in range(num_peers):
-        peer = (first_peer + step) % num_peers
-        begin, end, shift = lanes[peer]
-        column = columns[peer]
-        token_idx = ((column >= begin) & (column < end)).nonzero().view(-1)
-        if token_idx.numel() == 0:
-            continue
-        # The slots of a column ascend without gaps, so the rows of a lane are one block at the peer.
-        first = int(column[token_idx[0]]) + shift
-        num_rows[peer] = token_idx.numel()
-        blocks.append((peer, first, token_idx))
+def _put_rows_torch(sections: Sequence[Section], slots: torch.Tensor, lanes: Sequence[Lane], first_peer: int) -> None:
+    columns, limits = slots.t(), slots.new_tensor(lanes)
+    token_idx = peer_tokens((columns >= limits[:, :1]) & (columns < limits[:, 1:2]))
+    for peer, (lane, tokens) in enumerate(zip(lanes, token_idx, strict=True)):
+        if tokens.numel() != lane.end - lane.begin:
+            raise EPError(
+                f"dispatch: {lane.end - lane.begin} rows are due for rank {peer}, the slots name {tokens.numel()}. "
+                "Pass the handle as dispatch returned it"
+            )
+    order = [(first_peer + step) % len(lanes) for step in range(len(lanes))]
+    order = [peer for peer in order if token_idx[peer].numel()]
     for section in sections:
-        _put_section(section, slots.size(0), blocks)
-    return num_rows
+        _put_section(section, order, lanes, token_idx)
 
 
-def _put_section(section: Section, num_tokens: int, blocks: list[tuple[int, int, torch.Tensor]]) -> None:
+def _put_section(section: Section, order: list[int], lanes: Sequence[Lane], token_idx: Sequence[torch.Tensor]) -> None:
     """Put one kind of rows: tile by tile, each tile to all peers, so that a token is read from memory once."""
-    targets = [section.peers[peer][first : first + token_idx.numel()] for peer, first, token_idx in blocks]
-    for target, (peer, first, token_idx) in zip(targets, blocks, strict=True):
-        if first < 0 or target.size(0) != token_idx.numel():
-            raise EPError(f"dispatch: slots {first}.. are not among the rows that rank {peer} offered")
+    targets = []
+    for peer in order:
+        first, last = lanes[peer].begin + lanes[peer].shift, lanes[peer].end + lanes[peer].shift
+        targets.append(section.peers[peer][first:last])
+        if first < 0 or targets[-1].size(0) != last - first:
+            raise EPError(f"dispatch: rows {first} to {last} are not among those that rank {peer} offered")
     dtype = _widest(section.rows, *targets)
-    tile = max(1, _TILE_BYTES // section.rows.size(1))
-    starts = torch.arange(0, num_tokens + tile, tile, device=section.rows.device)
-    _put_tiles(
-        rows_as(section.rows, dtype),
-        [rows_as(target, dtype) for target in targets],
-        [token_idx for _, _, token_idx in blocks],
-        [torch.searchsorted(token_idx, starts).tolist() for _, _, token_idx in blocks],
-        len(starts) - 1,
-    )
+    tokens = [token_idx[peer] for peer in order]
+    bounds = tile_bounds(tokens, section.rows.size(0), max(1, _TILE_BYTES // section.rows.size(1)))
+    put = _put_tiles if len(bounds) and len(bounds[0]) > 2 else _put_tiles.plain
+    put(rows_as(section.rows, dtype), [rows_as(target, dtype) for target in targets], tokens, bounds)
 
 
-@scripted
+@Scripted
 def _put_tiles(
     rows: torch.Tensor,
     targets: list[torch.Tensor],
     token_idx: list[torch.Tensor],
     bounds: list[list[int]],
-    num_tiles: int,
 ) -> None:
     """For each tile of tokens, for each block: `target[i] = rows[token_idx[i]]`.
 
@@ -122,9 +111,8 @@ def _put_tiles(
         targets: For each block, where its rows go, in their order.
         token_idx: For each block, the tokens of its rows, ascending int64.
         bounds: For each block, the first row of each tile, and the number of rows.
-        num_tiles: How many tiles.
     """
-    for tile in range(num_tiles):
+    for tile in range(len(bounds[0]) - 1 if len(bounds) > 0 else 0):
         for block in range(len(targets)):
             first, last = bounds[block][tile], bounds[block][tile + 1]
             if first < last:
@@ -133,6 +121,8 @@ def _put_tiles(
 
 def rows_as(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Contiguous [n, columns] rows in elements of another type, without a copy."""
+    if rows.dtype == dtype:
+        return rows
     columns = rows.size(1) * rows.element_size() // dtype.itemsize
     if rows.numel() == 0:
         return rows.new_empty(rows.size(0), columns, dtype=dtype)

@@ -62,7 +62,7 @@ class Segment:
             except EPTransportError:
                 self._uncommitted.add(fresh)
                 raise
-        self.mapping.populate(span)
+        self.mapping.populate(span.stop)
 
     def trim(self) -> int:
         """Give what is free back to the system. Returns the bytes given back."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ..errors import EPTransportError
-from .spans import UNIT_BYTES, Span, SpanSet, whole_units
+from .spans import Span, whole_units
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: fault pages in at once instead of one by one
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9  # give pages back: of private memory, of a file
@@ -39,16 +39,23 @@ class Mapping:
         self._is_private = is_private
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._view = memoryview(memory)
-        self._unpopulated = SpanSet(span)
+        self._bytes = bytes_tensor(self._view)
+        self._populated_until = span.start
 
     def view(self, span: Span) -> memoryview:
         """A fresh memoryview of a part of it, which can carry a finalizer of its own."""
         return self._view[span.start - self.span.start : span.stop - self.span.start]
 
-    def populate(self, span: Span) -> None:
-        """Fault in the pages of a part, so that the first copy into it does not do so one by one."""
-        pages = Span(span.start // UNIT_BYTES * UNIT_BYTES, whole_units(span.stop))
-        for fresh in self._unpopulated.remove(pages):
+    def rows(self, start: int, num_rows: int, row_bytes: int) -> torch.Tensor:
+        """A [num_rows, row_bytes] uint8 tensor over a part, which keeps the mapping alive and nothing else."""
+        first = start - self.span.start
+        return self._bytes[first : first + num_rows * row_bytes].view(num_rows, row_bytes)
+
+    def populate(self, stop: int) -> None:
+        """Fault in the pages up to `stop`, so that the first copy into them does not do so one by one."""
+        if stop > self._populated_until:
+            fresh = Span(self._populated_until, whole_units(stop))
+            self._populated_until = fresh.stop
             self._advise(_MADV_POPULATE_WRITE, fresh)
 
     def discard(self, span: Span) -> None:

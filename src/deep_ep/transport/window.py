@@ -6,7 +6,7 @@ It moves bytes and knows nothing of tokens. `shm.py` and `solo.py` make windows;
     base = window.arena.base_of(region)           # what a peer needs to address it
     window.board.post(OFFER, epoch, base.words()); window.signal(epoch, OFFERED)
     window.wait(epoch, OFFERED, "dispatch")       # all peers, with a limit
-    window.peer_rows(peer, base, rows, row_bytes) # a tensor over the peer's memory
+    window.peers[rank].rows(base, num_rows, row_bytes)  # a tensor over the peer's memory
 """
 
 from __future__ import annotations
@@ -41,16 +41,18 @@ class Peer:
         """Use a mapping that exists already (this rank's own)."""
         self._mappings[mapping.span.start] = mapping
 
-    def view(self, base: Base, num_bytes: int) -> memoryview:
-        """The peer's memory behind a base."""
-        span = Span(base.offset, base.offset + num_bytes)
-        if not base.segment.start <= span.start <= span.stop <= base.segment.stop:
-            raise EPTransportError(f"window: rank {self.rank} offered {span}, which is not inside its {base.segment}")
-        if base.segment.start not in self._mappings:
-            self._mappings[base.segment.start] = self._memory.map(base.segment)
-        mapping = self._mappings[base.segment.start]
-        mapping.populate(span)
-        return mapping.view(span)
+    def rows(self, base: Base, num_rows: int, row_bytes: int) -> torch.Tensor:
+        """A [num_rows, row_bytes] uint8 tensor over the peer's memory behind a base."""
+        stop = base.offset + num_rows * row_bytes
+        if not base.segment.start <= base.offset <= stop <= base.segment.stop:
+            raise EPTransportError(
+                f"window: rank {self.rank} offered bytes {base.offset} to {stop}, not inside its {base.segment}"
+            )
+        mapping = self._mappings.get(base.segment.start)
+        if mapping is None:
+            mapping = self._mappings[base.segment.start] = self._memory.map(base.segment)
+        mapping.populate(stop)
+        return mapping.rows(base.offset, num_rows, row_bytes)
 
     def is_alive(self) -> bool:
         """Whether its process lives, as far as can be told."""
@@ -124,13 +126,6 @@ class Window:
         return self._scratch.mapping.offset_of(tensor.data_ptr()) is not None
 
     # Peers ----------------------------------------------------------------------------------------------------------
-
-    def peer_rows(self, peer: int, base: Base, num_rows: int, row_bytes: int) -> torch.Tensor:
-        """A [num_rows, row_bytes] uint8 tensor over a peer's memory."""
-        num_bytes = num_rows * row_bytes
-        if num_bytes == 0:
-            return torch.empty(num_rows, row_bytes, dtype=torch.uint8, device="cpu")
-        return bytes_tensor(self.peers[peer].view(base, num_bytes)).view(num_rows, row_bytes)
 
     def signal(self, epoch: int, step: int) -> None:
         """Tell all peers that this rank has done `step` of call `epoch`, and everything before it."""

@@ -1,0 +1,40 @@
+"""From slots to blocks: the tokens of each peer, and where tiles of tokens cut them.
+
+The slots of a column ascend without gaps, so the rows of a rank's tokens lie side by side at a peer: one block each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def peer_tokens(is_wanted: torch.Tensor) -> list[torch.Tensor]:
+    """The tokens of each peer, ascending int64.
+
+    Args:
+        is_wanted: [R, T] bool.
+
+    Example:
+        `[[1, 0, 1], [0, 0, 0]]` gives `[[0, 2], []]`.
+    """
+    counts = is_wanted.sum(1).tolist()
+    return list(is_wanted.nonzero()[:, 1].split(counts))
+
+
+def tile_bounds(token_idx: Sequence[torch.Tensor], num_tokens: int, tile: int) -> list[list[int]]:
+    """For each peer, the first row of each tile of tokens, and at the end the number of rows.
+
+    Args:
+        token_idx: The tokens of each peer, ascending.
+        num_tokens: T.
+        tile: Tokens of a tile.
+
+    Example:
+        Tokens `[0, 2, 5]` of 6 in tiles of 2 are cut at `[0, 1, 2, 3]`.
+    """
+    if num_tokens <= tile:
+        return [[0, one.numel()] for one in token_idx]
+    starts = torch.arange(0, num_tokens + tile, tile, device=token_idx[0].device)
+    return [torch.searchsorted(one, starts).tolist() for one in token_idx]
