@@ -6,6 +6,8 @@ A process that ends first finishes what is queued, since peers need it; every jo
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -88,5 +90,36 @@ def _without_autograd(work: Callable[[], Any]) -> Any:
     Communication records no graph (its gradient is communication too), and a caller in inference mode makes tensors
     that cannot be written outside of it.
     """
-    with torch.inference_mode():
+    with torch.inference_mode(), _prompt_switches:
         return work()
+
+
+class _PromptSwitches:
+    """While communication runs, threads hand the GIL over after 0.1 ms instead of 5.
+
+    A job takes the GIL between its operators. Beside a thread that is busy in pure Python it would wait the whole
+    interval each time, and a call of 80 ms would take seconds.
+    """
+
+    INTERVAL_SECS = 1e-4
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_jobs = 0
+        self._usual_secs = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_jobs == 0:
+                self._usual_secs = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._usual_secs, self.INTERVAL_SECS))
+            self._num_jobs += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_jobs -= 1
+            if self._num_jobs == 0:
+                sys.setswitchinterval(self._usual_secs)
+
+
+_prompt_switches = _PromptSwitches()

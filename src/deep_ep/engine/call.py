@@ -21,6 +21,8 @@ from .stats import Stats
 # Steps of a call, in order. Those of round j are `READY + 2j` and `TAKEN + 2j`.
 ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4
 
+_STEP_NAMES = {ANNOUNCED: "announced", OFFERED: "offered", READY: "ready", TAKEN: "taken"}
+
 OPERATIONS = ("dispatch", "worst-case dispatch", "cached dispatch", "combine")
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -168,8 +170,11 @@ class Call:
         self.window.board.post(OFFER, self.epoch, offer.words())
 
     def signal(self, step: int) -> None:
-        """Tell all peers that this rank has done `step`."""
+        """Tell all peers that this rank has done `step`. There is a fault point on either side."""
+        name = _STEP_NAMES[step if step < READY else READY + (step - READY) % 2]
+        self.window.reach(f"{self.operation}: before {name}")
         self.window.signal(self.epoch, step)
+        self.window.reach(f"{self.operation}: after {name}")
 
     def wait(self, step: int) -> None:
         """Wait until all peers have done `step`."""

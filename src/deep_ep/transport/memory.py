@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import sys
@@ -80,6 +81,27 @@ def bytes_tensor(view: memoryview) -> torch.Tensor:
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
+_NAME = "deep_ep"
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    """Have forked children (a DataLoader's workers) let go of all shared memory, so that it ends with its ranks."""
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    # Every mapping has a descriptor of its own, inside Python's mmap object, which will close it by its number. So
+    # the number
+    # stays in use, for /dev/null.
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(f"/memfd:{_NAME}"):
+                os.dup2(null, int(name), inheritable=False)
+    os.close(null)
+
+
 class SharedMemory:
     """A memfd, seen by its owner or by a peer.
 
@@ -94,7 +116,8 @@ class SharedMemory:
     @classmethod
     def create(cls) -> SharedMemory:
         """A new, empty one."""
-        return cls(os.memfd_create("deep_ep", os.MFD_CLOEXEC))
+        _forget_in_children()
+        return cls(os.memfd_create(_NAME, os.MFD_CLOEXEC))
 
     def identity(self) -> tuple[int, int]:
         """Device and inode, by which a peer knows that it opened the right file."""

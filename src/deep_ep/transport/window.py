@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +96,7 @@ class Window:
         self.board = peers[rank].board
         self.limit_secs = limit_secs
         self.failure: str | None = None
+        self.fault: Callable[[str], None] | None = None
         self._pid = os.getpid()
         self._others = [peer for peer in peers if peer.rank != rank]
         self._scratch = Segment(memory, max(sizes.scratch_bytes, GROWTH_BYTES))
@@ -130,6 +132,11 @@ class Window:
     def signal(self, epoch: int, step: int) -> None:
         """Tell all peers that this rank has done `step` of call `epoch`, and everything before it."""
         self.board.progress.store_release(progress_of(epoch, step))
+
+    def reach(self, point: str) -> None:
+        """A fault point: tests stop or kill the rank here, or delay it. Nothing happens unless `fault` is set."""
+        if self.fault is not None:
+            self.fault(point)
 
     def wait(self, epoch: int, step: int, operation: str) -> None:
         """Wait until every peer has done `step` of call `epoch`.
