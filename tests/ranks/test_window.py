@@ -15,6 +15,7 @@ import torch.distributed as dist
 import deep_ep
 from common import OneRank
 from deep_ep.launch import run_ranks
+from deep_ep.transport import shm
 
 TOKENS, HIDDEN, TOPK = 32, 64, 2
 
@@ -303,3 +304,21 @@ def other_defaults(rank: int, num_ranks: int) -> None:
 @pytest.mark.parametrize("arena_bytes", ["0", "4096"])
 def test_default_dtype_and_device_do_not_matter(device: str, arena_bytes: str) -> None:
     run_ranks(other_defaults, 2, env={"DEEP_EP_ARENA_BYTES": arena_bytes})
+
+
+def without_proc(rank: int, num_ranks: int) -> None:
+    """As between containers with process namespaces of their own: `/proc/<pid>/fd` of a peer leads nowhere."""
+    if rank == 1:
+
+        def refuse(address: object) -> None:
+            raise PermissionError("refused")
+
+        shm._open = refuse  # type: ignore[assignment]
+    buffer = make_buffer()
+    recv_x, _, _, _, handle, _ = dispatch(buffer, tokens=3000, hidden=700)
+    assert torch.equal(recv_x[:, 0], expected_rows(handle, rank))
+    buffer.combine(recv_x, handle)
+
+
+def test_descriptors_go_over_sockets_where_proc_is_refused(device: str) -> None:
+    run_ranks(without_proc, 3)

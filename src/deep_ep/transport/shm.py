@@ -1,8 +1,8 @@
 """Shared memory between the ranks of one host: each rank maps what the others made.
 
 A rank makes a memfd and tells the others its process and descriptor number. They open it through `/proc`, and check
-by inode that it is the right one. From then on nobody asks anybody: later growth of the file is mapped through the
-same descriptor.
+by inode that it is the right one; where `/proc` is refused, the descriptor is handed over a socket. From then on
+nobody asks anybody: later growth of the file is mapped through the same descriptor.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ..control import Control
 from ..errors import EPTransportError, EPUnsupported
 from .board import Board
+from .fds import exchange_fds
 from .memory import SharedMemory
 from .spans import Span
 from .window import Peer, Window, WindowSizes
@@ -77,22 +78,35 @@ def make_window(control: Control, sizes: WindowSizes) -> Window:
         problem, address = str(error), None
     addresses = _all_well(control, address, problem, "making shared memory")
     assert memory is not None
-
     peers: list[Peer] = []
     problem = None
     try:
-        for rank, peer_address in enumerate(addresses):
-            own = rank == control.rank
-            peer_memory = memory if own else _open(peer_address)
+        for rank, peer_memory in enumerate(_open_all(control, addresses, memory)):
             board = Board(peer_memory.map(Span(0, board_span.stop)), control.num_ranks)
-            if own:
-                peers.append(Peer(rank, peer_memory, board))
-            else:
-                peers.append(Process(rank, peer_memory, board, _pidfd(peer_address.pid)))
+            own = rank == control.rank
+            peers.append(
+                Peer(rank, peer_memory, board) if own else Process(rank, peer_memory, board, _pidfd(addresses[rank]))
+            )
     except (OSError, EPTransportError) as error:
-        problem = f"cannot open the memory of rank {len(peers)}: {error}"
+        problem = str(error)
     _all_well(control, None, problem, "mapping shared memory")
     return Window(control.rank, peers, memory, sizes, control.limit_secs)
+
+
+def _open_all(control: Control, addresses: list[Address], memory: SharedMemory) -> list[SharedMemory]:
+    """Every rank's memory: through `/proc`, or, if that fails anywhere, over sockets on all ranks."""
+    opened: list[SharedMemory] = []
+    refused = None
+    for rank, address in enumerate(addresses):
+        try:
+            opened.append(memory if rank == control.rank else _open(address))
+        except OSError as error:
+            refused = f"rank {rank}'s memory: {error}"
+            break
+    if not any(control.gather(refused, "opening shared memory")):
+        return opened
+    fds = exchange_fds(control, memory.fd)
+    return [memory if rank == control.rank else SharedMemory(fd) for rank, fd in enumerate(fds)]
 
 
 def _all_well(control: Control, value: object, problem: str | None, purpose: str) -> list:
@@ -115,8 +129,12 @@ def _open(address: Address) -> SharedMemory:
     return memory
 
 
-def _pidfd(pid: int) -> int:
+def _pidfd(address: Address) -> int:
+    """A descriptor that tells when a peer's process ends; -1: there is none, and its end is noticed at the limit."""
     try:
-        return os.pidfd_open(pid)
+        status = os.stat(f"/proc/{address.pid}/fd/{address.fd}")
+        if (status.st_dev, status.st_ino) == address.identity:
+            return os.pidfd_open(address.pid)
     except (OSError, AttributeError):
-        return -1  # an old kernel: a killed peer is then noticed at the limit
+        pass
+    return -1  # an old kernel, or another process namespace, where the number is somebody else's
