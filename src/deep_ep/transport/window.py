@@ -169,9 +169,11 @@ class Window:
                         f"{where}: no signal from {_ranks(pending)} after {self.limit_secs:g} s ({self._me()}). "
                         "It exited, hangs, or called in another order; look at its output"
                     )
+        where = f"{operation} (call {epoch})"
         # A peer that failed may have let its caller overwrite what this rank has just read: progress alone proves
         # nothing.
-        self._raise_if_failed(f"{operation} (call {epoch})")
+        self._raise_if_failed(where)
+        self._raise_if_astray(where, epoch)
 
     # Failure --------------------------------------------------------------------------------------------------------
 
@@ -203,6 +205,15 @@ class Window:
                     f"{where}: rank {peer.rank} has destroyed its buffer ({self._me()}). "
                     "All ranks of a buffer must make the same calls"
                 )
+
+    def _raise_if_astray(self, where: str, epoch: int) -> None:
+        """Ranks are at most one call apart (`docs/protocol.md`); more means that the board is not what it should be."""
+        limit = progress_of(epoch + 2, 0)
+        astray = [peer for peer in self._others if peer.board.progress.load_acquire() >= limit]
+        if astray:
+            raise EPError(
+                f"{where}: {_ranks(astray)} is more than one call ahead ({self._me()}). This is a bug: report it"
+            )
 
     def _raise_if_dead(self, where: str, pending: list[Peer], target: int) -> None:
         dead = [peer for peer in pending if not peer.is_alive() and peer.board.progress.load_acquire() < target]
