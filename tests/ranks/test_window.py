@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -322,3 +323,27 @@ def without_proc(rank: int, num_ranks: int) -> None:
 
 def test_descriptors_go_over_sockets_where_proc_is_refused(device: str) -> None:
     run_ranks(without_proc, 3)
+
+
+def staged(rank: int, num_ranks: int) -> int:
+    """Rows that find no room go through staging: same results, one warning."""
+    buffer = make_buffer(num_nvl_bytes=1 << 20)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            recv_x, _, _, _, handle, _ = dispatch(buffer)
+            assert not lies_in_window(buffer, recv_x)
+            assert torch.equal(recv_x[:, 0], expected_rows(handle, rank))
+            combined, _, _ = buffer.combine(recv_x, handle)
+            rows = buffer.get_local_buffer_tensor(recv_x.dtype, size=recv_x.shape)
+            rows.copy_(recv_x)  # an input in the scratch itself, which staging overwrites
+            assert torch.equal(buffer.combine(rows, handle)[0], combined)
+            rows = buffer.get_local_buffer_tensor(recv_x.dtype, size=torch.Size([TOKENS, HIDDEN]))
+            rows.fill_(rank + 1)
+            assert torch.equal(buffer.dispatch(rows, handle=handle)[0], recv_x)
+    assert buffer.stats()["calls"] == {"dispatch/staged": 6, "combine/staged": 6}
+    return len([one for one in caught if "go through staging" in str(one.message)])
+
+
+def test_too_small_an_arena_works_and_warns_once(device: str) -> None:
+    assert run_ranks(staged, 2, env={"DEEP_EP_ARENA_BYTES": "4096"}) == [1, 1]

@@ -6,6 +6,7 @@ Everything here runs on the comm stream.
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .. import env
 from ..errors import EPClosed, EPError, EPOverflow
 from ..transport import HEADER, OFFER, Arena, Base, EPPeerFailed, PrivateMemory, Window
 from .stats import Stats
@@ -250,6 +252,7 @@ class Chain:
         self.results = Arena(PrivateMemory())
         self.stats = Stats(len(window.peers))
         self._epoch = 0
+        self._has_warned = False
 
     def begin(self, header: Header) -> Call:
         """Enter the next call.
@@ -271,3 +274,16 @@ class Chain:
         large = math.prod(shape) * dtype.itemsize >= _LEAST_RECYCLED_BYTES
         region = self.results.allocate(shape, dtype) if large else None
         return region if region is not None else torch.empty(shape, dtype=dtype, device="cpu")
+
+    def warn_staged(self, operation: str) -> None:
+        """Say once that calls are slower than they could be."""
+        if not self._has_warned:
+            self._has_warned = True
+            used = self.window.arena.num_bytes()["used"]
+            warnings.warn(
+                f"{operation}: the arena has no room for the rows ({used} bytes are in use), they go through staging "
+                f"in rounds (rank {self.window.rank}/{len(self.window.peers)}). Drop received tensors, or raise "
+                f"{env.ARENA_BYTES.name}. This is said once",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -53,9 +53,9 @@ class Combine:
     ):
         self._chain = chain
         self._window = chain.window
-        self._x = x
+        self._x = self._window.out_of_scratch(x)
         self._handle = handle
-        self._topk_weights = topk_weights
+        self._topk_weights = self._window.out_of_scratch(topk_weights) if topk_weights is not None else None
         self._biases = biases
         self._combined: Combined | None = None
 
@@ -105,6 +105,7 @@ class Combine:
                 continue
             region = arena.allocate(section.shape, section.dtype)
             if region is None:
+                self._chain.warn_staged("combine")
                 staging = Staging(self._window, [row_bytes(part) for part in self._sections()])
                 return Supply("staged", staging.offer, (), staging)
             region[:num_rows] = section[:num_rows]

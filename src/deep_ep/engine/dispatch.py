@@ -12,7 +12,6 @@ from .. import layout
 from ..errors import EPOverflow
 from ..handle import Handle
 from ..kernels.rows import Section, put_rows
-from ..transport import Window
 from .call import ANNOUNCED, OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
 from .parcel import Payload, Received, Routing, outgoing_sections, section_columns, unpack_records
 from .staging import Blocks, Staging, dispatch_lane, num_dispatch_rounds, token_blocks
@@ -46,8 +45,8 @@ class Dispatch:
         self._chain = chain
         self._window = chain.window
         self._payload = Payload(
-            _out_of_scratch(chain.window, payload.x),
-            _out_of_scratch(chain.window, payload.scales) if payload.scales is not None else None,
+            self._window.out_of_scratch(payload.x),
+            self._window.out_of_scratch(payload.scales) if payload.scales is not None else None,
         )
         self._routing = routing
         self._handle = handle
@@ -65,6 +64,7 @@ class Dispatch:
         rooms = [allocate((num_rows, count), dtype) for count, dtype in columns]
         if any(room is None for room in rooms):
             is_staged = True
+            self._chain.warn_staged("dispatch")
             rooms = [self._payload.x.new_empty(num_rows, count, dtype=dtype) for count, dtype in columns]
         x = rooms.pop(0)
         assert x is not None
@@ -253,8 +253,3 @@ class Dispatch:
         row_bytes = sum(count * dtype.itemsize for count, dtype in section_columns(self._payload, self._routing))
         path = "staged" if self._received.is_staged else "direct"
         self._chain.stats.count("dispatch", path, num_rounds, rows_to, rows_from, row_bytes)
-
-
-def _out_of_scratch(window: Window, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of what lies in the scratch, which a staged call overwrites."""
-    return tensor.clone() if window.is_in_scratch(tensor) else tensor

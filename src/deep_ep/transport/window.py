@@ -123,9 +123,9 @@ class Window:
         self._scratch.commit(part)
         return bytes_tensor(self._scratch.mapping.view(part))
 
-    def is_in_scratch(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the scratch, where the next staged call would overwrite it."""
-        return self._scratch.mapping.offset_of(tensor.data_ptr()) is not None
+    def out_of_scratch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of it if it lies in the scratch, which a staged call overwrites."""
+        return tensor if self._scratch.mapping.offset_of(tensor.data_ptr()) is None else tensor.clone()
 
     # Peers ----------------------------------------------------------------------------------------------------------
 
