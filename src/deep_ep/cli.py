@@ -1,6 +1,7 @@
-"""The command line: `python -m deep_ep demo | doctor | bench`.
+"""The command line: `python -m deep_ep demo | doctor | bench | soak`.
 
-Exit status 0: all is well. 1: a check failed (wrong results, no round trip). 2: it could not be run. 130: Ctrl-C.
+Exit status 0: all is well. 1: a check failed (wrong results, no round trip, an error in a soak). 2: it could not be
+run. 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="see one MoE layer run over several CPU ranks", formatter_class=formatter)
     doctor = commands.add_parser("doctor", help="see what this machine has, and whether two ranks can talk")
     bench = commands.add_parser("bench", help="measure dispatch and combine properly", formatter_class=formatter)
+    soak = commands.add_parser(
+        "soak", help="random calls against the oracle, with delays and stops", formatter_class=formatter
+    )
     if "demo" in arguments:
         from . import demo as demo_command
 
@@ -69,6 +73,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         from .bench import cli as bench_command
 
         bench_command.add_arguments(bench)
+    if "soak" in arguments:
+        from . import soak as soak_command
+
+        soak_command.add_arguments(soak)
     return parser
 
 
@@ -81,6 +89,10 @@ def _run(args: argparse.Namespace) -> int:
         from . import doctor
 
         return doctor.run(args)
+    if args.command == "soak":
+        from . import soak
+
+        return soak.run(args)
     from .bench import cli as bench
 
     return bench.run(args)

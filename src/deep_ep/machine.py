@@ -16,9 +16,9 @@ def find_machine(version: str) -> dict[str, Any]:
     Args:
         version: Of deep_ep.
     """
-    total_kib = _value_in("/proc/meminfo", "MemTotal")
+    total_kib = value_in("/proc/meminfo", "MemTotal")
     return {
-        "cpu": _value_in("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cpu": value_in("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": num_usable_cores(),
         "load": os.getloadavg()[0],
         "memory_bytes": int(total_kib.split()[0]) * 1024 if total_kib else None,
@@ -34,7 +34,7 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _value_in(path: str, name: str) -> str:
+def value_in(path: str, name: str) -> str:
     """What the first line `name: value` says; nothing where there is no such file or line."""
     try:
         lines = Path(path).read_text().splitlines()

@@ -41,6 +41,12 @@ def test_blocks_worked_examples() -> None:
     assert [one.tolist() for one in tokens] == [[0, 2], []]
     assert tile_bounds([torch.tensor([0, 2, 5])], 6, 2) == [[0, 1, 2, 3]]
     assert tile_bounds([torch.tensor([0, 2, 5])], 6, 6) == [[0, 3]]
+    assert tile_bounds([], 6, 2) == []
+
+
+def test_put_rows_of_several_tiles_to_nobody() -> None:
+    rows = torch.zeros(3, 1 << 19, dtype=torch.uint8)
+    put_rows([Section(rows, [rows[:0]])], torch.full((3, 1), -1, dtype=torch.int32), [Lane(0, 0, 0)], 0)
 
 
 def test_reduce_rows_worked_example() -> None:

@@ -34,7 +34,7 @@ def tile_bounds(token_idx: Sequence[torch.Tensor], num_tokens: int, tile: int) -
     Example:
         Tokens `[0, 2, 5]` of 6 in tiles of 2 are cut at `[0, 1, 2, 3]`.
     """
-    if num_tokens <= tile:
+    if num_tokens <= tile or not token_idx:
         return [[0, one.numel()] for one in token_idx]
     starts = torch.arange(0, num_tokens + tile, tile, device=token_idx[0].device)
     return [torch.searchsorted(one, starts).tolist() for one in token_idx]

@@ -1,0 +1,114 @@
+"""`python -m deep_ep soak`: random mixed calls against the oracle, while ranks are delayed and stopped.
+
+All ranks draw the same plan from one seed and make every rank's inputs themselves, so each knows what it must receive
+without asking: the oracle gets all inputs and gives this rank's outputs. Everything is compared exactly.
+
+`plan` has the segments, `inputs` what is sent, `calls` the calls (`state` what they leave for each other), `checks`
+what is compared, `faults` what disturbs, `rank` and `parent` the two sides of a run, `memory`, `show` and `files`
+what is told of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+
+from .. import __version__
+from ..buffers.legacy import Buffer
+from ..machine import find_machine
+from ..plotting import require_matplotlib
+from ..terminal import require_folder
+from . import files, show
+from .calls import play
+from .parent import run_soak
+from .plan import Goal
+from .state import Report
+
+__all__ = ["Report", "add_arguments", "run", "soak_rank"]
+
+_DEFAULT_MINUTES = 1.0
+
+
+def soak_rank(_rank: int, _num_ranks: int, seed: int, num_calls: int, **sizes: int) -> Report:
+    """Play calls on one rank of the default group, undisturbed and with one buffer; `run_ranks` calls it."""
+    buffer = Buffer(dist.group.WORLD, num_nvl_bytes=0, explicitly_destroy=True)
+    report = play(buffer, seed, num_calls, **sizes)
+    buffer.destroy()
+    return report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `soak`."""
+    parser.argument_default = argparse.SUPPRESS
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help=f"how long (default: {_DEFAULT_MINUTES:g}, unless --calls is given)"
+    )
+    parser.add_argument("--calls", type=int, metavar="N", help="end after so many calls")
+    parser.add_argument("--ranks", type=int, default=4, metavar="R", help="processes")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of all calls and their data")
+    parser.add_argument("--segment", type=int, metavar="K", help="play one segment alone, as a failure says")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything, with each rank's memory over time")
+    parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw memory over time (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a soak.
+
+    Returns:
+        0 if nothing went wrong, else 1.
+
+    Raises:
+        ValueError: An option is wrong.
+    """
+    goal = _goal_of(args)
+    json_path, plot_path = _paths_of(args)
+    machine = find_machine(__version__)
+    console = Console(highlight=False)
+    show.show_title(console, goal)
+    with show.showing_progress(goal) as progress:
+        outcome = run_soak(goal, progress.hear)
+    show.show_outcome(console, outcome)
+    if json_path is not None:
+        files.write_json(json_path, outcome, machine)
+    if plot_path is not None:
+        files.write_plot(plot_path, outcome)
+    for path in (json_path, plot_path):
+        if path is not None:
+            console.print(f"Wrote {path}", soft_wrap=True)
+    return 1 if outcome.num_errors else 0
+
+
+def _goal_of(args: argparse.Namespace) -> Goal:
+    minutes: float | None = getattr(args, "minutes", None)
+    num_calls: int | None = getattr(args, "calls", None)
+    segment: int | None = getattr(args, "segment", None)
+    if args.ranks < 1:
+        raise ValueError(f"soak: --ranks must be at least 1, got {args.ranks}")
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"soak: --minutes must be greater than 0, got {minutes:g}")
+    if num_calls is not None and num_calls < 1:
+        raise ValueError(f"soak: --calls must be at least 1, got {num_calls}")
+    if segment is not None and segment < 0:
+        raise ValueError(f"soak: --segment must be at least 0, got {segment}")
+    if segment is not None and minutes is not None:
+        raise ValueError("soak: --segment plays a whole segment; leave --minutes out, or give --calls")
+    if minutes is None and num_calls is None and segment is None:
+        minutes = _DEFAULT_MINUTES
+    return Goal(args.ranks, args.seed, None if minutes is None else 60 * minutes, num_calls, segment)
+
+
+def _paths_of(args: argparse.Namespace) -> tuple[Path | None, Path | None]:
+    """Where to write; checked now, since minutes of calls must not end at a missing folder or package."""
+    json_path: Path | None = getattr(args, "json", None)
+    plot_path: Path | None = getattr(args, "plot", None)
+    for path in (json_path, plot_path):
+        if path is not None:
+            require_folder("soak", path)
+    if plot_path is not None:
+        require_matplotlib("soak")
+        if plot_path.suffix.lower() != ".png":
+            raise ValueError(f"soak: --plot must name a .png file, got {plot_path}")
+    return json_path, plot_path

@@ -1,0 +1,104 @@
+"""What a soak compares, and what must be gone when buffers are."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_NAME = "deep_ep"  # threads and memfds of ours begin with it
+_PATIENCE_SECS = 5.0  # for a thread that is about to end, on a machine that is busy with other things
+
+
+class Mismatch(AssertionError):
+    """A result differs from the oracle's, or something was left behind."""
+
+
+def same(name: str, got: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    """Compare exactly, bit patterns included, whatever the dtype.
+
+    Args:
+        name: Of the result.
+        got: What came, or None.
+        expected: What the oracle expects, or None.
+
+    Raises:
+        Mismatch: They differ; it says where first, and shows both.
+    """
+    if got is None or expected is None:
+        if got is not expected:
+            raise Mismatch(f"{name}: got {_kind(got)}, expected {_kind(expected)}")
+        return
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        raise Mismatch(f"{name}: got {_kind(got)}, expected {_kind(expected)}")
+    if not got.numel():
+        return
+    different = (_bytes_of(got) != _bytes_of(expected)).any(2)
+    if different.any():
+        row, column = different.nonzero()[0].tolist()
+        one, other = (tensor.reshape(tensor.size(0), -1)[row].tolist() for tensor in (got, expected))
+        near = slice(max(0, column - 4), column + 8)
+        raise Mismatch(
+            f"{name} {_kind(got)}: {int(different.any(1).sum())} of {got.size(0)} rows differ, first in row {row}, "
+            f"column {column}: got {one[column]}, expected {other[column]}\n"
+            f"around it, got {one[near]}\nexpected       {other[near]}"
+        )
+
+
+def _kind(tensor: torch.Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """[rows, columns, bytes of an element]."""
+    return tensor.contiguous().view(torch.uint8).view(tensor.size(0), -1, tensor.itemsize)
+
+
+def scribble(tensor: torch.Tensor) -> None:
+    """Overwrite an input whose call has ended: nobody may read it any more."""
+    tensor.view(torch.uint8).fill_(0xA5)
+
+
+def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """A copy of `rows` with room for `num_rows`."""
+    padding = torch.full((num_rows - rows.size(0), rows.size(1)), 7.0, dtype=rows.dtype)
+    return torch.cat([rows, padding])
+
+
+def threads_left() -> list[str]:
+    """Names of our threads that are still there, after a moment for those that are about to end."""
+    deadline = time.monotonic() + _PATIENCE_SECS
+    while True:
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith(_NAME)]
+        if not names or time.monotonic() > deadline:
+            return names
+        time.sleep(0.005)
+
+
+def memfds_left() -> int:
+    """Descriptors and mappings of our shared memory that this process still has."""
+    gc.collect()
+    mark = f"/memfd:{_NAME}"
+    num_left = 0
+    with suppress(OSError):  # not on Linux, where there are none
+        num_left += sum(mark in line for line in Path("/proc/self/maps").read_text().splitlines())
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed meanwhile, as the descriptor of the listing itself is
+                num_left += os.readlink(f"/proc/self/fd/{name}").startswith(mark)
+    return num_left
+
+
+def require_nothing_left() -> None:
+    """After `destroy()`, and with all tensors dropped.
+
+    Raises:
+        Mismatch: A thread, a descriptor or a mapping is still there.
+    """
+    threads, num_memfds = threads_left(), memfds_left()
+    if threads or num_memfds:
+        raise Mismatch(f"left after destroy(): threads {threads}, {num_memfds} descriptors and mappings of memfds")
