@@ -5,12 +5,14 @@ Processes come from a forkserver that has torch loaded, so that starting four ra
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.forkserver
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 from .errors import EPError
 
+_PR_SET_PDEATHSIG = 1
 _PRELOADED = ["torch", "torch.distributed", "deep_ep"]
 
 
@@ -97,6 +100,12 @@ def _forkserver() -> multiprocessing.context.ForkServerContext:
     return start
 
 
+def _end_with_parent() -> None:
+    """Have the system kill this rank when the forkserver ends, which ends with the process that called `run_ranks`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
 def _collect(pipes: list[Connection], may_die: set[int], deadline: float, limit_secs: float) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -133,6 +142,7 @@ def _run_rank(
     pipe: Connection,
     variables: dict[str, str],
 ) -> None:
+    _end_with_parent()
     os.environ.clear()
     os.environ.update(variables)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))

@@ -119,7 +119,8 @@ class _PromptSwitches:
         with self._lock:
             self._num_jobs -= 1
             if self._num_jobs == 0:
-                sys.setswitchinterval(self._usual_secs)
+                # Python keeps whole microseconds and rounds down: half of one more gives the same number back.
+                sys.setswitchinterval(self._usual_secs + 5e-7)
 
 
 _prompt_switches = _PromptSwitches()

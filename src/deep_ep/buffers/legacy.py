@@ -22,7 +22,7 @@ from ..handle import parse_handle
 from ..sizing import low_latency_buffer_bytes
 from ..stream import CommStream
 from ..topology import Topology, find_topology
-from ..transport import Window, WindowSizes, choose
+from ..transport import Window, WindowSizes, choose, ordinary_tensor
 from . import checks
 
 topk_idx_t = torch.int64
@@ -428,9 +428,7 @@ class Buffer:
             if dtype not in checks.COMBINE_DTYPES:
                 raise ValueError(f"{where}: `dtype` must be one that combine takes, got {dtype}")
             region = engine.window.arena.allocate((parsed.num_rows, hidden), dtype)
-            return (
-                region if region is not None else torch.empty(parsed.num_rows, hidden, dtype=dtype, device=self.device)
-            )
+            return region if region is not None else ordinary_tensor((parsed.num_rows, hidden), dtype)
 
     def get_local_buffer_tensor(
         self,

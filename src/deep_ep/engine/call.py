@@ -17,7 +17,7 @@ import torch
 
 from .. import env
 from ..errors import EPClosed, EPError, EPOverflow
-from ..transport import HEADER, OFFER, Arena, Base, EPPeerFailed, PrivateMemory, Window
+from ..transport import HEADER, OFFER, Arena, Base, EPPeerFailed, PrivateMemory, Window, ordinary_tensor
 from .stats import Stats
 
 # Steps of a call, in order. Those of round j are `READY + 2j` and `TAKEN + 2j`.
@@ -212,7 +212,7 @@ class Call:
         for rank, offer in enumerate(offers):
             base = offer.bases[section]
             if base is None:
-                rows.append(torch.empty(0, row_bytes, dtype=torch.uint8, device="cpu"))
+                rows.append(ordinary_tensor((0, row_bytes), torch.uint8))
             else:
                 rows.append(self.window.peers[rank].rows(base, offer.num_rows, row_bytes))
         return rows
@@ -273,7 +273,7 @@ class Chain:
         """An uninitialised tensor in private memory: recycled if it is large."""
         large = math.prod(shape) * dtype.itemsize >= _LEAST_RECYCLED_BYTES
         region = self.results.allocate(shape, dtype) if large else None
-        return region if region is not None else torch.empty(shape, dtype=dtype, device="cpu")
+        return region if region is not None else ordinary_tensor(shape, dtype)
 
     def warn_staged(self, operation: str) -> None:
         """Say once that calls are slower than they could be."""

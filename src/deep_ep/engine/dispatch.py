@@ -12,6 +12,7 @@ from .. import layout
 from ..errors import EPOverflow
 from ..handle import Handle
 from ..kernels.rows import Section, put_rows
+from ..transport import ordinary_tensor
 from .call import ANNOUNCED, OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
 from .parcel import Payload, Received, Routing, outgoing_sections, section_columns, unpack_records
 from .staging import Blocks, Staging, dispatch_lane, num_dispatch_rounds, token_blocks
@@ -65,7 +66,7 @@ class Dispatch:
         if any(room is None for room in rooms):
             is_staged = True
             self._chain.warn_staged("dispatch")
-            rooms = [self._payload.x.new_empty(num_rows, count, dtype=dtype) for count, dtype in columns]
+            rooms = [ordinary_tensor((num_rows, count), dtype) for count, dtype in columns]
         x = rooms.pop(0)
         assert x is not None
         scales = rooms.pop(0) if self._payload.scales is not None else None

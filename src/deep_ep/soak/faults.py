@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -14,7 +12,6 @@ from contextlib import suppress
 _DELAY_SECS, _LONG_DELAY_SECS, _LONG_SHARE = 0.002, 0.05, 0.02
 _PAUSE_SECS = (0.05, 1.0)  # between two stops
 _STOP_SECS, _LONG_STOP_SECS = (0.001, 0.15), (0.3, 1.0)
-_PR_SET_PDEATHSIG = 1
 
 
 class Delays:
@@ -99,12 +96,3 @@ def _send(pidfd: int, number: signal.Signals) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def end_with_parent() -> None:
-    """Have the system kill this process when the one that made it ends.
-
-    If the command is killed, nobody is left to continue a rank that is stopped just then.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -18,7 +18,7 @@ from ..buffers.legacy import Buffer
 from ..errors import EPError
 from .calls import make_call
 from .checks import Mismatch, memfds_left, require_nothing_left, threads_left
-from .faults import Delays, end_with_parent
+from .faults import Delays
 from .inputs import Inputs
 from .memory import Sample, private_bytes
 from .plan import Goal, Segment, calls_to_play, mixed, plan_segment
@@ -96,7 +96,6 @@ class RankReport:
 def play_rank(rank: int, num_ranks: int, goal: Goal, news: Connection) -> RankReport:
     """Play a soak on one rank of the default group; `run_ranks` calls it."""
     del num_ranks  # the goal has it
-    end_with_parent()
     return _Player(rank, goal, news).play()
 
 

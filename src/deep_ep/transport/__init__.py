@@ -11,7 +11,7 @@ from ..errors import EPUnsupported
 from . import shm, solo
 from .arena import Arena, Base
 from .board import HEADER, MAX_EXPERTS, OFFER
-from .memory import PrivateMemory
+from .memory import PrivateMemory, ordinary_tensor
 from .window import EPPeerFailed, Window, WindowSizes
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Window",
     "WindowSizes",
     "choose",
+    "ordinary_tensor",
 ]
 
 

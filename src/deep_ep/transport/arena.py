@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import EPTransportError
-from .memory import Mapping, Memory, bytes_tensor
+from .memory import Mapping, Memory, bytes_tensor, ordinary_tensor
 from .spans import UNIT_BYTES, Span, SpanSet, whole_units
 
 GROWTH_BYTES = 2 << 20  # segments are multiples of this
@@ -115,7 +115,7 @@ class Arena:
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
-            return torch.empty(*shape, dtype=dtype, device="cpu")
+            return ordinary_tensor(shape, dtype)
         with self._lock:
             self._reclaim()
             found = self._take(num_bytes)

@@ -11,10 +11,11 @@ import contextlib
 import ctypes
 import errno
 import functools
+import math
 import mmap
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -77,7 +78,7 @@ class Mapping:
 def bytes_tensor(view: memoryview) -> torch.Tensor:
     """A uint8 tensor over `view`, which stays alive exactly as long as the tensor's storage, views included."""
     if not view.nbytes:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")  # torch.frombuffer refuses nothing at all
+        return ordinary_tensor((0,), torch.uint8)  # torch.frombuffer refuses nothing at all
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
@@ -100,6 +101,18 @@ def _forget() -> None:
             if os.readlink(f"/proc/self/fd/{name}").startswith(f"/memfd:{_NAME}"):
                 os.dup2(null, int(name), inheritable=False)
     os.close(null)
+
+
+def ordinary_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor outside of any window.
+
+    Raises:
+        EPTransportError: There is not enough memory.
+    """
+    try:
+        return torch.empty(*shape, dtype=dtype, device="cpu")
+    except RuntimeError:
+        raise _too_little(math.prod(shape) * dtype.itemsize, "the system refuses them") from None
 
 
 class SharedMemory:
