@@ -5,14 +5,13 @@ Processes come from a forkserver that has torch loaded, so that starting four ra
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.forkserver
 import os
 import pickle
+import select
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -28,7 +27,6 @@ import torch.distributed as dist
 
 from .errors import EPError
 
-_PR_SET_PDEATHSIG = 1
 _PRELOADED = ["torch", "torch.distributed", "deep_ep"]
 
 
@@ -73,7 +71,7 @@ def run_ranks(
         try:
             for rank in range(num_ranks):
                 here, there = start.Pipe(duplex=False)
-                work = (function, rank, num_ranks, args, f"{folder}/store", there, variables)
+                work = (function, rank, num_ranks, args, f"{folder}/store", there, variables, os.getpid())
                 process = start.Process(target=_run_rank, args=work, name=f"rank {rank}", daemon=True)
                 process.start()
                 there.close()
@@ -100,10 +98,23 @@ def _forkserver() -> multiprocessing.context.ForkServerContext:
     return start
 
 
-def _end_with_parent() -> None:
-    """Have the system kill this rank when the forkserver ends, which ends with the process that called `run_ranks`."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+def _end_with(pid: int) -> None:
+    """Kill this rank when the process that called `run_ranks` ends.
+
+    The system could do that for a parent, but the parent is the forkserver, which lives as long as any rank does.
+    """
+    try:
+        launcher = os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return
+    poll = select.poll()
+    poll.register(launcher, select.POLLIN)  # readable once the process has ended
+
+    def watch() -> None:
+        poll.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
 def _collect(pipes: list[Connection], may_die: set[int], deadline: float, limit_secs: float) -> list[Any]:
@@ -141,8 +152,9 @@ def _run_rank(
     store: str,
     pipe: Connection,
     variables: dict[str, str],
+    launcher: int,
 ) -> None:
-    _end_with_parent()
+    _end_with(launcher)
     os.environ.clear()
     os.environ.update(variables)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
