@@ -156,16 +156,16 @@ def late_peer(rank: int, num_ranks: int) -> list[float]:
     round_trip(buffer, given)
     before = buffer.stats()["wait_secs"]
     if rank == 1:
-        time.sleep(0.5)
+        time.sleep(1.5)
     round_trip(buffer, given)
     return [after - then for after, then in zip(buffer.stats()["wait_secs"], before, strict=True)]
 
 
 def test_a_late_peer_is_waited_for_and_accounted(device: str) -> None:
     results = run_ranks(late_peer, 3)
-    assert results[0][1] > 0.3
-    assert results[2][1] > 0.3
-    assert results[1][0] < 0.3
+    for punctual in (0, 2):
+        assert results[punctual][1] > 0.5
+        assert results[punctual][1] > results[1][punctual]
 
 
 def stopped_peer(rank: int, num_ranks: int) -> tuple[bool, bool]:
