@@ -1,0 +1,149 @@
+"""From `topk_idx` to counts, mask and positions, on the device. The twins are in `layout.py`.
+
+Shape letters: T tokens, K selections of a token, E experts, R ranks, N nodes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._triton import jit, launch, next_power_of_2, tl
+
+_TILE_ELEMENTS = 4096  # of the largest matrix that a program holds
+_MOST_TOKENS = 128  # of a program: enough programs to fill a GPU from a few thousand tokens
+_SCAN_TOKENS = 1024
+
+
+Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def empty_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> Layout:
+    """Room for what `dispatch_layout` finds: counts [R], [N] and [E] int32, side by side, and mask [T, R] bool."""
+    counts = topk_idx.new_empty(num_ranks + num_nodes + num_experts, dtype=torch.int32)
+    mask = topk_idx.new_empty(topk_idx.size(0), num_ranks, dtype=torch.bool)
+    return *counts.split([num_ranks, num_nodes, num_experts]), mask
+
+
+def dispatch_layout(
+    topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int, out: Layout | None = None
+) -> Layout:
+    """Count tokens per rank, node and expert, and mark which token goes to which rank. Twin: `layout.dispatch_layout`.
+
+    Args:
+        topk_idx: [T, K] int32 or int64, contiguous.
+        num_experts: E.
+        num_ranks: R.
+        num_nodes: N.
+        out: From `empty_layout`, if it is there already.
+
+    Returns:
+        Counts [R], [N] and [E] int32, mask [T, R] bool.
+    """
+    num_tokens, num_topk = topk_idx.shape
+    if out is None:
+        counts = topk_idx.new_zeros(num_ranks + num_nodes + num_experts, dtype=torch.int32)
+        mask = topk_idx.new_empty(num_tokens, num_ranks, dtype=torch.bool)
+        out = *counts.split([num_ranks, num_nodes, num_experts]), mask
+    else:
+        counts, mask = out[0].as_strided((num_ranks + num_nodes + num_experts,), (1,)).zero_(), out[3]
+    lanes = next_power_of_2(num_ranks)
+    tile = max(1, min(_MOST_TOKENS, _TILE_ELEMENTS // max(lanes, next_power_of_2(num_topk))))
+    if num_tokens:
+        launch(
+            _layout_kernel,
+            -(-num_tokens // tile),
+            (topk_idx, counts, mask.view(torch.uint8), num_tokens, num_topk, num_experts, num_ranks, num_nodes),
+            (topk_idx.dtype,),
+            TILE=tile,
+            LANES=lanes,
+            NODES=next_power_of_2(num_nodes),
+            BINS=next_power_of_2(num_experts),
+        )
+    return out
+
+
+@jit
+def _layout_kernel(
+    topk_idx,
+    counts,
+    mask,
+    num_tokens: tl.int32,
+    num_topk: tl.int32,
+    num_experts: tl.int32,
+    num_ranks: tl.int32,
+    num_nodes: tl.int32,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    NODES: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Counts and mask of a tile of tokens. Sums are of integers, so their order does not matter.
+
+    Example: ids `[[0, 3], [-1, 2]]` of 4 experts on 2 ranks of one node: mask `[[1, 1], [0, 1]]`, counts `[1, 2]`,
+    `[2]`, `[1, 0, 1, 1]`.
+    """
+    tokens = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_token = tokens < num_tokens
+    ranks = tl.arange(0, LANES)
+    nodes = tl.arange(0, NODES)
+    bins = tl.arange(0, BINS)
+    in_rank = tl.zeros([TILE, LANES], tl.int32)
+    in_node = tl.zeros([TILE, NODES], tl.int32)
+    chosen = tl.zeros([BINS], tl.int32)
+    for k in range(num_topk):
+        ids = tl.load(topk_idx + tokens.to(tl.int64) * num_topk + k, mask=is_token, other=-1)
+        is_id = (ids >= 0) & (ids < num_experts)
+        ids = tl.where(is_id, ids, 0).to(tl.int32)
+        rank = tl.where(is_id, ids // (num_experts // num_ranks), -1)
+        node = tl.where(is_id, ids // (num_experts // num_nodes), -1)
+        in_rank = in_rank | (rank[:, None] == ranks[None, :]).to(tl.int32)
+        in_node = in_node | (node[:, None] == nodes[None, :]).to(tl.int32)
+        chosen += tl.histogram(ids, BINS, mask=is_id)
+    places = tokens.to(tl.int64)[:, None] * num_ranks + ranks[None, :]
+    tl.store(mask + places, in_rank.to(tl.int8), mask=is_token[:, None] & (ranks < num_ranks)[None, :])
+    tl.atomic_add(counts + ranks, tl.sum(in_rank, 0), mask=ranks < num_ranks, sem="relaxed")
+    tl.atomic_add(counts + num_ranks + nodes, tl.sum(in_node, 0), mask=nodes < num_nodes, sem="relaxed")
+    tl.atomic_add(
+        counts + num_ranks + num_nodes + bins, chosen, mask=(bins < num_experts) & (chosen > 0), sem="relaxed"
+    )
+
+
+def positions(is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number the tokens of each destination.
+
+    Args:
+        is_token_in_rank: [T, R] bool, contiguous.
+
+    Returns:
+        [T, R] int32, how many tokens before this one go there, -1 where it does not; and [R] int32, how many go.
+    """
+    num_tokens, num_ranks = is_token_in_rank.shape
+    numbers = torch.empty(num_tokens, num_ranks, dtype=torch.int32, device=is_token_in_rank.device)
+    counts = torch.empty(num_ranks, dtype=torch.int32, device=is_token_in_rank.device)
+    args = (is_token_in_rank.view(torch.uint8), numbers, counts, num_tokens, num_ranks)
+    launch(_positions_kernel, num_ranks, args, TILE=_SCAN_TOKENS)
+    return numbers, counts
+
+
+def positions_torch(is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of `positions`."""
+    numbers = is_token_in_rank.cumsum(0, dtype=torch.int32) - 1
+    return torch.where(is_token_in_rank, numbers, -1).int(), is_token_in_rank.sum(0, dtype=torch.int32)
+
+
+@jit
+def _positions_kernel(mask, numbers, counts, num_tokens: tl.int32, num_ranks: tl.int32, TILE: tl.constexpr):
+    """One destination a program, tile by tile.
+
+    Example: the column `[1, 0, 1]` gives numbers `[0, -1, 1]` and count 2.
+    """
+    rank = tl.program_id(0)
+    count = tl.zeros((), tl.int32)
+    for start in range(0, num_tokens, TILE):
+        tokens = start + tl.arange(0, TILE)
+        places = tokens.to(tl.int64) * num_ranks + rank
+        goes = tl.load(mask + places, mask=tokens < num_tokens, other=0).to(tl.int32)
+        sums = tl.cumsum(goes, 0)
+        tl.store(numbers + places, tl.where(goes > 0, count + sums - 1, -1), mask=tokens < num_tokens)
+        count += tl.sum(goes)
+    tl.store(counts + rank, count)

@@ -1,0 +1,568 @@
+"""How ranks meet on the device: headers, signals, and waits with a limit. `docs/protocol.md` has the state table.
+
+Shape letters: R ranks, E experts, L = E / R. All words are int64. Every kernel here is one block of one warp: it may
+wait, so it must not keep others out. A kernel that moves rows never waits.
+
+A *board* is the first part of a rank's window. Peers write it, each its own part, and its owner polls it:
+
+    progress  [R, 8]              line p: how far rank p is, `epoch << 24 | step`
+    failures  [R, 8]              line p: a word that is 1 once rank p has failed, and its record
+    headers   [2, R, H]           by parity of the epoch: what rank p says on entering a call, H = 16 + R + L words
+
+The *state* of a rank is private: its epoch, the record of its failure, and what a call needs of the peers' offers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ._triton import jit, launch, next_power_of_2, prepare, tl, triton
+from .primitives import clock_ns, load_acquire, store_release, tell_host, words_at
+
+NUM_SECTIONS = 3  # payload, scales, records
+SEGMENT_BITS = 40  # a base is `segment << 40 | offset`; -1: there is none
+
+# Failures, as their records have them.
+TIMEOUT, DISAGREE, OVERFLOW, COUNTS, ASTRAY, HOST = 1, 2, 3, 4, 5, 6
+
+_LINE = tl.constexpr(8)
+_STEP_BITS = tl.constexpr(24)
+_SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
+_OFFSET_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
+_NUM_SECTIONS = tl.constexpr(NUM_SECTIONS)
+_TIMEOUT, _DISAGREE, _OVERFLOW = tl.constexpr(TIMEOUT), tl.constexpr(DISAGREE), tl.constexpr(OVERFLOW)
+_COUNTS, _ASTRAY, _HOST = tl.constexpr(COUNTS), tl.constexpr(ASTRAY), tl.constexpr(HOST)
+
+# Words of a header.
+HEADER_WORDS = 16
+_A, _B, _HANDLE, _TOKENS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+_FREE, _OFFER, _HEADER = tl.constexpr(5), tl.constexpr(6), tl.constexpr(HEADER_WORDS)
+# An offer is the rows that there is room for, and the base of each section. The second one of a call has words of its
+# own: a slow peer may still be looking at the first.
+_OFFER_WORDS, _BASES = tl.constexpr(1 + NUM_SECTIONS), tl.constexpr(1)
+
+# Words of the state and of the host's mirror of it: epoch (ticket), failed, held, then the record. A call is held while
+# its rows cannot move: the guessed offers did not fit, or it was refused.
+STATE_EPOCH, STATE_FAILED, STATE_HELD, STATE_RECORD, STATE_WORDS = 0, 1, 2, 3, 16
+_FAILED, _HELD, _RECORD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_RECORD)
+_STATE = tl.constexpr(STATE_WORDS)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a rank's words are. Made once for a buffer.
+
+    Attributes:
+        rank: This rank.
+        num_ranks: R.
+        windows: [segments, R] int64 addresses of the ranks' memory; row 0 begins with the boards.
+        state: [STATE_WORDS] int64, private.
+        table: [NUM_SECTIONS + 2, R] int64: addresses of the peers' sections, rows offered, first slots.
+        host: [STATE_WORDS + R + R * R + L] int64 in memory that the host reads while kernels run.
+        header_words: H.
+        limit_ns: How long a wait may take.
+    """
+
+    rank: int
+    num_ranks: int
+    windows: torch.Tensor
+    state: torch.Tensor
+    table: torch.Tensor
+    host: torch.Tensor
+    header_words: int
+    limit_ns: int
+
+    @staticmethod
+    def header_room(num_ranks: int, max_experts: int) -> int:
+        """H: words of a header, where `max_experts` are the most of any call."""
+        return -(-(HEADER_WORDS + num_ranks + max_experts // num_ranks) // 8) * 8
+
+    @staticmethod
+    def board_bytes(num_ranks: int, header_words: int) -> int:
+        """Bytes of a board."""
+        return 8 * (2 * 8 * num_ranks + 2 * num_ranks * header_words)
+
+
+class Post(NamedTuple):
+    """What a rank says when it meets its peers.
+
+    Attributes:
+        step: The step that is signalled and waited for.
+        operation: For the record of a failure.
+        agreement: Two words that must be the same on all ranks.
+        num_tokens: T of this rank.
+        num_rows: Rows it offers.
+        free_bytes: The largest region that it could still take.
+        bases: Where its sections are, at most `NUM_SECTIONS`; -1: nothing there.
+        ticket: Echoed to the host when the counts are there; 0: the host does not wait, and what does not fit is an
+            error. With a ticket the offer is a guess: if it does not fit somewhere, all ranks hold the call.
+    """
+
+    step: int
+    operation: int
+    agreement: tuple[int, int]
+    num_tokens: int
+    num_rows: int = 0
+    free_bytes: int = 0
+    bases: tuple[int, ...] = ()
+    ticket: int = 0
+
+
+def meet(
+    places: Places,
+    post: Post,
+    is_new: bool,
+    has_offer: bool,
+    counts: torch.Tensor | None = None,
+    given: torch.Tensor | None = None,
+    num_tokens_per_expert: torch.Tensor | None = None,
+    prefix: torch.Tensor | None = None,
+    run: Callable[..., None] = launch,
+) -> None:
+    """Say something to all peers, wait until all have said it, and work out what follows.
+
+    Args:
+        places: The words.
+        post: What to say.
+        is_new: A new call begins; otherwise this is the second meeting of one.
+        has_offer: The post has bases: resolve those of all peers into `places.table`.
+        counts: [R] int32, the tokens that go to each rank, counted; they are exchanged into `prefix`.
+        given: [R] int32, what the caller says that they are.
+        num_tokens_per_expert: [E] int32.
+        prefix: [R, R] int32: written if there are counts, otherwise that of the handle that all ranks follow.
+        run: `launch`, or `prepare`.
+    """
+    nothing = places.state
+    bases = (*post.bases, *([-1] * (NUM_SECTIONS - len(post.bases))))
+    num_experts = num_tokens_per_expert.numel() if num_tokens_per_expert is not None else 0
+    lanes = _num_lanes(places)
+    run(
+        _meet_kernel,
+        1,
+        (
+            places.windows,
+            places.state,
+            places.table,
+            places.host,
+            counts if counts is not None else nothing,
+            given if given is not None else nothing,
+            num_tokens_per_expert if num_tokens_per_expert is not None else nothing,
+            prefix if prefix is not None else nothing,
+            places.num_ranks,
+            places.rank,
+            places.header_words,
+            places.limit_ns,
+            num_experts // places.num_ranks,
+            post.step,
+            post.operation,
+            *post.agreement,
+            post.num_tokens,
+            post.num_rows,
+            post.free_bytes,
+            *bases,
+            post.ticket,
+        ),
+        num_warps=1,
+        IS_NEW=is_new,
+        HAS_COUNTS=counts is not None,
+        HAS_OFFER=has_offer,
+        HAS_PREFIX=prefix is not None,
+        LANES=lanes,
+        CHUNK=max(4, 256 // lanes),
+    )
+
+
+def finish(places: Places, step: int, operation: int) -> None:
+    """Say that `step` is done, and wait until all peers have done it."""
+    _run_small(launch, _finish_kernel, places, places.limit_ns, step, operation)
+
+
+def abort(places: Places, operation: int) -> None:
+    """Tell all peers that this rank gave up on the host."""
+    _run_small(launch, _abort_kernel, places, operation)
+
+
+def prepare_all(places: Places) -> None:
+    """Compile and load every kernel that signals, so that no peer's limit passes while one is compiled."""
+    post, numbers = Post(0, 0, (0, 0), 0), places.state.to(torch.int32)
+    meet(places, post, True, True, numbers, numbers, numbers, numbers, run=prepare)
+    meet(places, post, True, True, prefix=numbers, run=prepare)
+    meet(places, post, True, True, run=prepare)
+    meet(places, post, False, True, run=prepare)
+    _run_small(prepare, _finish_kernel, places, places.limit_ns, 0, 0)
+    _run_small(prepare, _abort_kernel, places, 0)
+
+
+def _run_small(run: Callable[..., None], kernel: Any, places: Places, *numbers: int) -> None:
+    words = (places.windows, places.state, places.host, places.num_ranks, places.rank)
+    run(kernel, 1, (*words, *numbers), num_warps=1, LANES=_num_lanes(places))
+
+
+def _num_lanes(places: Places) -> int:
+    """A lane for each rank, and no fewer than a warp has: what decides a loop must be one value for all its threads."""
+    return max(32, next_power_of_2(places.num_ranks))
+
+
+# Numbers have their types written down: a kernel is not compiled again for another value of them.
+
+
+@jit
+def _meet_kernel(
+    windows,
+    state,
+    table,
+    host,
+    counts,
+    given,
+    per_expert,
+    prefix,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    header_words: tl.int32,
+    limit_ns: tl.int64,
+    num_local: tl.int32,
+    step: tl.int32,
+    operation: tl.int32,
+    word_a: tl.int64,
+    word_b: tl.int64,
+    num_tokens: tl.int32,
+    num_rows: tl.int64,
+    free_bytes: tl.int64,
+    base_0: tl.int64,
+    base_1: tl.int64,
+    base_2: tl.int64,
+    ticket: tl.int64,
+    IS_NEW: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    HAS_OFFER: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Post, signal, wait, compare, and derive prefix sums and addresses.
+
+    Example: two ranks, counts `[1, 2]` on rank 0 and `[3, 4]` on rank 1: prefix is `[[1, 2], [4, 6]]` on both, and
+    the first slots of rank 1 are `[1, 2]`.
+    """
+    epoch = tl.load(state) + IS_NEW
+    is_well = tl.load(state + _FAILED) == 0
+    if HAS_COUNTS and is_well:
+        is_well = _check_counts(windows, state, host, counts, given, num_ranks, rank, epoch, operation, ticket, LANES)
+    if is_well:
+        tl.store(state, epoch)
+        _post(
+            windows, counts, per_expert, prefix, num_ranks, rank, header_words, num_local, epoch, word_a, word_b,
+            num_tokens, num_rows, free_bytes, base_0, base_1, base_2,
+            IS_NEW, HAS_COUNTS, HAS_OFFER, HAS_PREFIX, LANES, CHUNK,
+        )  # fmt: skip
+        is_well = _signal_and_wait(windows, state, host, num_ranks, rank, epoch, step, operation, limit_ns, LANES)
+    if IS_NEW and is_well:
+        is_well = _agree(windows, state, host, num_ranks, rank, header_words, epoch, operation, LANES)
+    if HAS_OFFER and is_well:
+        tl.store(state + _HELD, 0)
+        _take_offers(windows, table, num_ranks, rank, header_words, epoch, IS_NEW, HAS_COUNTS, LANES)
+    if HAS_COUNTS and is_well:
+        _take_counts(
+            windows, state, table, host, prefix, num_ranks, rank, header_words, num_local, epoch, operation, ticket,
+            LANES, CHUNK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _check_counts(windows, state, host, counts, given, num_ranks, rank, epoch, operation, ticket, LANES: tl.constexpr):
+    """Whether the caller's counts are those of its mask. If not, nothing has been said yet: the call is not made.
+
+    Where nobody on the host waits to be told, the buffer fails: calls behind this one would not match the peers'.
+    """
+    lanes = tl.arange(0, LANES)
+    seen = tl.load(counts + lanes, mask=lanes < num_ranks, other=0)
+    said = tl.load(given + lanes, mask=lanes < num_ranks, other=0)
+    is_right = tl.sum((seen != said).to(tl.int32)) == 0
+    if not is_right:
+        first = tl.min(tl.where(seen != said, lanes, LANES))
+        one, other = tl.sum(tl.where(lanes == first, seen, 0)), tl.sum(tl.where(lanes == first, said, 0))
+        if ticket != 0:
+            tl.store(state + _HELD, 1)
+            _write_record(host, _COUNTS, epoch, operation, first, one, other, rank)
+            tell_host(host, ticket)
+        else:
+            _fail(windows, state, host, num_ranks, rank, _COUNTS, epoch, operation, first, one, other, rank, LANES)
+    return is_right
+
+
+@triton.jit
+def _headers(windows, num_ranks, rank, header_words, epoch):
+    """The headers of a call on this rank's board: R of them, by the rank that wrote them."""
+    return words_at(tl.load(windows + rank)) + 2 * _LINE * num_ranks + (epoch & 1) * num_ranks * header_words
+
+
+@triton.jit
+def _post(
+    windows, counts, per_expert, prefix, num_ranks, rank, header_words, num_local, epoch, word_a, word_b,
+    num_tokens, num_rows, free_bytes, base_0, base_1, base_2,
+    IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_OFFER: tl.constexpr, HAS_PREFIX: tl.constexpr,
+    LANES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write this rank's header on every board: one lane for each peer, the same words at the same place."""
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    place = 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + rank) * header_words
+    header = words_at(tl.load(windows + lanes, mask=is_rank, other=0)) + place
+    if IS_NEW:
+        checksum = tl.zeros((), dtype=tl.int64)
+        if HAS_PREFIX and not HAS_COUNTS:
+            for source in range(num_ranks):
+                row = tl.load(prefix + source * num_ranks + lanes, mask=is_rank, other=0).to(tl.int64)
+                mixed = (row + lanes + 1) * 0x1E3779B97F4A7C15
+                mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
+                checksum = checksum * 1000003 + tl.sum(tl.where(is_rank, mixed ^ (mixed >> 32), 0))
+        tl.store(header, epoch, mask=is_rank)
+        tl.store(header + _A, word_a, mask=is_rank)
+        tl.store(header + _B, word_b, mask=is_rank)
+        tl.store(header + _HANDLE, checksum, mask=is_rank)
+        tl.store(header + _TOKENS, num_tokens, mask=is_rank)
+        tl.store(header + _FREE, free_bytes, mask=is_rank)
+    if HAS_OFFER:
+        offer = header + _OFFER + (1 - IS_NEW) * _OFFER_WORDS
+        tl.store(offer, num_rows, mask=is_rank)
+        tl.store(offer + _BASES, base_0, mask=is_rank)
+        tl.store(offer + _BASES + 1, base_1, mask=is_rank)
+        tl.store(offer + _BASES + 2, base_2, mask=is_rank)
+    if HAS_COUNTS:
+        for start in range(0, num_ranks, CHUNK):
+            columns = start + tl.arange(0, CHUNK)
+            count = tl.load(counts + columns, mask=columns < num_ranks, other=0).to(tl.int64)
+            cells = header[:, None] + _HEADER + columns[None, :]
+            tl.store(cells, count[None, :], mask=is_rank[:, None] & (columns < num_ranks)[None, :])
+        for start in range(0, num_local, CHUNK):
+            columns = start + tl.arange(0, CHUNK)
+            is_cell = is_rank[:, None] & (columns < num_local)[None, :]
+            chosen = tl.load(per_expert + lanes[:, None] * num_local + columns[None, :], mask=is_cell, other=0)
+            cells = header[:, None] + _HEADER + num_ranks + columns[None, :]
+            tl.store(cells, chosen.to(tl.int64), mask=is_cell)
+
+
+@triton.jit
+def _agree(windows, state, host, num_ranks, rank, header_words, epoch, operation, LANES: tl.constexpr):
+    """Whether all ranks make the same call, by the same handle."""
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    mine = _headers(windows, num_ranks, rank, header_words, epoch)
+    headers, own = mine + lanes * header_words, mine + rank * header_words
+    differs = tl.load(headers + _A, mask=is_rank, other=0) != tl.load(own + _A)
+    differs = differs | (tl.load(headers + _B, mask=is_rank, other=0) != tl.load(own + _B))
+    differs = differs | (tl.load(headers + _HANDLE, mask=is_rank, other=0) != tl.load(own + _HANDLE))
+    differs = differs & is_rank
+    is_alike = tl.sum(differs.to(tl.int32)) == 0
+    if not is_alike:
+        subject = _mask_of(differs, lanes)
+        _fail(windows, state, host, num_ranks, rank, _DISAGREE, epoch, operation, subject, 0, 0, rank, LANES)
+    return is_alike
+
+
+@triton.jit
+def _take_counts(
+    windows, state, table, host, prefix, num_ranks, rank, header_words, num_local, epoch, operation, ticket,
+    LANES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Prefix sums of everybody's counts, here and on the host, this rank's first slots, and whether all rows fit."""
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    mine = _headers(windows, num_ranks, rank, header_words, epoch)
+    headers = mine + lanes * header_words
+    worst = tl.zeros((), tl.int64)
+    for start in range(0, num_ranks, CHUNK):
+        columns = start + tl.arange(0, CHUNK)
+        is_column = columns < num_ranks
+        is_cell = is_rank[:, None] & is_column[None, :]
+        cell = tl.load(headers[:, None] + _HEADER + columns[None, :], mask=is_cell, other=0)
+        sums = tl.cumsum(cell, 0)
+        place = lanes[:, None] * num_ranks + columns[None, :]
+        tl.store(prefix + place, sums.to(tl.int32), mask=is_cell)
+        tl.store(
+            host + _STATE + num_ranks + place,
+            sums,
+            mask=is_cell & (lanes[:, None] < tl.where(ticket != 0, num_ranks, 0)),
+        )
+        before = tl.sum(tl.where(lanes[:, None] < rank, cell, 0), 0)
+        tl.store(table + (_NUM_SECTIONS + 1) * num_ranks + columns, before, mask=is_column)
+        room = tl.load(mine + columns * header_words + _OFFER, mask=is_column, other=0)
+        rows = tl.sum(cell, 0)
+        excess = is_column & (rows > room)
+        if tl.sum(excess.to(tl.int32)) > 0:
+            tl.store(state + _HELD, 1)
+            if (ticket == 0) & (worst == 0):
+                peer = tl.min(tl.where(excess, columns, LANES + CHUNK))
+                came = tl.sum(tl.where(columns == peer, rows, 0))
+                there = tl.sum(tl.where(columns == peer, room, 0))
+                _fail(
+                    windows, state, host, num_ranks, rank, _OVERFLOW, epoch, operation, peer, came, there, rank, LANES
+                )
+        worst = tl.maximum(worst, tl.max(tl.where(is_column, rows - room, 0)))
+    if ticket != 0:
+        for start in range(0, num_local, CHUNK):
+            columns = start + tl.arange(0, CHUNK)
+            is_cell = is_rank[:, None] & (columns < num_local)[None, :]
+            chosen = tl.load(headers[:, None] + _HEADER + num_ranks + columns[None, :], mask=is_cell, other=0)
+            place = host + _STATE + num_ranks + num_ranks * num_ranks + columns
+            tl.store(place, tl.sum(chosen, 0), mask=columns < num_local)
+        tl.store(host + _STATE + lanes, tl.load(headers + _FREE, mask=is_rank, other=0), mask=is_rank)
+        tl.store(host + _HELD, (worst > 0).to(tl.int64))
+        tell_host(host, ticket)
+
+
+@triton.jit
+def _take_offers(
+    windows, table, num_ranks, rank, header_words, epoch,
+    IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Addresses of the peers' sections, and the rows that they have room for."""
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    offers = _headers(windows, num_ranks, rank, header_words, epoch) + lanes * header_words + _OFFER
+    offers += (1 - IS_NEW) * _OFFER_WORDS
+    sections = tl.arange(0, 4)
+    is_base = is_rank[:, None] & (sections < _NUM_SECTIONS)[None, :]
+    base = tl.load(offers[:, None] + _BASES + sections[None, :], mask=is_base, other=-1)
+    segment = tl.where(base < 0, 0, base >> _SEGMENT_BITS)
+    start = tl.load(windows + segment * num_ranks + lanes[:, None], mask=is_base, other=0)
+    offset = tl.where(base < 0, 0, base & _OFFSET_MASK)
+    tl.store(table + sections[None, :] * num_ranks + lanes[:, None], start + offset, mask=is_base)
+    rooms = tl.load(offers, mask=is_rank, other=0)
+    tl.store(table + _NUM_SECTIONS * num_ranks + lanes, rooms, mask=is_rank)
+    if IS_NEW and not HAS_COUNTS:  # the slots of a handle are whole
+        tl.store(table + (_NUM_SECTIONS + 1) * num_ranks + lanes, tl.zeros([LANES], tl.int64), mask=is_rank)
+
+
+@jit
+def _finish_kernel(
+    windows,
+    state,
+    host,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    limit_ns: tl.int64,
+    step: tl.int32,
+    operation: tl.int32,
+    LANES: tl.constexpr,
+):
+    """Signal a step of the current call and wait for all peers'."""
+    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+        epoch = tl.load(state)
+        _signal_and_wait(windows, state, host, num_ranks, rank, epoch, step, operation, limit_ns, LANES)
+
+
+@jit
+def _abort_kernel(windows, state, host, num_ranks: tl.int32, rank: tl.int32, operation: tl.int32, LANES: tl.constexpr):
+    """Fail for a reason that only the host knows."""
+    if tl.load(state + _FAILED) == 0:
+        epoch = tl.load(state)
+        _fail(windows, state, host, num_ranks, rank, _HOST, epoch, operation, 0, 0, 0, rank, LANES)
+
+
+@triton.jit
+def _signal_and_wait(windows, state, host, num_ranks, rank, epoch, step, operation, limit_ns, LANES: tl.constexpr):
+    """Store this rank's progress at every peer, then poll theirs on this rank's own board.
+
+    Returns:
+        Whether all peers came in time, and none has failed.
+    """
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    target = (epoch << _STEP_BITS) + step
+    boards = words_at(tl.load(windows + lanes, mask=is_rank, other=0))
+    store_release(boards + rank * _LINE, tl.zeros_like(lanes).to(tl.int64) + target, is_rank)
+    # Lanes beyond the ranks look at the last rank's words: a load that acquires cannot be masked.
+    board = words_at(tl.load(windows + rank))
+    lines = board + tl.minimum(lanes, num_ranks - 1) * _LINE
+    begin = tl.min(clock_ns(lanes))
+    progress = load_acquire(lines)
+    failed = load_acquire(lines + num_ranks * _LINE)
+    num_missing = tl.sum((is_rank & (progress < target)).to(tl.int32))
+    num_failed = tl.sum((is_rank & (failed != 0)).to(tl.int32))
+    # One value for all lanes decides, else the lanes of a warp could part ways.
+    elapsed = tl.max(clock_ns(lanes)) - begin
+    while (num_missing > 0) & (num_failed == 0) & (elapsed < limit_ns):
+        progress = load_acquire(lines)
+        failed = load_acquire(lines + num_ranks * _LINE)
+        num_missing = tl.sum((is_rank & (progress < target)).to(tl.int32))
+        num_failed = tl.sum((is_rank & (failed != 0)).to(tl.int32))
+        elapsed = tl.max(clock_ns(lanes)) - begin
+    tl.debug_barrier()  # what one thread acquired, all may read
+    is_astray = is_rank & (progress >= ((epoch + 2) << _STEP_BITS))
+    is_well = (num_missing == 0) & (num_failed == 0) & (tl.sum(is_astray.to(tl.int32)) == 0)
+    if num_failed > 0:
+        first = tl.min(tl.where(is_rank & (failed != 0), lanes, LANES))
+        record = board + (num_ranks + first) * _LINE + 1
+        _fail(
+            windows, state, host, num_ranks, rank, tl.load(record), tl.load(record + 1), tl.load(record + 2),
+            tl.load(record + 3), tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), LANES,
+        )  # fmt: skip
+    elif num_missing > 0:
+        subject = _mask_of(is_rank & (progress < target), lanes)
+        _fail(windows, state, host, num_ranks, rank, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)
+    elif not is_well:
+        _fail(
+            windows,
+            state,
+            host,
+            num_ranks,
+            rank,
+            _ASTRAY,
+            epoch,
+            operation,
+            _mask_of(is_astray, lanes),
+            0,
+            0,
+            rank,
+            LANES,
+        )
+    return is_well
+
+
+@triton.jit
+def _mask_of(chosen, lanes):
+    """A bit for each chosen rank; ranks from 62 on share the last."""
+    bits = tl.full(lanes.shape, 1, tl.int64) << tl.minimum(lanes, 62).to(tl.int64)
+    low = tl.sum(tl.where(chosen & (lanes < 62), bits, 0))
+    high = tl.sum((chosen & (lanes >= 62)).to(tl.int32))
+    return low + tl.where(high > 0, tl.full((), 1, tl.int64) << 62, 0)
+
+
+@triton.jit
+def _write_record(words, code, epoch, operation, subject, seen, expected, origin):
+    """The record of a failure, behind its flag in the state or on the host."""
+    tl.store(words + _RECORD, code)
+    tl.store(words + _RECORD + 1, epoch)
+    tl.store(words + _RECORD + 2, operation)
+    tl.store(words + _RECORD + 3, subject)
+    tl.store(words + _RECORD + 4, seen)
+    tl.store(words + _RECORD + 5, expected)
+    tl.store(words + _RECORD + 6, origin)
+
+
+@triton.jit
+def _fail(
+    windows, state, host, num_ranks, rank, code, epoch, operation, subject, seen, expected, origin, LANES: tl.constexpr
+):
+    """Stop for good: kernels behind this one do nothing, peers that wait are told, the host sees it."""
+    _write_record(state, code, epoch, operation, subject, seen, expected, origin)
+    tl.store(state + _FAILED, 1)
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    line = words_at(tl.load(windows + lanes, mask=is_rank, other=0)) + (num_ranks + rank) * _LINE
+    tl.store(line + 1, code, mask=is_rank)
+    tl.store(line + 2, epoch, mask=is_rank)
+    tl.store(line + 3, operation, mask=is_rank)
+    tl.store(line + 4, subject, mask=is_rank)
+    tl.store(line + 5, seen, mask=is_rank)
+    tl.store(line + 6, expected, mask=is_rank)
+    tl.store(line + 7, origin, mask=is_rank)
+    store_release(line, tl.full([LANES], 1, tl.int64), is_rank)
+    # The host last: once its caller knows, it may overwrite what peers must not read any more.
+    _write_record(host, code, epoch, operation, subject, seen, expected, origin)
+    tell_host(host + _FAILED, tl.full((), 1, tl.int64))

@@ -1,0 +1,92 @@
+"""Device primitives: the only inline PTX, each with a form for Triton's interpreter.
+
+Everything is of system scope. Ranks that share a GPU would not notice a narrower one; ranks on different GPUs would.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ._triton import INTERPRETED, tl, triton
+
+if INTERPRETED:
+
+    def clock_ns(lanes):
+        """Nanoseconds of a clock that all ranks of a host share; one value a lane."""
+        time.sleep(2e-5)  # between two polls: the peers' interpreters need the core
+        return lanes.to(tl.int64) * 0 + time.monotonic_ns()
+
+    @triton.jit
+    def load_acquire(pointers):
+        """Load int64 words, before everything that is read afterwards."""
+        return tl.atomic_add(pointers, 0, sem="acquire", scope="sys")
+
+    @triton.jit
+    def tell_host(pointer, value):
+        """Store an int64 word in the host's memory, after everything that this block wrote before."""
+        tl.atomic_xchg(pointer, value, sem="release", scope="sys")
+
+    @triton.jit
+    def rounded(values, dtype):
+        """Round to the nearest, ties to even. The interpreter's own conversion to BF16 cuts bits off."""
+        if dtype == tl.bfloat16:
+            bits = values.to(tl.int32, bitcast=True)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return values.to(dtype)
+
+else:
+
+    @triton.jit
+    def clock_ns(lanes):
+        """Nanoseconds of a clock that all ranks of a host share; one value a lane."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 %unused; mov.b32 %unused, $1; mov.u64 $0, %globaltimer; }",
+            "=l,r",
+            [lanes],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def load_acquire(pointers):
+        """Load int64 words, before everything that is read afterwards."""
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [pointers], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def tell_host(pointer, value):
+        """Store an int64 word in the host's memory, after everything that this block wrote before.
+
+        A store and not an exchange: atomics on the host's memory are not for every machine. All threads store the same.
+        """
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            "{ st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,l",
+            [pointer, value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def rounded(values, dtype):
+        """Round to the nearest, ties to even."""
+        return values.to(dtype)
+
+
+@triton.jit
+def store_release(pointers, values, mask=None):
+    """Store int64 words, after everything that this block wrote before."""
+    # The barrier orders the writes of the block's other threads before the release of the one that stores.
+    tl.debug_barrier()
+    tl.atomic_xchg(pointers, values, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def words_at(address):
+    """Addresses as pointers to int64 words."""
+    return address.to(tl.pointer_type(tl.int64))

@@ -1,0 +1,209 @@
+"""Summing each token's rows out of the peers' windows, and copying rows into the window first. On the device.
+
+Shape letters: T tokens, R ranks, H elements of a row, n rows. The twin of `pull` is `reduce.reduce_rows`. FP32
+accumulation (FP64 for FP64 rows), biases first, then peers in ascending order, one rounding at the end: the result
+does not depend on the grid.
+
+No kernel here waits or signals; all of them do nothing once the buffer has failed, or while a call is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ._triton import jit, launch, next_power_of_2, tl, triton
+from .exchange import NUM_SECTIONS, STATE_FAILED, STATE_HELD, Places
+from .primitives import rounded
+from .put import VECTOR_BYTES, Shape, load_slots, word_of
+
+_FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
+_NUM_SECTIONS = tl.constexpr(NUM_SECTIONS)
+_MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
+
+
+def pull(
+    places: Places, shape: Shape, section: int, out: torch.Tensor, slots: torch.Tensor, biases: Sequence[torch.Tensor]
+) -> None:
+    """Sum each token's rows.
+
+    `out[t] = sum(biases[t]) + sum(row slots[t, d] of peer d, for d with slots[t, d] >= 0)`
+
+    Args:
+        places: Holds the peers' addresses and the rows that they offer.
+        shape: How to launch.
+        section: Which of the peers' sections.
+        out: [T, H], written.
+        slots: [T, R] int32; -1 where a peer has no row of the token.
+        biases: At most two tensors [T, H] of out's dtype, added first and in order.
+    """
+    num_tokens, hidden = out.shape
+    if out.numel() == 0:
+        return
+    _, is_aligned = word_of(out, *biases)
+    vector = VECTOR_BYTES if is_aligned else out.element_size()
+    first, second = (*biases, out, out)[:2]
+    block = min(shape.words * 4 // out.element_size(), next_power_of_2(hidden))
+    launch(
+        _pull_kernel,
+        min(shape.num_blocks, num_tokens * -(-hidden // block)),
+        (
+            out,
+            first,
+            second,
+            slots,
+            places.table,
+            places.state,
+            num_tokens,
+            hidden * out.element_size() // vector,
+            places.num_ranks,
+            section,
+        ),
+        (out.dtype,),
+        num_warps=max(1, min(shape.num_warps, block // 32)),
+        num_registers=shape.num_registers,
+        NUM_BIASES=len(biases),
+        BLOCK=block,
+        AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(places.num_ranks)),
+        LANES=next_power_of_2(places.num_ranks),
+        VECTOR=vector,
+        WIDE=tl.float64 if out.dtype == torch.float64 else tl.float32,
+    )
+
+
+@jit
+def _pull_kernel(
+    out,
+    bias_0,
+    bias_1,
+    slots,
+    table,
+    state,
+    num_tokens: tl.int32,
+    row_vectors: tl.int32,
+    num_ranks: tl.int32,
+    section: tl.int32,
+    NUM_BIASES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Items are pieces of rows: piece c of token t is item `t * pieces + c`.
+
+    Example: one token, slots `[[2, -1]]`, row 2 of peer 0 is `[1, 2]`, bias `[[10, 10]]`: out is `[[11, 12]]`.
+    """
+    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+        ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+        hidden = row_vectors * (VECTOR // ELEMENT_BYTES)  # so the compiler knows that vectors of elements are whole
+        lanes = tl.arange(0, LANES)
+        is_rank = lanes < num_ranks
+        bases = tl.load(table + section * num_ranks + lanes, mask=is_rank, other=0)
+        rooms = tl.load(table + _NUM_SECTIONS * num_ranks + lanes, mask=is_rank, other=0)
+        num_pieces = tl.cdiv(hidden, BLOCK)
+        num_items = num_tokens * num_pieces
+        slot = load_slots(slots, tl.program_id(0) // num_pieces, num_tokens, num_ranks, lanes)
+        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+            next_slot = load_slots(slots, (item + tl.num_programs(0)) // num_pieces, num_tokens, num_ranks, lanes)
+            columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
+            start = tl.cast(item // num_pieces, tl.int64) * hidden
+            has_row = (slot >= 0) & (slot < rooms)
+            rows = tl.where(has_row, bases + slot.to(tl.int64) * hidden * ELEMENT_BYTES, 0)
+            total = tl.zeros([BLOCK], WIDE)
+            if NUM_BIASES > 0:
+                total = tl.load(tl.multiple_of(bias_0 + start, VECTOR) + columns, mask=columns < hidden, other=0.0).to(
+                    WIDE
+                )
+            if NUM_BIASES > 1:
+                total += tl.load(tl.multiple_of(bias_1 + start, VECTOR) + columns, mask=columns < hidden, other=0.0).to(
+                    WIDE
+                )
+            for first in range(0, num_ranks, AT_ONCE):
+                for turn in tl.static_range(AT_ONCE):
+                    row = tl.sum(tl.where(lanes == first + turn, rows, 0))
+                    pointer = tl.multiple_of(row.to(out.dtype), VECTOR)
+                    mask = columns < tl.where(row != 0, hidden, 0)
+                    value = tl.load(pointer + columns, mask=mask, other=0.0).to(WIDE)
+                    total = tl.where(row != 0, total + value, total)  # adding nothing must not make 0.0 of -0.0
+            tl.store(
+                tl.multiple_of(out + start, VECTOR) + columns,
+                rounded(total, out.dtype.element_ty),
+                mask=columns < hidden,
+            )
+            slot = next_slot
+
+
+def copy_in(places: Places, shape: Shape, target: torch.Tensor, rows: torch.Tensor, prefix: torch.Tensor) -> None:
+    """Copy the rows that came to this rank in a dispatch, of however many there is room for.
+
+    Args:
+        places: For this rank's number, and whether the buffer has failed.
+        shape: How to launch.
+        target: [n, columns] contiguous, written.
+        rows: [n, columns] contiguous, of the same dtype.
+        prefix: [R, R] int32, of the dispatch.
+    """
+    if rows.numel() == 0:
+        return
+    word, is_aligned = word_of(target, rows)
+    vector = VECTOR_BYTES if is_aligned else word.itemsize
+    row_words = rows.size(1) * rows.element_size() // word.itemsize
+    block = shape.words * 4 // word.itemsize
+    launch(
+        _copy_in_kernel,
+        max(1, min(shape.num_blocks, -(-rows.size(0) * row_words // block))),
+        (
+            target.view(-1).view(word),
+            rows.view(-1).view(word),
+            prefix,
+            places.state,
+            rows.size(0),
+            row_words * word.itemsize // vector,
+            places.num_ranks,
+            places.rank,
+        ),
+        (word,),
+        num_warps=shape.num_warps,
+        VECTOR=vector,
+        BLOCK=block,
+    )
+
+
+@jit
+def _copy_in_kernel(
+    target,
+    rows,
+    prefix,
+    state,
+    num_rows: tl.int32,
+    row_vectors: tl.int32,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy piece by piece; the rows are contiguous, so a piece may span several."""
+    WORD_BYTES: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
+    if tl.load(state + _FAILED) == 0:  # whatever was held before is over: this comes before the call's first words
+        num_came = tl.minimum(tl.load(prefix + (num_ranks - 1) * num_ranks + rank), num_rows)
+        num_words = num_came.to(tl.int64) * row_vectors * (VECTOR // WORD_BYTES)
+        piece = tl.program_id(0).to(tl.int64)
+        values = _load_words(rows, piece * BLOCK, num_words, VECTOR, BLOCK)
+        while piece * BLOCK < num_words:
+            following = piece + tl.num_programs(0)
+            next_values = _load_words(rows, following * BLOCK, num_words, VECTOR, BLOCK)  # on its way meanwhile
+            words = piece * BLOCK + tl.arange(0, BLOCK)
+            tl.store(
+                tl.multiple_of(target + piece * BLOCK, VECTOR) + tl.arange(0, BLOCK), values, mask=words < num_words
+            )
+            values = next_values
+            piece = following
+
+
+@triton.jit
+def _load_words(rows, start, num_words, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+    """A piece of the rows; nothing beyond their end."""
+    words = start + tl.arange(0, BLOCK)
+    return tl.load(tl.multiple_of(rows + start, VECTOR) + tl.arange(0, BLOCK), mask=words < num_words, other=0)

@@ -1,0 +1,370 @@
+"""Putting rows into the peers' slots, and taking the records apart where they arrive. On the device.
+
+Shape letters: T tokens, K selections of a token, R ranks, n rows received, W words of a row. The twins are
+`rows.put_rows` with `engine.parcel`'s records.
+
+A *record* goes with each row of a dispatch with routing: W = 1 + 2 K words of 4 bytes, rounded up to 4: the token's
+index at its source, its expert ids as the receiver counts them (-1: another rank's), its weights (0 there).
+
+No kernel here waits or signals; all of them do nothing once the buffer has failed, or while a call is held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ._triton import jit, launch, next_power_of_2, tl, triton
+from .exchange import NUM_SECTIONS, STATE_FAILED, STATE_HELD, Places
+
+_FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
+_NUM_SECTIONS = tl.constexpr(NUM_SECTIONS)
+VECTOR_BYTES = 16  # what a thread moves at once, if rows are aligned to it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel that moves rows is launched.
+
+    Attributes:
+        num_blocks: Blocks of the grid.
+        words: Words of 4 bytes that a block moves at once.
+        num_warps: Warps of a block.
+        num_registers: Most registers of a thread; 0: as the compiler likes. With few blocks, it should take all there
+            are: rows that wait in registers are rows on their way.
+    """
+
+    num_blocks: int
+    words: int
+    num_warps: int
+    num_registers: int = 0
+
+
+def record_words(num_topk: int) -> int:
+    """Words of 4 bytes of a record."""
+    return -(-(1 + 2 * num_topk) // 4) * 4
+
+
+def word_of(*rows: torch.Tensor) -> tuple[torch.dtype, bool]:
+    """The widest word, up to 4 bytes, that all these [n, columns] rows consist of, and whether vectors of words fit."""
+    numbers = [n for one in rows for n in (one.size(1) * one.element_size(), one.data_ptr())]
+    for dtype in (torch.int32, torch.int16, torch.int8):
+        if all(number % dtype.itemsize == 0 for number in numbers):
+            return dtype, all(number % VECTOR_BYTES == 0 for number in numbers)
+    raise AssertionError("every row consists of bytes")
+
+
+def put(
+    places: Places,
+    shape: Shape,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    slots: torch.Tensor,
+    send_head: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    num_local_experts: int,
+) -> None:
+    """Write each token's rows to every peer that takes it: one read, one write for each destination.
+
+    Args:
+        places: Holds the peers' addresses, the rows that they offer, and the first slots.
+        shape: How to launch.
+        x: [T, H] contiguous.
+        scales: [T, S] of elements of 4 bytes (or of any if contiguous), any strides, or None.
+        slots: [T, R] int32, relative to the first slots; -1 where a token is not sent.
+        send_head: [T, R] int32, written with the slots; None: `slots` are those of a handle, and no records travel.
+        topk_idx: [T, K] or None.
+        topk_weights: [T, K] float32 or None.
+        num_local_experts: L.
+    """
+    num_tokens = x.size(0)
+    if num_tokens == 0:
+        return
+    word, is_aligned = word_of(x)
+    num_topk = topk_idx.size(1) if topk_idx is not None else 0
+    scale_word = scales.dtype.itemsize if scales is not None else 4
+    has_scales = scales is not None
+    if scales is None:
+        scale_words, strides = x.view(torch.int8), [0, 0]
+    else:
+        scale_words, strides = scales.view(_integer(scale_word)), list(scales.stride())
+    row_words = x.size(1) * x.element_size() // word.itemsize
+    vector = VECTOR_BYTES if is_aligned else word.itemsize
+    block = min(shape.words * 4 // word.itemsize, next_power_of_2(row_words))
+    launch(
+        _put_kernel,
+        min(shape.num_blocks, num_tokens * -(-row_words // block)),
+        (
+            x.view(-1).view(word),
+            row_words * word.itemsize // vector,
+            scale_words,
+            *strides,
+            scales.size(1) if scales is not None else 0,
+            slots,
+            send_head if send_head is not None else slots,
+            topk_idx if topk_idx is not None else slots,
+            topk_weights if topk_weights is not None else slots,
+            places.table,
+            places.state,
+            num_tokens,
+            num_topk,
+            num_local_experts,
+            places.num_ranks,
+            places.rank,
+            record_words(num_topk),
+        ),
+        (topk_idx.dtype,) if topk_idx is not None else (),
+        num_warps=max(1, min(shape.num_warps, block // 32)),
+        num_registers=shape.num_registers,
+        WORD_BYTES=word.itemsize,
+        VECTOR=vector,
+        SCALE_BYTES=scale_word,
+        BLOCK=block,
+        HAS_SCALES=has_scales,
+        SCALES=next_power_of_2(scales.size(1)) if scales is not None else 1,
+        HAS_RECORDS=send_head is not None,
+        HAS_TOPK=num_topk > 0,
+        TOPK=next_power_of_2(num_topk),
+        LANES=next_power_of_2(places.num_ranks),
+    )
+
+
+def _integer(num_bytes: int) -> torch.dtype:
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[num_bytes]
+
+
+@jit
+def _put_kernel(
+    x,
+    row_vectors: tl.int32,
+    scales,
+    scale_stride_t: tl.int32,
+    scale_stride_s: tl.int32,
+    num_scales: tl.int32,
+    slots,
+    send_head,
+    topk_idx,
+    topk_weights,
+    table,
+    state,
+    num_tokens: tl.int32,
+    num_topk: tl.int32,
+    num_local: tl.int32,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    num_record_words: tl.int32,
+    WORD_BYTES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    SCALES: tl.constexpr,
+    HAS_RECORDS: tl.constexpr,
+    HAS_TOPK: tl.constexpr,
+    TOPK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece carries the small parts.
+
+    Example: slots `[[0, 1]]`, first slots `[5, 7]`: token 0 goes to row 5 of peer 0 and to row 8 of peer 1.
+    """
+    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+        lanes = tl.arange(0, LANES)
+        is_rank = lanes < num_ranks
+        # What every token needs of every peer: in registers, once.
+        bases = tl.load(table + lanes, mask=is_rank, other=0)
+        scale_bases = tl.load(table + num_ranks + lanes, mask=is_rank, other=0)
+        record_bases = tl.load(table + 2 * num_ranks + lanes, mask=is_rank, other=0)
+        rooms = tl.load(table + _NUM_SECTIONS * num_ranks + lanes, mask=is_rank, other=0)
+        starts = tl.load(table + (_NUM_SECTIONS + 1) * num_ranks + lanes, mask=is_rank, other=0)
+        row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
+        num_pieces = tl.cdiv(row_words, BLOCK)
+        num_items = num_tokens * num_pieces
+        # The next item is on its way while this one is written: the peers' memory is far, and so is this rank's.
+        row = _load_piece(x, row_words, tl.program_id(0), num_pieces, num_items, VECTOR, BLOCK)
+        slot = load_slots(slots, tl.program_id(0) // num_pieces, num_tokens, num_ranks, lanes)
+        if HAS_SCALES:
+            first = tl.program_id(0) // num_pieces
+            scale = _load_columns(scales, first, num_tokens, scale_stride_t, scale_stride_s, num_scales, SCALES)
+        if HAS_TOPK:
+            first = tl.program_id(0) // num_pieces
+            ids = _load_columns(topk_idx, first, num_tokens, num_topk, 1, num_topk, TOPK)
+            weights = _load_columns(topk_weights, first, num_tokens, num_topk, 1, num_topk, TOPK)
+        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+            following = item + tl.num_programs(0)
+            next_row = _load_piece(x, row_words, following, num_pieces, num_items, VECTOR, BLOCK)
+            next_slot = load_slots(slots, following // num_pieces, num_tokens, num_ranks, lanes)
+            if HAS_SCALES:
+                later = following // num_pieces
+                next_scale = _load_columns(
+                    scales, later, num_tokens, scale_stride_t, scale_stride_s, num_scales, SCALES
+                )
+            if HAS_TOPK:
+                later = following // num_pieces
+                next_ids = _load_columns(topk_idx, later, num_tokens, num_topk, 1, num_topk, TOPK)
+                next_weights = _load_columns(topk_weights, later, num_tokens, num_topk, 1, num_topk, TOPK)
+            token = item // num_pieces
+            piece = item % num_pieces
+            words = piece * BLOCK + tl.arange(0, BLOCK)
+            places = tl.where(slot >= 0, slot + starts, -1)
+            goes = (places >= 0) & (places < rooms)
+            targets = tl.where(goes, bases + places * row_words * WORD_BYTES, 0)
+            for turn in range(num_ranks):
+                peer = (rank + 1 + turn) % num_ranks  # not all ranks to the same one at once
+                target = tl.sum(tl.where(lanes == peer, targets, 0))
+                if target != 0:
+                    pointer = tl.multiple_of(target.to(x.dtype), VECTOR)
+                    tl.store(pointer + words, row, mask=words < row_words)
+            if HAS_SCALES or HAS_RECORDS:
+                if piece == 0:
+                    if HAS_SCALES:
+                        columns = tl.arange(0, SCALES)
+                        cells = (scale_bases + places * num_scales * SCALE_BYTES).to(scales.dtype)
+                        is_cell = goes[:, None] & (columns < num_scales)[None, :]
+                        tl.store(cells[:, None] + columns[None, :], scale[None, :], mask=is_cell)
+                    if HAS_RECORDS:
+                        tl.store(send_head + token * num_ranks + lanes, places.to(tl.int32), mask=is_rank)
+                        record = (record_bases + places * num_record_words * 4).to(tl.pointer_type(tl.int32))
+                        tl.store(record, token, mask=goes)
+                    if HAS_TOPK:
+                        _put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK)
+            row = next_row
+            slot = next_slot
+            if HAS_SCALES:
+                scale = next_scale
+            if HAS_TOPK:
+                ids = next_ids
+                weights = next_weights
+
+
+@triton.jit
+def _load_piece(x, row_words, item, num_pieces, num_items, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+    """A piece of a row; nothing where there is no such item."""
+    words = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.multiple_of(x + tl.cast(item // num_pieces, tl.int64) * row_words, VECTOR)
+    return tl.load(row + words, mask=words < tl.where(item < num_items, row_words, 0), other=0)
+
+
+@triton.jit
+def load_slots(slots, token, num_tokens, num_ranks, lanes):
+    """A token's slot at every peer, relative to the first one."""
+    width = tl.where(token < num_tokens, num_ranks, 0)
+    return tl.load(slots + tl.cast(token, tl.int64) * num_ranks + lanes, mask=lanes < width, other=-1)
+
+
+@triton.jit
+def _load_columns(matrix, token, num_tokens, stride_t, stride_c, num_columns, COLUMNS: tl.constexpr):
+    """The few columns that a token has of a matrix; nothing where there is no such token."""
+    columns = tl.arange(0, COLUMNS)
+    width = tl.where(token < num_tokens, num_columns, 0)
+    return tl.load(matrix + tl.cast(token, tl.int64) * stride_t + columns * stride_c, mask=columns < width, other=0)
+
+
+@triton.jit
+def _put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK: tl.constexpr):
+    """Write a token's ids and weights into its records at all its peers, each as that peer counts them."""
+    columns = tl.arange(0, TOPK)
+    ids = tl.where((ids >= 0) & (ids < num_local * num_ranks), ids, -1).to(tl.int32)  # before any bits are cut off
+    local = tl.where(ids[None, :] >= 0, ids[None, :] - lanes[:, None] * num_local, -1)
+    is_local = (local >= 0) & (local < num_local)
+    is_cell = goes[:, None] & (columns < num_topk)[None, :]
+    cells = record[:, None] + 1 + columns[None, :]
+    tl.store(cells, tl.where(is_local, local, -1), mask=is_cell)
+    bits = tl.where(is_local, weights[None, :], 0.0).to(tl.int32, bitcast=True)
+    tl.store(cells + num_topk, bits, mask=is_cell)
+
+
+def unpack(
+    places: Places,
+    num_blocks: int,
+    records: torch.Tensor,
+    prefix: torch.Tensor,
+    recv_src_idx: torch.Tensor,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+) -> None:
+    """Take the records of the rows that came apart. Rows beyond them get ids -1.
+
+    Args:
+        places: For this rank's number, and whether the buffer has failed.
+        num_blocks: Most blocks.
+        records: [n, W] int32.
+        prefix: [R, R] int32.
+        recv_src_idx: [n] int32, written.
+        topk_idx: [n, K] int32 or int64, written, or None.
+        topk_weights: [n, K] float32, written, or None.
+    """
+    num_rows = records.size(0)
+    if num_rows == 0:
+        return
+    num_topk = topk_idx.size(1) if topk_idx is not None else 0
+    topk = next_power_of_2(num_topk)
+    tile = max(1, 4096 // topk)
+    launch(
+        _unpack_kernel,
+        min(num_blocks, -(-num_rows // tile)),
+        (
+            records,
+            prefix,
+            recv_src_idx,
+            topk_idx if topk_idx is not None else recv_src_idx,
+            topk_weights if topk_weights is not None else recv_src_idx,
+            places.state,
+            num_rows,
+            num_topk,
+            places.num_ranks,
+            places.rank,
+            records.size(1),
+        ),
+        (topk_idx.dtype,) if topk_idx is not None else (),
+        num_warps=8,
+        HAS_TOPK=num_topk > 0,
+        TOPK=topk,
+        TILE=tile,
+    )
+
+
+@jit
+def _unpack_kernel(
+    records,
+    prefix,
+    recv_src_idx,
+    topk_idx,
+    topk_weights,
+    state,
+    num_rows: tl.int32,
+    num_topk: tl.int32,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    num_record_words: tl.int32,
+    HAS_TOPK: tl.constexpr,
+    TOPK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Tile by tile of rows.
+
+    Example: record `[4, 1, -1, bits(0.5), bits(0)]` with K = 2: source index 4, ids `[1, -1]`, weights `[0.5, 0]`.
+    """
+    # Where the call has failed nothing came: ids of -1 send nobody to memory that was never written.
+    num_came = tl.load(prefix + (num_ranks - 1) * num_ranks + rank)
+    num_came = tl.where(tl.load(state + _FAILED) == 0, num_came, 0)
+    if num_rows > 0:
+        columns = tl.arange(0, TOPK)
+        for start in range(tl.program_id(0) * TILE, num_rows, tl.num_programs(0) * TILE):
+            rows = start + tl.arange(0, TILE)
+            places = rows.to(tl.int64) * num_record_words
+            tl.store(recv_src_idx + rows, tl.load(records + places, mask=rows < num_came), mask=rows < num_came)
+            if HAS_TOPK:
+                cells = places[:, None] + 1 + columns[None, :]
+                is_topk = (columns < num_topk)[None, :]
+                came = (rows < num_came)[:, None] & is_topk
+                targets = rows.to(tl.int64)[:, None] * num_topk + columns[None, :]
+                tl.store(
+                    topk_idx + targets,
+                    tl.load(records + cells, mask=came, other=-1),
+                    mask=(rows < num_rows)[:, None] & is_topk,
+                )
+                weights = tl.load(records + cells + num_topk, mask=came, other=0).to(tl.float32, bitcast=True)
+                tl.store(topk_weights + targets, weights, mask=came)
