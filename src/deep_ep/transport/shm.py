@@ -76,12 +76,12 @@ def make_window(control: Control, sizes: WindowSizes) -> Window:
         address = Address(os.getpid(), memory.fd, memory.identity())
     except (OSError, EPTransportError) as error:
         problem, address = str(error), None
-    addresses = _all_well(control, address, problem, "making shared memory")
+    addresses = all_well(control, address, problem, "making shared memory")
     assert memory is not None
     peers: list[Peer] = []
     problem = None
     try:
-        for rank, peer_memory in enumerate(_open_all(control, addresses, memory)):
+        for rank, peer_memory in enumerate(open_all(control, addresses, memory)):
             board = Board(peer_memory.map(Span(0, board_span.stop)), control.num_ranks)
             own = rank == control.rank
             peers.append(
@@ -89,11 +89,11 @@ def make_window(control: Control, sizes: WindowSizes) -> Window:
             )
     except (OSError, EPTransportError) as error:
         problem = str(error)
-    _all_well(control, None, problem, "mapping shared memory")
+    all_well(control, None, problem, "mapping shared memory")
     return Window(control.rank, peers, memory, sizes, control.limit_secs)
 
 
-def _open_all(control: Control, addresses: list[Address], memory: SharedMemory) -> list[SharedMemory]:
+def open_all(control: Control, addresses: list[Address], memory: SharedMemory) -> list[SharedMemory]:
     """Every rank's memory: through `/proc`, or, if that fails anywhere, over sockets on all ranks."""
     opened: list[SharedMemory] = []
     refused = None
@@ -109,7 +109,7 @@ def _open_all(control: Control, addresses: list[Address], memory: SharedMemory) 
     return [memory if rank == control.rank else SharedMemory(fd) for rank, fd in enumerate(fds)]
 
 
-def _all_well(control: Control, value: object, problem: str | None, purpose: str) -> list:
+def all_well(control: Control, value: object, problem: str | None, purpose: str) -> list:
     """Gather `value`, or everybody's problems: all ranks go on, or all raise."""
     answers = control.gather((value, problem), purpose)
     problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem]
