@@ -67,7 +67,7 @@ def parse_handle(handle: Any, num_ranks: int, device: torch.device, where: str) 
     }
     for name, (shape, dtype) in shapes.items():
         tensor = getattr(parsed, name)
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
             raise ValueError(
                 f"{where}: the `handle`'s `{name}` must be {dtype} {list(shape)} on {device}, "
                 f"it is {tensor.dtype} {list(tensor.shape)} on {tensor.device}. "
@@ -82,7 +82,7 @@ def check_rows(handle: Handle, rank: int, where: str) -> None:
     Raises:
         ValueError: It has not.
     """
-    num_rows = int(handle.rank_prefix_matrix[-1, rank])
+    num_rows = handle.rank_prefix_matrix.tolist()[-1][rank]
     if num_rows > handle.num_rows:
         raise ValueError(
             f"{where}: the `handle` counts {num_rows} received rows, but its `recv_src_idx` has {handle.num_rows}. "

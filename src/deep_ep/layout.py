@@ -87,6 +87,7 @@ def token_slots(is_token_in_rank: torch.Tensor, prefix: torch.Tensor, rank: int)
     Example:
         With mask `[[1, 1], [0, 1]]` on rank 1 and prefix `[[5, 7], [6, 9]]` the slots are `[[5, 7], [-1, 8]]`.
     """
-    start = prefix[rank - 1] if rank else torch.zeros_like(prefix[0])
-    position = is_token_in_rank.cumsum(0, dtype=torch.int32) - 1
-    return torch.where(is_token_in_rank, position + start, -1).int()
+    slots = is_token_in_rank.cumsum(0, dtype=torch.int32).sub_(1)
+    if rank:
+        slots += prefix[rank - 1]
+    return slots.masked_fill_(~is_token_in_rank, -1)

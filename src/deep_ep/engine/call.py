@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,16 +24,17 @@ ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4
 
 _STEP_NAMES = {ANNOUNCED: "announced", OFFERED: "offered", READY: "ready", TAKEN: "taken"}
 
-OPERATIONS = ("dispatch", "worst-case dispatch", "cached dispatch", "combine")
+OPERATIONS = ("dispatch", "worst-case dispatch", "cached dispatch", "combine", "barrier")
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_WORDS: dict[Any, int] = {None: 0, **{name: word for word, name in enumerate(OPERATIONS)}}
+_WORDS.update({dtype: word for word, dtype in enumerate(_DTYPES, 1)})  # numbers stand for themselves
 _NO_BASE = [0, 0, 0]
 
 _LEAST_RECYCLED_BYTES = 1 << 20  # below, torch's own allocation is as good
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """What all ranks must say alike in a call. 0 or None: the call has no such thing.
 
     Attributes:
@@ -61,12 +61,12 @@ class Agreement:
 
     def words(self) -> list[int]:
         """As words of a header."""
-        return [OPERATIONS.index(self.operation), *(_word(getattr(self, name)) for name in _NAMES[1:])]
+        return [value if isinstance(value, int) else _WORDS[value] for value in self]
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Agreement:
         """The reverse of `words`."""
-        values: dict[str, Any] = dict(zip(_NAMES, words, strict=False))
+        values: dict[str, Any] = dict(zip(cls._fields, words, strict=False))
         for name, word in values.items():
             if name.endswith("dtype"):
                 values[name] = _DTYPES[word - 1] if word else None
@@ -74,26 +74,16 @@ class Agreement:
 
     def differences(self, other: Agreement) -> str:
         """What the other says differently."""
-        pairs = [(name, getattr(self, name), getattr(other, name)) for name in _NAMES]
+        pairs = zip(self._fields, self, other, strict=True)
         return ", ".join(f"{name} {theirs} not {mine}" for name, mine, theirs in pairs if mine != theirs)
-
-
-_NAMES = tuple(field.name for field in fields(Agreement))
-
-
-def _word(value: int | torch.dtype | None) -> int:
-    if value is None:
-        return 0
-    return value if isinstance(value, int) else 1 + _DTYPES.index(value)
 
 
 def checksum(rank_prefix_matrix: torch.Tensor) -> int:
     """A number that tells handles of different dispatches apart."""
-    return 1 + zlib.crc32(repr(rank_prefix_matrix.flatten().tolist()).encode())
+    return 1 + zlib.crc32(array("q", rank_prefix_matrix.flatten().tolist()))
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What a rank says when it enters a call.
 
     Attributes:
@@ -111,8 +101,7 @@ class Header:
         return [*self.agreement.words(), self.num_tokens, self.num_worst_tokens]
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """Where a rank takes, or gives, the rows of a call.
 
     Attributes:
@@ -136,10 +125,8 @@ class Offer:
     def from_words(cls, words: Sequence[int]) -> Offer:
         """The reverse of `words`."""
         num_rows, is_staged, num_bases = words[:3]
-        parts = [list(words[3 + 3 * i : 6 + 3 * i]) for i in range(num_bases)]
-        return cls(
-            num_rows, bool(is_staged), tuple(None if part == _NO_BASE else Base.from_words(part) for part in parts)
-        )
+        parts = [words[3 + 3 * i : 6 + 3 * i] for i in range(num_bases)]
+        return cls(num_rows, bool(is_staged), tuple(Base.from_words(part) if any(part) else None for part in parts))
 
     def lane_rows(self, num_ranks: int) -> int:
         """Rows of staging that each source has."""
@@ -160,12 +147,16 @@ class Call:
         self.epoch = epoch
         self.header = header
         self.operation = header.agreement.operation
+        self._words = header.words()
 
-    def post_header(self, counts: torch.Tensor | None = None) -> None:
-        """Write the header, with [R + E] int32 counts where there are some. Not yet visible."""
-        self.window.board.post(HEADER, self.epoch, self.header.words())
-        if counts is not None:
-            self.window.board.post_values(self.epoch, counts)
+    def __str__(self) -> str:
+        return f"{self.operation} (call {self.epoch})"
+
+    def post_header(self, *counts: torch.Tensor) -> None:
+        """Write the header, with [R] and [E] int32 counts where there are some. Not yet visible."""
+        self.window.board.post(HEADER, self.epoch, self._words)
+        if counts:
+            self.window.board.post_values(self.epoch, *counts)
 
     def post_offer(self, offer: Offer) -> None:
         """Write the offer. Not yet visible."""
@@ -173,10 +164,14 @@ class Call:
 
     def signal(self, step: int) -> None:
         """Tell all peers that this rank has done `step`. There is a fault point on either side."""
-        name = _STEP_NAMES[step if step < READY else READY + (step - READY) % 2]
-        self.window.reach(f"{self.operation}: before {name}")
+        self._reach_fault("before", step)
         self.window.signal(self.epoch, step)
-        self.window.reach(f"{self.operation}: after {name}")
+        self._reach_fault("after", step)
+
+    def _reach_fault(self, side: str, step: int) -> None:
+        if self.window.fault is not None:
+            name = _STEP_NAMES[step if step < READY else READY + (step - READY) % 2]
+            self.window.fault(f"{self.operation}: {side} {name}")
 
     def wait(self, step: int) -> None:
         """Wait until all peers have done `step`."""
@@ -190,14 +185,14 @@ class Call:
         """
         posts = [peer.board.read(HEADER, self.epoch) for peer in self.window.peers]
         mine = self.header.agreement
-        expected = mine.words()
+        expected = self._words[: len(mine)]
         clashes = []
         for rank, words in enumerate(posts):
             if words[: len(expected)] != expected:
                 clashes.append(f"rank {rank} has {mine.differences(Agreement.from_words(words))}")
         if clashes:
             raise EPError(
-                f"{self.operation} (call {self.epoch}): all ranks must make the same call, but {'; '.join(clashes)} "
+                f"{self}: all ranks must make the same call, but {'; '.join(clashes)} "
                 f"(rank {self.window.rank}/{len(posts)}). Make the calls in the same order on all ranks"
             )
         return [Header(mine, *words[len(expected) : len(expected) + 2]) for words in posts]
@@ -206,33 +201,16 @@ class Call:
         """All ranks' offers."""
         return [Offer.from_words(peer.board.read(OFFER, self.epoch)) for peer in self.window.peers]
 
-    def peer_rows(self, offers: list[Offer], section: int, row_bytes: int) -> list[torch.Tensor]:
-        """Every rank's rows of one section: R tensors [rows offered, row_bytes] uint8."""
+    def peer_rows(self, offers: list[Offer], section: int, num_columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Every rank's rows of one section: R tensors [rows offered, num_columns]."""
         rows = []
-        for rank, offer in enumerate(offers):
+        for peer, offer in zip(self.window.peers, offers, strict=True):
             base = offer.bases[section]
             if base is None:
-                rows.append(ordinary_tensor((0, row_bytes), torch.uint8))
+                rows.append(ordinary_tensor((0, num_columns), dtype))
             else:
-                rows.append(self.window.peers[rank].rows(base, offer.num_rows, row_bytes))
+                rows.append(peer.rows(base, offer.num_rows, num_columns, dtype))
         return rows
-
-    @contextmanager
-    def contagious(self) -> Iterator[None]:
-        """Whatever goes wrong from here on goes wrong for all ranks: tell them, and close."""
-        try:
-            yield
-        except EPOverflow:
-            raise  # all ranks refuse the call alike
-        except EPPeerFailed as error:
-            self.window.fail(error.cause)
-            raise
-        except EPError as error:
-            self.window.fail(str(error))
-            raise
-        except BaseException as error:
-            self.window.fail(f"{self.operation} (call {self.epoch}): {type(error).__name__}: {error}")
-            raise
 
 
 class Chain:
@@ -268,6 +246,23 @@ class Chain:
         """Refuse to go on after a failure."""
         if self.window.failure is not None:
             raise EPClosed(f"Buffer: closed by an earlier failure ({self.window.failure}). Make a new buffer")
+
+    def fail(self, error: BaseException, call: Call | None) -> None:
+        """Whatever goes wrong in a call goes wrong for all ranks: tell them, and close.
+
+        Args:
+            error: What went wrong.
+            call: The call; None: it was not yet announced.
+        """
+        if isinstance(error, EPOverflow):
+            return  # all ranks refuse the call alike
+        if isinstance(error, EPPeerFailed):
+            self.window.fail(error.cause)
+        elif isinstance(error, EPError) and call is not None:
+            self.window.fail(str(error))
+        else:
+            where = f"{call}: " if call is not None else ""
+            self.window.fail(f"{where}{type(error).__name__}: {error}")
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in private memory: recycled if it is large."""

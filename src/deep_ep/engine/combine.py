@@ -14,7 +14,7 @@ import torch
 
 from ..handle import Handle
 from ..kernels.reduce import reduce_rows
-from ..kernels.rows import as_bytes, rows_as
+from ..kernels.rows import as_bytes, row_bytes
 from .call import OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
 from .staging import Staging, token_blocks
 
@@ -41,6 +41,9 @@ class Combine:
         handle: The handle of the dispatch that they came from.
         topk_weights: [n, K] float32 to give back with them, contiguous, or None.
         biases: [T, H] tensors of x's dtype, added first.
+
+    Attributes:
+        call: The call, once it is announced.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Combine:
         self._topk_weights = self._window.out_of_scratch(topk_weights) if topk_weights is not None else None
         self._biases = biases
         self._combined: Combined | None = None
+        self.call: Call | None = None
 
     def make_room(self) -> Combined:
         """Allocate what the call returns."""
@@ -70,15 +74,14 @@ class Combine:
 
     def sum_rows(self) -> None:
         """Offer this rank's rows, sum its tokens out of the peers', wait until everybody has done so."""
-        call = self._chain.begin(Header(self._agreement(), self._handle.num_tokens))
-        with call.contagious():
-            call.post_header()
-            supply = self._supply()
-            call.post_offer(supply.offer)
-            # Rows that lie ready need no second signal; staged ones come when all offers, and so the rounds, are known.
-            call.signal(READY if supply.staging is None else OFFERED)
-            call.wait(OFFERED)
-            num_rounds = self._sum_in_rounds(call, call.headers(), call.offers(), supply.staging)
+        call = self.call = self._chain.begin(Header(self._agreement(), self._handle.num_tokens))
+        call.post_header()
+        supply = self._supply()
+        call.post_offer(supply.offer)
+        # Rows that lie ready need no second signal; staged ones come when all offers, and so the rounds, are known.
+        call.signal(READY if supply.staging is None else OFFERED)
+        call.wait(OFFERED)
+        num_rounds = self._sum_in_rounds(call, call.headers(), call.offers(), supply.staging)
         self._count(supply.path, num_rounds)
 
     def _agreement(self) -> Agreement:
@@ -96,7 +99,6 @@ class Combine:
 
     def _supply(self) -> Supply:
         """Find the rows in the arena, or bring them there: all at once, or through staging."""
-        num_rows = int(self._handle.rank_prefix_matrix[-1, self._window.rank])
         arena = self._window.arena
         regions: list[torch.Tensor] = []
         for section in self._sections():
@@ -108,7 +110,8 @@ class Combine:
                 self._chain.warn_staged("combine")
                 staging = Staging(self._window, [row_bytes(part) for part in self._sections()])
                 return Supply("staged", staging.offer, (), staging)
-            region[:num_rows] = section[:num_rows]
+            num_rows = self._handle.rank_prefix_matrix.tolist()[-1][self._window.rank]
+            region[:num_rows].copy_(section[:num_rows])
             regions.append(region)
         path = "pulled" if regions[0] is self._x else "copied_in"
         bases = tuple(arena.base_of(region) if region.numel() else None for region in regions)
@@ -119,14 +122,17 @@ class Combine:
         most_tokens = max(header.num_tokens for header in headers)
         lanes = [offer.lane_rows(len(offers)) for offer in offers if offer.is_staged]
         range_tokens = min(lanes, default=max(1, most_tokens))
-        tables = [call.peer_rows(offers, index, row_bytes(part)) for index, part in enumerate(self._sections())]
+        parts = enumerate(self._sections())
+        tables = [call.peer_rows(offers, index, part.size(1), part.dtype) for index, part in parts]
         num_rounds = max(1, -(-most_tokens // range_tokens))
         for index in range(num_rounds):
             start = index * range_tokens
             if staging is not None:
                 self._copy_in(staging, start, range_tokens)
-            call.signal(READY + 2 * index)
-            call.wait(READY + 2 * index)
+            if staging is not None or index:
+                call.signal(READY + 2 * index)
+            if lanes:  # else all were ready as soon as they had offered
+                call.wait(READY + 2 * index)
             self._sum_range(offers, tables, start, range_tokens)
             call.signal(TAKEN + 2 * index)
             call.wait(TAKEN + 2 * index)
@@ -154,8 +160,7 @@ class Combine:
         biases = [[bias[start:stop] for bias in self._biases], []]
         for out, table, bias in zip(outs, tables, biases, strict=False):
             assert out is not None
-            peers = [rows_as(rows, out.dtype) for rows in table]
-            reduce_rows(out[start:stop], peers, slots[start:stop], shifts, bias)
+            reduce_rows(out[start:stop], table, slots[start:stop], shifts, bias)
 
     def _shifts(self, offers: list[Offer], start: int, range_tokens: int) -> list[int]:
         """How far the rows of a range lie from their slots: in a staged rank, they begin at this rank's lane."""
@@ -192,8 +197,3 @@ class Supply:
     offer: Offer
     regions: tuple[torch.Tensor, ...]
     staging: Staging | None
-
-
-def row_bytes(rows: torch.Tensor) -> int:
-    """Bytes of a row of [n, columns]."""
-    return rows.size(1) * rows.element_size()

@@ -11,10 +11,10 @@ import torch
 from .. import layout
 from ..errors import EPOverflow
 from ..handle import Handle
-from ..kernels.rows import Section, put_rows
+from ..kernels.rows import Section, as_bytes, put_rows, row_bytes, rows_as, widest_dtype
 from ..transport import ordinary_tensor
 from .call import ANNOUNCED, OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
-from .parcel import Payload, Received, Routing, outgoing_sections, section_columns, unpack_records
+from .parcel import Payload, Received, Routing, outgoing_parts, section_columns, unpack_records
 from .staging import Blocks, Staging, dispatch_lane, num_dispatch_rounds, token_blocks
 
 
@@ -32,6 +32,9 @@ class Dispatch:
         handle: The handle of an earlier dispatch.
         num_worst_tokens: Rows to make room for; 0: as many as come.
         num_channels: Columns of the handle's unused items.
+
+    Attributes:
+        call: The call, once it is announced.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class Dispatch:
         self._handle = handle
         self._num_worst_tokens = num_worst_tokens
         self._num_channels = num_channels
-        self._call: Call | None = None
+        self._has_checked_counts = False
+        self._prefix: torch.Tensor | None = None
         self._received: Received | None = None
+        self.call: Call | None = None
 
     # By the caller ---------------------------------------------------------------------------------------------------
 
@@ -96,11 +101,6 @@ class Dispatch:
             send_head=mask.new_empty(num_tokens, num_ranks, dtype=torch.int32),
         )
 
-    def abandon(self, error: BaseException) -> None:
-        """Tell the peers that this rank will not finish a call that it has announced."""
-        if self._call is not None and not isinstance(error, EPOverflow):
-            self._window.fail(f"{self._call.operation} (call {self._call.epoch}): {type(error).__name__}: {error}")
-
     # On the comm stream ----------------------------------------------------------------------------------------------
 
     def exchange_counts(self) -> tuple[int, list[int]]:
@@ -110,33 +110,26 @@ class Dispatch:
             The number of rows, and the selections of each local expert.
         """
         call = self._announce("dispatch")
-        with call.contagious():
-            call.signal(ANNOUNCED)
-            call.wait(ANNOUNCED)
-            call.headers()
-            self._prefix = self._read_counts(call)
-            return int(self._prefix[-1, self._window.rank]), self._local_expert_counts(call)
+        call.signal(ANNOUNCED)
+        call.wait(ANNOUNCED)
+        call.headers()
+        self._prefix = self._read_counts(call)
+        return self._prefix.tolist()[-1][self._window.rank], self._local_expert_counts(call)
 
     def move_rows(self) -> None:
         """Offer the room, put this rank's rows into the peers', wait for theirs."""
         assert self._received is not None
-        call = self._call or self._announce("cached dispatch" if self._handle else "worst-case dispatch")
-        with call.contagious():
-            staging = self._offer(call)
-            call.wait(OFFERED)
-            headers, offers = call.headers(), call.offers()
-            if self._routing is None:
-                prefix, slots = self._received.handle.rank_prefix_matrix, self._received.handle.send_head
-            else:
-                prefix = self._prefix if call.operation == "dispatch" else self._read_counts(call)
-                self._check_room(headers, prefix)
-                slots = layout.token_slots(self._routing.is_token_in_rank, prefix, self._window.rank)
-                self._received.handle.rank_prefix_matrix.copy_(prefix)
-                self._received.handle.send_head.copy_(slots)
-            blocks = token_blocks(prefix)
-            num_rounds = num_dispatch_rounds(offers, blocks)
-            self._put_in_rounds(call, offers, slots, blocks, staging, num_rounds)
-            self._unpack(num_rows=blocks[-1][self._window.rank][1])
+        call = self.call or self._announce("cached dispatch" if self._handle else "worst-case dispatch")
+        staging = self._offer(call)
+        outgoing = outgoing_parts(self._payload, self._routing)  # while the peers make their offers
+        call.wait(OFFERED)
+        prefix = self._agreed_prefix(call)
+        slots = self._slots(prefix)
+        offers, blocks = call.offers(), token_blocks(prefix)
+        num_rounds = num_dispatch_rounds(offers, blocks)
+        sections = [self._section(call, offers, index, part) for index, part in enumerate(outgoing)]
+        self._put_in_rounds(call, offers, sections, slots, blocks, staging, num_rounds)
+        self._unpack(num_rows=blocks[-1][self._window.rank][1])
         self._count(num_rounds, blocks)
 
     def _announce(self, operation: str) -> Call:
@@ -153,24 +146,46 @@ class Dispatch:
             idx_dtype=routing.idx_dtype if routing is not None else None,
             handle=checksum(self._handle.rank_prefix_matrix) if self._handle is not None else 0,
         )
-        call = self._call = self._chain.begin(Header(agreement, x.size(0), self._num_worst_tokens))
-        with call.contagious():
-            counts = None
-            if routing is not None:
-                counts = torch.cat([routing.num_tokens_per_rank, routing.num_tokens_per_expert])
-            call.post_header(counts)
+        call = self.call = self._chain.begin(Header(agreement, x.size(0), self._num_worst_tokens))
+        if routing is None:
+            call.post_header()
+        else:
+            call.post_header(routing.num_tokens_per_rank, routing.num_tokens_per_expert)
         return call
 
     def check_counts(self) -> None:
         """The caller's counts must be those of its mask, else peers would wait for rows that never come."""
-        if self._routing is None:
+        if self._routing is None or self._has_checked_counts:
             return
-        seen = self._routing.is_token_in_rank.sum(0, dtype=torch.int32)
-        if not torch.equal(seen, self._routing.num_tokens_per_rank):
+        seen = self._routing.is_token_in_rank.sum(0).tolist()
+        told = self._routing.num_tokens_per_rank.tolist()
+        if seen != told:
             raise ValueError(
                 "dispatch: `num_tokens_per_rank` must be the column sums of `is_token_in_rank`, "
-                f"got {self._routing.num_tokens_per_rank.tolist()}, the sums are {seen.tolist()}"
+                f"got {told}, the sums are {seen}"
             )
+        self._has_checked_counts = True
+
+    def _agreed_prefix(self, call: Call) -> torch.Tensor:
+        """The call's `rank_prefix_matrix`, when all headers agree: before, nothing else in them is believed."""
+        if self._prefix is not None:
+            return self._prefix  # a full dispatch compared them when it learned the counts
+        headers = call.headers()
+        if self._handle is not None:
+            return self._handle.rank_prefix_matrix
+        prefix = self._read_counts(call)
+        self._check_room(headers, prefix)
+        return prefix
+
+    def _slots(self, prefix: torch.Tensor) -> torch.Tensor:
+        """The row of every token at every destination, which a new handle gets too."""
+        assert self._received is not None
+        handle = self._received.handle
+        if self._routing is not None:
+            slots = layout.token_slots(self._routing.is_token_in_rank, prefix, self._window.rank)
+            handle.rank_prefix_matrix.copy_(prefix)
+            handle.send_head.copy_(slots)
+        return handle.send_head
 
     def _read_counts(self, call: Call) -> torch.Tensor:
         num_ranks = len(self._window.peers)
@@ -186,7 +201,7 @@ class Dispatch:
         return torch.stack(counts).sum(0).tolist()
 
     def _check_room(self, headers: list[Header], prefix: torch.Tensor) -> None:
-        for rank, (header, num_rows) in enumerate(zip(headers, prefix[-1].tolist(), strict=True)):
+        for rank, (header, num_rows) in enumerate(zip(headers, prefix.tolist()[-1], strict=True)):
             if 0 < header.num_worst_tokens < num_rows:
                 raise EPOverflow(
                     f"dispatch: rank {rank} receives {num_rows} rows, more than its "
@@ -196,12 +211,12 @@ class Dispatch:
 
     def _offer(self, call: Call) -> Staging | None:
         assert self._received is not None
-        sections = self._received.sections()
-        staging = Staging(self._window, [part.size(1) for part in sections]) if self._received.is_staged else None
-        if staging is not None:
+        parts, staging = self._received.parts(), None
+        if self._received.is_staged:
+            staging = Staging(self._window, [row_bytes(part) for part in parts])
             call.post_offer(staging.offer)
         else:
-            bases = tuple(self._window.arena.base_of(part) if part.numel() else None for part in sections)
+            bases = tuple(self._window.arena.base_of(part) if part.numel() else None for part in parts)
             call.post_offer(Offer(self._received.x.size(0), False, bases))
         call.signal(OFFERED)
         return staging
@@ -210,14 +225,13 @@ class Dispatch:
         self,
         call: Call,
         offers: list[Offer],
+        sections: list[Section],
         slots: torch.Tensor,
         blocks: Blocks,
         staging: Staging | None,
         num_rounds: int,
     ) -> None:
         """Every round: put, tell, wait, copy out of staging. One round where nobody is staged."""
-        outgoing = outgoing_sections(self._payload, self._routing)
-        sections = [Section(rows, call.peer_rows(offers, index, rows.size(1))) for index, rows in enumerate(outgoing)]
         rank, num_ranks = self._window.rank, len(offers)
         for index in range(num_rounds):
             lanes = [
@@ -232,13 +246,21 @@ class Dispatch:
                 call.signal(TAKEN + 2 * index)
                 call.wait(TAKEN + 2 * index)
 
+    def _section(self, call: Call, offers: list[Offer], index: int, part: torch.Tensor) -> Section:
+        """One kind of rows, and where the peers take them, in the widest elements that fit."""
+        width = row_bytes(part)
+        bases = [offer.bases[index] for offer in offers]
+        place = int(part.storage_offset()) * part.element_size()
+        dtype = widest_dtype(width, place, part.data_ptr(), *(base.offset for base in bases if base is not None))
+        return Section(rows_as(part, dtype), call.peer_rows(offers, index, width // dtype.itemsize, dtype))
+
     def _copy_out(self, staging: Staging, blocks: list[tuple[int, int]], index: int) -> None:
         assert self._received is not None
         lane = staging.offer.lane_rows(len(blocks))
         for source, (start, stop) in enumerate(blocks):
             first, last = min(start + index * lane, stop), min(start + (index + 1) * lane, stop)
-            for part, staged in zip(self._received.sections(), staging.sections, strict=True):
-                part[first:last] = staged[source * lane : source * lane + last - first]
+            for part, staged in zip(self._received.parts(), staging.sections, strict=True):
+                as_bytes(part)[first:last] = staged[source * lane : source * lane + last - first]
 
     def _unpack(self, num_rows: int) -> None:
         assert self._received is not None

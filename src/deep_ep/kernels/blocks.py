@@ -20,7 +20,7 @@ def peer_tokens(is_wanted: torch.Tensor) -> list[torch.Tensor]:
         `[[1, 0, 1], [0, 0, 0]]` gives `[[0, 2], []]`.
     """
     counts = is_wanted.sum(1).tolist()
-    return list(is_wanted.nonzero()[:, 1].split(counts))
+    return list(torch.split_with_sizes(is_wanted.nonzero()[:, 1], counts))
 
 
 def tile_bounds(token_idx: Sequence[torch.Tensor], num_tokens: int, tile: int) -> list[list[int]]:

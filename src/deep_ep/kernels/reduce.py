@@ -53,13 +53,15 @@ def _reduce_rows_torch(
     if out.numel() == 0:
         return
     accumulate = torch.float64 if out.dtype == torch.float64 else torch.float32
-    tile = min(num_tokens, max(1, _TILE_BYTES // (hidden * accumulate.itemsize)))
+    tile = max(1, _TILE_BYTES // (hidden * accumulate.itemsize))
     token_idx, blocks = _blocks(peers, slots, shifts)
-    sum_tiles = _sum_tiles if tile < num_tokens else _sum_tiles.plain
-    sum_tiles(
+    if num_tokens <= tile:
+        _sum_at_once(out, blocks, token_idx, biases, accumulate)
+        return
+    _sum_tiles(
         out,
         blocks,
-        [tokens % tile for tokens in token_idx] if tile < num_tokens else token_idx,
+        [tokens % tile for tokens in token_idx],
         tile_bounds(token_idx, num_tokens, tile),
         list(biases),
         out.new_empty(tile, hidden, dtype=accumulate),
@@ -72,18 +74,33 @@ def _blocks(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """For each peer, the tokens that have a row there, and these rows, which lie side by side."""
     columns = slots.t()
-    is_wanted = columns >= 0
-    token_idx, blocks = peer_tokens(is_wanted), []
-    firsts = torch.where(is_wanted, columns, torch.iinfo(torch.int32).max).amin(1).tolist()
-    for rows, tokens, slot, shift in zip(peers, token_idx, firsts, shifts, strict=True):
-        first = slot + shift if tokens.numel() else 0
-        blocks.append(rows[first : first + tokens.numel()])
-        if first < 0 or blocks[-1].size(0) != tokens.numel():
+    token_idx, blocks = peer_tokens(columns >= 0), []
+    last_slots = columns.amax(1).tolist()
+    for rows, tokens, last, shift in zip(peers, token_idx, last_slots, shifts, strict=True):
+        count = tokens.numel()
+        first = last + 1 - count + shift if count else 0
+        blocks.append(rows[first : first + count])
+        if first < 0 or blocks[-1].size(0) != count:
             raise EPError(
-                f"combine: rows {first} to {first + tokens.numel()} "
-                f"are not among the {rows.size(0)} that a peer offered"
+                f"combine: rows {first} to {first + count} are not among the {rows.size(0)} that a peer offered"
             )
     return token_idx, blocks
+
+
+def _sum_at_once(
+    out: torch.Tensor,
+    blocks: Sequence[torch.Tensor],
+    token_idx: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    accumulate: torch.dtype,
+) -> None:
+    """What `_sum_tiles` does, where all tokens are one tile: fewer operators."""
+    total = biases[0].to(accumulate, copy=True) if biases else torch.zeros_like(out, dtype=accumulate)
+    for bias in biases[1:]:
+        total.add_(bias.to(accumulate))
+    for rows, tokens in zip(blocks, token_idx, strict=True):
+        total.index_add_(0, tokens, rows.to(accumulate))
+    out.copy_(total)
 
 
 @Scripted

@@ -1,13 +1,13 @@
 """Putting rows into the peers' slots.
 
-Shape letters: T tokens, R ranks, W bytes of a row. A *section* is one matrix of bytes with a row per token (payload,
-scales, records); all sections of a call follow the same slots. Nothing is signalled here: a put is complete when the
-launcher returns (on a
-stream: in stream order), and the signal is the caller's.
+Shape letters: T tokens, R ranks. A *section* is one matrix with a row per token (payload, scales, records), in
+elements of any type; all sections of a call follow the same slots. Nothing is signalled here: a put is complete when
+the launcher returns (on a stream: in stream order), and the signal is the caller's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,8 +24,8 @@ class Section(NamedTuple):
     """One kind of rows of a call.
 
     Attributes:
-        rows: [T, W] uint8, this rank's rows.
-        peers: R tensors [capacity, W] uint8, where each peer takes rows of this kind.
+        rows: [T, columns], this rank's rows. `widest_dtype` says in which elements they are copied fastest.
+        peers: R tensors [capacity, columns] of the same dtype, where each peer takes rows of this kind.
     """
 
     rows: torch.Tensor
@@ -68,33 +68,45 @@ def put_rows(sections: Sequence[Section], slots: torch.Tensor, lanes: Sequence[L
 
 
 def _put_rows_torch(sections: Sequence[Section], slots: torch.Tensor, lanes: Sequence[Lane], first_peer: int) -> None:
-    columns, limits = slots.t(), slots.new_tensor(lanes)
-    token_idx = peer_tokens((columns >= limits[:, :1]) & (columns < limits[:, 1:2]))
-    for peer, (lane, tokens) in enumerate(zip(lanes, token_idx, strict=True)):
-        if tokens.numel() != lane.end - lane.begin:
-            raise EPError(
-                f"dispatch: {lane.end - lane.begin} rows are due for rank {peer}, the slots name {tokens.numel()}. "
-                "Pass the handle as dispatch returned it"
-            )
+    token_idx = _lane_tokens(slots, lanes)
     order = [(first_peer + step) % len(lanes) for step in range(len(lanes))]
-    order = [peer for peer in order if token_idx[peer].numel()]
+    order = [peer for peer in order if lanes[peer].end > lanes[peer].begin]
     for section in sections:
         _put_section(section, order, lanes, token_idx)
 
 
+def _lane_tokens(slots: torch.Tensor, lanes: Sequence[Lane]) -> list[torch.Tensor]:
+    """The tokens of each lane, ascending."""
+    columns, due = slots.t(), [lane.end - lane.begin for lane in lanes]
+    token_idx = peer_tokens(columns >= 0)
+    if [tokens.numel() for tokens in token_idx] == due:
+        return token_idx  # as a rule lanes are whole: nobody is staged
+    limits = slots.new_tensor(lanes)
+    token_idx = peer_tokens((columns >= limits[:, :1]) & (columns < limits[:, 1:2]))
+    for peer, (num_rows, tokens) in enumerate(zip(due, token_idx, strict=True)):
+        if tokens.numel() != num_rows:
+            raise EPError(
+                f"dispatch: {num_rows} rows are due for rank {peer}, the slots name {tokens.numel()}. "
+                "Pass the handle as dispatch returned it"
+            )
+    return token_idx
+
+
 def _put_section(section: Section, order: list[int], lanes: Sequence[Lane], token_idx: Sequence[torch.Tensor]) -> None:
     """Put one kind of rows: tile by tile, each tile to all peers, so that a token is read from memory once."""
-    targets = []
+    rows, targets = section.rows, []
     for peer in order:
         first, last = lanes[peer].begin + lanes[peer].shift, lanes[peer].end + lanes[peer].shift
         targets.append(section.peers[peer][first:last])
         if first < 0 or targets[-1].size(0) != last - first:
             raise EPError(f"dispatch: rows {first} to {last} are not among those that rank {peer} offered")
-    dtype = _widest(section.rows, *targets)
     tokens = [token_idx[peer] for peer in order]
-    bounds = tile_bounds(tokens, section.rows.size(0), max(1, _TILE_BYTES // section.rows.size(1)))
-    put = _put_tiles if len(bounds) and len(bounds[0]) > 2 else _put_tiles.plain
-    put(rows_as(section.rows, dtype), [rows_as(target, dtype) for target in targets], tokens, bounds)
+    num_tokens, tile = rows.size(0), max(1, _TILE_BYTES // row_bytes(rows))
+    if num_tokens > tile:
+        _put_tiles(rows, targets, tokens, tile_bounds(tokens, num_tokens, tile))
+        return
+    for target, wanted in zip(targets, tokens, strict=True):
+        torch.index_select(rows, 0, wanted, out=target)
 
 
 @Scripted
@@ -124,6 +136,8 @@ def rows_as(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if rows.dtype == dtype:
         return rows
     columns = rows.size(1) * rows.element_size() // dtype.itemsize
+    if rows.size(0) > 1 and rows.size(1) > 1:
+        return rows.view(dtype)
     if rows.numel() == 0:
         return rows.new_empty(rows.size(0), columns, dtype=dtype)
     # By way of one dimension: the strides of a matrix of one row, or one column, are arbitrary and stop `view`.
@@ -135,10 +149,12 @@ def as_bytes(rows: torch.Tensor) -> torch.Tensor:
     return rows_as(rows, torch.uint8)
 
 
-def _widest(*matrices: torch.Tensor) -> torch.dtype:
-    """The widest elements that fit all of these [n, W] uint8 matrices: a copy costs by the element."""
-    numbers = [n for rows in matrices for n in (rows.size(1), rows.data_ptr(), rows.storage_offset())]
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        if all(number % dtype.itemsize == 0 for number in numbers):
-            return dtype
-    return torch.uint8
+def row_bytes(rows: torch.Tensor) -> int:
+    """Bytes of a row of [n, columns]."""
+    return rows.size(1) * rows.element_size()
+
+
+def widest_dtype(*num_bytes: int) -> torch.dtype:
+    """The widest elements of which all of these lengths and places are multiples: a copy costs by the element."""
+    common = math.gcd(8, *num_bytes)
+    return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[common]

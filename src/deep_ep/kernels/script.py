@@ -21,11 +21,11 @@ class Scripted(Generic[P]):
     """A function, compiled to TorchScript at its first call.
 
     Args:
-        plain: The function, valid as TorchScript. It stays reachable: for one turn of a loop it is the quicker one.
+        plain: The function, valid as TorchScript. For one turn of a loop, plain operators are quicker.
     """
 
     def __init__(self, plain: Callable[P, None]):
-        self.plain = plain
+        self._plain = plain
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Run it outside the GIL."""
@@ -38,6 +38,6 @@ class Scripted(Generic[P]):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
-                return torch.jit.script(self.plain)
+                return torch.jit.script(self._plain)
         except Exception:  # whatever a torch without TorchScript raises
-            return self.plain
+            return self._plain

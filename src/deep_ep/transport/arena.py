@@ -11,19 +11,18 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..errors import EPTransportError
-from .memory import Mapping, Memory, bytes_tensor, ordinary_tensor
+from .memory import Mapping, Memory, ordinary_tensor
 from .spans import UNIT_BYTES, Span, SpanSet, whole_units
 
 GROWTH_BYTES = 2 << 20  # segments are multiples of this
 
 
-@dataclass(frozen=True)
-class Base:
+class Base(NamedTuple):
     """Where a region begins, for a peer: the segment that holds it, and its offset in the owner's memory."""
 
     segment: Span
@@ -125,7 +124,7 @@ class Arena:
         view = segment.mapping.view(Span(span.start, span.start + num_bytes))
         # The finalizer may run on any thread, inside garbage collection: it only appends.
         weakref.finalize(view, self._freed.append, span).atexit = False
-        return bytes_tensor(view).view(dtype).view(*shape)
+        return torch.frombuffer(view, dtype=dtype).view(*shape)
 
     def base_of(self, tensor: torch.Tensor) -> Base | None:
         """Where a contiguous tensor lies, if it lies in a region of this rank's arena."""

@@ -6,6 +6,7 @@ cleared.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -64,21 +65,19 @@ class Board:
 
     def post(self, kind: int, epoch: int, words: Sequence[int]) -> None:
         """Write the words of a header or an offer. Peers see them with the next release of `progress`."""
-        slot = self._posts[kind][epoch & 1]
-        for index, word in enumerate(words):
-            slot[index] = word
+        self._posts[kind][epoch & 1][: len(words)] = memoryview(array("q", words))
 
     def read(self, kind: int, epoch: int) -> list[int]:
         """The words of a header or an offer; the rest of the slot follows them."""
         return self._posts[kind][epoch & 1].tolist()
 
-    def post_values(self, epoch: int, values: torch.Tensor) -> None:
-        """Write the int32 values that go with a header."""
-        self._values[epoch & 1][: values.numel()].copy_(values)
+    def post_values(self, epoch: int, *values: torch.Tensor) -> None:
+        """Write the int32 values that go with a header, one tensor behind the other."""
+        torch.cat(values, out=self._values[epoch & 1][: sum(part.numel() for part in values)])
 
     def read_values(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """A copy of values `[start, stop)` of a header."""
-        return self._values[epoch & 1][start:stop].clone()
+        """Values `[start, stop)` of a header, where they lie: good until the call ends."""
+        return self._values[epoch & 1][start:stop]
 
     def write_text(self, text: str) -> None:
         """Write why this rank failed, cut to the room there is."""

@@ -41,17 +41,31 @@ class Mapping:
         self._is_private = is_private
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._view = memoryview(memory)
-        self._bytes = bytes_tensor(self._view)
+        self._elements: dict[torch.dtype, torch.Tensor] = {}
         self._populated_until = span.start
 
     def view(self, span: Span) -> memoryview:
         """A fresh memoryview of a part of it, which can carry a finalizer of its own."""
         return self._view[span.start - self.span.start : span.stop - self.span.start]
 
-    def rows(self, start: int, num_rows: int, row_bytes: int) -> torch.Tensor:
-        """A [num_rows, row_bytes] uint8 tensor over a part, which keeps the mapping alive and nothing else."""
-        first = start - self.span.start
-        return self._bytes[first : first + num_rows * row_bytes].view(num_rows, row_bytes)
+    def rows(self, start: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """A [num_rows, num_columns] tensor over a part, which keeps the mapping alive and nothing else.
+
+        Args:
+            start: Its offset in the rank's memory.
+            num_rows: Rows.
+            num_columns: Elements of a row.
+            dtype: Their type.
+
+        Raises:
+            EPTransportError: `start` is not a multiple of the elements' size.
+        """
+        if dtype not in self._elements:
+            self._elements[dtype] = torch.frombuffer(self._view, dtype=dtype)
+        first, misfit = divmod(start - self.span.start, dtype.itemsize)
+        if misfit:
+            raise EPTransportError(f"window: there can be no {dtype} at byte {start}")
+        return self._elements[dtype].as_strided((num_rows, num_columns), (num_columns, 1), first)
 
     def populate(self, stop: int) -> None:
         """Fault in the pages up to `stop`, so that the first copy into them does not do so one by one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 UNIT_BYTES = 4096  # spans are whole pages, so that memory can be committed and given back span by span
 
@@ -12,8 +12,7 @@ def whole_units(num_bytes: int) -> int:
     return -(-num_bytes // UNIT_BYTES) * UNIT_BYTES
 
 
-@dataclass(frozen=True, order=True)
-class Span:
+class Span(NamedTuple):
     """Bytes `[start, stop)` of a rank's memory."""
 
     start: int
@@ -53,13 +52,15 @@ class SpanSet:
         kept: list[Span] = []
         removed: list[Span] = []
         for other in self._spans:
-            overlap = Span(max(span.start, other.start), min(span.stop, other.stop))
-            if overlap.num_bytes <= 0:
+            start, stop = max(span.start, other.start), min(span.stop, other.stop)
+            if start >= stop:
                 kept.append(other)
                 continue
-            removed.append(overlap)
-            rests = (Span(other.start, overlap.start), Span(overlap.stop, other.stop))
-            kept += [rest for rest in rests if rest.num_bytes]
+            removed.append(Span(start, stop))
+            if other.start < start:
+                kept.append(Span(other.start, start))
+            if stop < other.stop:
+                kept.append(Span(stop, other.stop))
         self._spans = kept
         return removed
 
@@ -70,11 +71,11 @@ class SpanSet:
         touched for the first time costs three times a copy.
         """
         num_bytes = whole_units(num_bytes)
-        for span in self._spans:
-            if span.num_bytes >= num_bytes:
-                taken = Span(span.start, span.start + num_bytes)
-                self.remove(taken)
-                return taken
+        for index, span in enumerate(self._spans):
+            middle = span.start + num_bytes
+            if middle <= span.stop:
+                self._spans[index : index + 1] = [Span(middle, span.stop)] if middle < span.stop else []
+                return Span(span.start, middle)
         return None
 
     def __iter__(self):  # type: ignore[no-untyped-def]

@@ -6,7 +6,7 @@ It moves bytes and knows nothing of tokens. `shm.py` and `solo.py` make windows;
     base = window.arena.base_of(region)           # what a peer needs to address it
     window.board.post(OFFER, epoch, base.words()); window.signal(epoch, OFFERED)
     window.wait(epoch, OFFERED, "dispatch")       # all peers, with a limit
-    window.peers[rank].rows(base, num_rows, row_bytes)  # a tensor over the peer's memory
+    window.peers[rank].rows(base, num_rows, num_columns, dtype)  # a tensor over the peer's memory
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +25,10 @@ from .board import Board, progress_of
 from .memory import Mapping, Memory, bytes_tensor
 from .spans import Span
 
-_SHORTEST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 20e-6, 1e-3
+# Between two looks of a wait. A small call is over in a few milliseconds, and long pauses would be most of it; who
+# waits longer than that looks less often.
+_SHORTEST_PAUSE_SECS, _SHORT_PAUSE_SECS, _LONGEST_PAUSE_SECS = 20e-6, 80e-6, 1e-3
+_SHORT_WAIT_SECS = 4e-3
 _PULSE_SECS = 0.02  # how often a wait asks whether the peers' processes live
 
 
@@ -42,18 +46,19 @@ class Peer:
         """Use a mapping that exists already (this rank's own)."""
         self._mappings[mapping.span.start] = mapping
 
-    def rows(self, base: Base, num_rows: int, row_bytes: int) -> torch.Tensor:
-        """A [num_rows, row_bytes] uint8 tensor over the peer's memory behind a base."""
-        stop = base.offset + num_rows * row_bytes
-        if not base.segment.start <= base.offset <= stop <= base.segment.stop:
+    def rows(self, base: Base, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """A [num_rows, num_columns] tensor over the peer's memory behind a base."""
+        segment, offset = base
+        stop = offset + num_rows * num_columns * dtype.itemsize
+        if not segment.start <= offset <= stop <= segment.stop:
             raise EPTransportError(
-                f"window: rank {self.rank} offered bytes {base.offset} to {stop}, not inside its {base.segment}"
+                f"window: rank {self.rank} offered bytes {offset} to {stop}, not inside its {segment}"
             )
-        mapping = self._mappings.get(base.segment.start)
+        mapping = self._mappings.get(segment.start)
         if mapping is None:
-            mapping = self._mappings[base.segment.start] = self._memory.map(base.segment)
+            mapping = self._mappings[segment.start] = self._memory.map(segment)
         mapping.populate(stop)
-        return mapping.rows(base.offset, num_rows, row_bytes)
+        return mapping.rows(offset, num_rows, num_columns, dtype)
 
     def is_alive(self) -> bool:
         """Whether its process lives, as far as can be told."""
@@ -88,6 +93,10 @@ class Window:
         memory: This rank's memory, with its board already mapped.
         sizes: How large to make it.
         limit_secs: Seconds that a wait may take.
+
+    Attributes:
+        failure: Why this rank has failed; None: it has not.
+        fault: Told of every fault point, where tests stop or kill the rank, or delay it; None: nobody is.
     """
 
     def __init__(self, rank: int, peers: list[Peer], memory: Memory, sizes: WindowSizes, limit_secs: float):
@@ -133,11 +142,6 @@ class Window:
         """Tell all peers that this rank has done `step` of call `epoch`, and everything before it."""
         self.board.progress.store_release(progress_of(epoch, step))
 
-    def reach(self, point: str) -> None:
-        """A fault point: tests stop or kill the rank here, or delay it. Nothing happens unless `fault` is set."""
-        if self.fault is not None:
-            self.fault(point)
-
     def wait(self, epoch: int, step: int, operation: str) -> None:
         """Wait until every peer has done `step` of call `epoch`.
 
@@ -145,20 +149,19 @@ class Window:
             EPTimeout: A peer was silent past the limit.
             EPError: A peer failed, died, or destroyed its buffer.
         """
-        target = progress_of(epoch, step)
+        target, where = progress_of(epoch, step), _Where(operation, epoch)
         pending = [peer for peer in self._others if peer.board.progress.load_acquire() < target]
         begin = pulse = time.monotonic()
         pause = _SHORTEST_PAUSE_SECS
         while pending:
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECS)
             now = time.monotonic()
+            pause = min(2 * pause, _SHORT_PAUSE_SECS if now - begin < _SHORT_WAIT_SECS else _LONGEST_PAUSE_SECS)
             arrived = [peer for peer in pending if peer.board.progress.load_acquire() >= target]
             for peer in arrived:
                 peer.wait_secs += now - begin
                 pending.remove(peer)
             if pending:
-                where = f"{operation} (call {epoch})"
                 self._raise_if_failed(where)
                 self._raise_if_closed(where, pending, target)
                 if now - pulse > _PULSE_SECS:
@@ -169,11 +172,10 @@ class Window:
                         f"{where}: no signal from {_ranks(pending)} after {self.limit_secs:g} s ({self._me()}). "
                         "It exited, hangs, or called in another order; look at its output"
                     )
-        where = f"{operation} (call {epoch})"
         # A peer that failed may have let its caller overwrite what this rank has just read: progress alone proves
         # nothing.
         self._raise_if_failed(where)
-        self._raise_if_astray(where, epoch)
+        self._raise_if_astray(where)
 
     # Failure --------------------------------------------------------------------------------------------------------
 
@@ -192,12 +194,12 @@ class Window:
         for peer in self.peers:
             peer.close()
 
-    def _raise_if_failed(self, where: str) -> None:
+    def _raise_if_failed(self, where: _Where) -> None:
         for peer in self._others:
             if peer.board.failed.load_acquire():
                 raise EPPeerFailed(peer.rank, peer.board.read_text(), f"{where}: rank {peer.rank} failed", self._me())
 
-    def _raise_if_closed(self, where: str, pending: list[Peer], target: int) -> None:
+    def _raise_if_closed(self, where: _Where, pending: list[Peer], target: int) -> None:
         for peer in pending:
             # Closed first, progress second: a peer may have done its part and then left.
             if peer.board.closed.load_acquire() and peer.board.progress.load_acquire() < target:
@@ -206,16 +208,16 @@ class Window:
                     "All ranks of a buffer must make the same calls"
                 )
 
-    def _raise_if_astray(self, where: str, epoch: int) -> None:
+    def _raise_if_astray(self, where: _Where) -> None:
         """Ranks are at most one call apart (`docs/protocol.md`); more means that the board is not what it should be."""
-        limit = progress_of(epoch + 2, 0)
+        limit = progress_of(where.epoch + 2, 0)
         astray = [peer for peer in self._others if peer.board.progress.load_acquire() >= limit]
         if astray:
             raise EPError(
                 f"{where}: {_ranks(astray)} is more than one call ahead ({self._me()}). This is a bug: report it"
             )
 
-    def _raise_if_dead(self, where: str, pending: list[Peer], target: int) -> None:
+    def _raise_if_dead(self, where: _Where, pending: list[Peer], target: int) -> None:
         dead = [peer for peer in pending if not peer.is_alive() and peer.board.progress.load_acquire() < target]
         if dead:
             raise EPError(
@@ -234,6 +236,16 @@ class EPPeerFailed(EPError):
         super().__init__(f"{where}: {cause} ({me})")
         self.rank = rank
         self.cause = cause
+
+
+class _Where(NamedTuple):
+    """The call that waits, for messages: its text is made only where something is to be said."""
+
+    operation: str
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.operation} (call {self.epoch})"
 
 
 def _ranks(peers: list[Peer]) -> str:
