@@ -6,7 +6,7 @@ import functools
 import operator
 from dataclasses import dataclass, fields
 
-from deep_ep import sizing
+from deep_ep import env, sizing, tuning
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,7 @@ class Config:
 
 
 # Group size -> the four chunk sizes of `Config`, ascending. The values are DeepEP's.
-_Chunks = tuple[int, int, int, int]
-_DISPATCH_CHUNKS: dict[int, _Chunks] = {
+_DISPATCH_CHUNKS: dict[int, tuning.Chunks] = {
     2: (24, 256, 6, 128),
     4: (6, 256, 6, 128),
     8: (6, 256, 6, 128),
@@ -121,7 +120,7 @@ _DISPATCH_CHUNKS: dict[int, _Chunks] = {
     144: (32, 720, 12, 128),
     160: (28, 720, 12, 128),
 }
-_COMBINE_CHUNKS: dict[int, _Chunks] = {
+_COMBINE_CHUNKS: dict[int, tuning.Chunks] = {
     2: (10, 256, 6, 128),
     4: (9, 256, 6, 128),
     8: (4, 256, 6, 128),
@@ -137,25 +136,37 @@ _COMBINE_CHUNKS: dict[int, _Chunks] = {
 }
 
 
-@functools.lru_cache(typed=True)
 def dispatch_config(num_ranks: int, num_sms: int) -> Config:
-    """Return the default `Config` of `dispatch` for a group of `num_ranks`, whatever its size."""
-    return Config(num_sms, *_chunks("dispatch_config", _DISPATCH_CHUNKS, num_ranks))
+    """Return the default `Config` of `dispatch` for a group of `num_ranks`, whatever its size.
+
+    A tuning file (`DEEP_EP_TUNING_FILE`) may say otherwise, also of `num_sms`.
+    """
+    return _default_config("dispatch_config", num_ranks, num_sms, env.TUNING_FILE.get())
+
+
+def combine_config(num_ranks: int, num_sms: int) -> Config:
+    """Return the default `Config` of `combine` for a group of `num_ranks`, likewise."""
+    return _default_config("combine_config", num_ranks, num_sms, env.TUNING_FILE.get())
 
 
 @functools.lru_cache(typed=True)
-def combine_config(num_ranks: int, num_sms: int) -> Config:
-    """Return the default `Config` of `combine` for a group of `num_ranks`, whatever its size."""
-    return Config(num_sms, *_chunks("combine_config", _COMBINE_CHUNKS, num_ranks))
-
-
-def _chunks(where: str, table: dict[int, _Chunks], num_ranks: int) -> _Chunks:
+def _default_config(where: str, num_ranks: int, num_sms: int, tuning_file: str) -> Config:
     """Take the row of the next larger listed size, or the last one."""
     num_ranks = _integer(where, "num_ranks", num_ranks)
     if num_ranks < 1:
         raise ValueError(f"{where}: num_ranks must be at least 1, got {num_ranks}")
-    listed = min((size for size in table if size >= num_ranks), default=max(table))
-    return table[listed]
+    tuned = tuning.load_tuning(tuning_file)
+    if where == "dispatch_config":
+        table = {**_DISPATCH_CHUNKS, **tuned.dispatch_config}
+    else:
+        table = {**_COMBINE_CHUNKS, **tuned.combine_config}
+    chunks = table[tuning.listed_size(table, num_ranks)]
+    try:
+        return Config(num_sms if tuned.num_sms is None else tuned.num_sms, *chunks)
+    except ValueError as error:
+        if not tuning_file:
+            raise
+        raise tuning.wrong_file(tuning_file, str(error)) from None
 
 
 def _integer(where: str, name: str, value: object) -> int:

@@ -47,8 +47,15 @@ def _non_negative_int(text: str) -> int:
 TIMEOUT_SECS = Variable(
     "DEEP_EP_TIMEOUT_SECS", _positive_float, 100.0, "Seconds that a call, or construction, waits for a peer."
 )
-DEVICE = Variable("DEEP_EP_DEVICE", str, "", "Device of new buffers: `cpu` or `cuda`.")
-TRANSPORT = Variable("DEEP_EP_TRANSPORT", str, "auto", "Transport inside a node: `auto`, `solo` or `shm`.")
+DEVICE = Variable(
+    "DEEP_EP_DEVICE", str, "", "Device of new buffers: `cpu` or `cuda`; unset: a GPU where torch sees one."
+)
+TRANSPORT = Variable(
+    "DEEP_EP_TRANSPORT",
+    str,
+    "auto",
+    "Transport of CPU ranks inside a node: `auto`, `solo`, `shm`, or `interpreted` (the GPU's kernels; for debugging).",
+)
 RANKS_PER_NODE = Variable(
     "DEEP_EP_RANKS_PER_NODE",
     _non_negative_int,
@@ -62,9 +69,24 @@ ARENA_BYTES = Variable(
     0,
     "Most bytes that the arena of received tensors may take on a rank (0: as many as are needed).",
 )
+TUNING_FILE = Variable(
+    "DEEP_EP_TUNING_FILE",
+    str,
+    "",
+    "File of launch shapes and configs measured on this machine, as `python -m deep_ep bench tune` writes it.",
+)
 
 QP_DEPTH = Variable(
     "NVSHMEM_QP_DEPTH", _non_negative_int, 1024, "Depth of a queue pair, as DeepEP's callers ask for it; unused here."
 )
 
-VARIABLES: tuple[Variable, ...] = (TIMEOUT_SECS, DEVICE, TRANSPORT, RANKS_PER_NODE, HOST, ARENA_BYTES, QP_DEPTH)
+VARIABLES: tuple[Variable, ...] = (
+    TIMEOUT_SECS,
+    DEVICE,
+    TRANSPORT,
+    RANKS_PER_NODE,
+    HOST,
+    ARENA_BYTES,
+    TUNING_FILE,
+    QP_DEPTH,
+)

@@ -1,7 +1,8 @@
 """Events: what an asynchronous call returns, and what the next call can wait for.
 
-An `EventHandle` is a point in a stream. On the CPU the caller's thread is its own stream, so an event that the caller
-records is complete at birth; the events of the comm stream (a thread) complete when their job does.
+An `EventHandle` is a point in a stream. On CUDA it is a CUDA event. On the CPU the caller's thread is its own stream,
+so an event that the caller records is complete at birth; the events of the comm stream (a thread) complete when their
+job does.
 `EventOverlap` wraps one with DeepEP's conveniences.
 """
 
@@ -12,25 +13,34 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
+import torch
+
 
 class EventHandle:
     """A point in a stream. `EventHandle()` marks everything the caller has issued so far.
 
     Args:
-        completion: The job of the comm stream that must be done; None: the point is reached.
+        completion: The job of the comm stream that must be done, or the CUDA event that must be reached; None: what
+            the caller's CUDA stream holds now, if there is one.
     """
 
-    def __init__(self, completion: Future | None = None):
+    def __init__(self, completion: Future | torch.cuda.Event | None = None):
+        if completion is None and torch.cuda.is_initialized():
+            completion = torch.cuda.current_stream().record_event()
         self.completion = completion
 
     def current_stream_wait(self) -> None:
         """Make the caller's stream wait for this point (on the CPU: block), and raise what failed before it."""
-        if self.completion is not None:
+        if isinstance(self.completion, Future):
             self.completion.result()
+        elif self.completion is not None:
+            torch.cuda.current_stream().wait_event(self.completion)
 
     def query(self) -> bool:
         """Whether the point has been reached."""
-        return self.completion is None or self.completion.done()
+        if isinstance(self.completion, Future):
+            return self.completion.done()
+        return self.completion is None or self.completion.query()
 
 
 class EventOverlap:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -124,3 +125,144 @@ class _PromptSwitches:
 
 
 _prompt_switches = _PromptSwitches()
+
+
+class LaunchStream:
+    """Where kernels are launched. This one is for the CPU, where Triton's interpreter is done when a launch returns.
+
+    Attributes:
+        raw: The comm stream.
+        current: The stream that the launches of a call go to.
+    """
+
+    raw: Any = None
+    current: Any = None
+
+    @contextmanager
+    def entered(self, after: EventHandle | None, is_async: bool) -> Iterator[None]:
+        """Launches inside the block come after the caller's work (or just after an event), and after earlier calls."""
+        del is_async
+        if after is not None:
+            after.current_stream_wait()
+        with torch.no_grad():
+            yield
+
+    def caller(self) -> Any:
+        """The caller's stream."""
+        return None
+
+    @contextmanager
+    def lent(self, stream: Any) -> Iterator[None]:
+        """Allocations inside the block belong to a stream."""
+        del stream
+        yield
+
+    def leave(self, is_async: bool) -> EventHandle | None:
+        """An event for what was launched; None: the caller's stream waits for it."""
+        return EventHandle() if is_async else None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Launches inside the block wait for nothing that was launched before, and are part of no capture."""
+        yield
+
+    def on_device(self) -> AbstractContextManager | None:
+        """Makes the stream's device the current one; None: it is."""
+        return None
+
+    def hold(self, tensors: Iterable[torch.Tensor | None], stream: Any) -> None:
+        """Keep the memory of tensors until a stream is done with what was launched."""
+
+    def stop(self) -> None:
+        """Wait for everything that was launched."""
+
+
+class CudaStream(LaunchStream):
+    """A CUDA stream of high priority, beside the caller's.
+
+    A call that nobody wants to overlap (no event before it, none asked for) is launched on the caller's own stream: its
+    place in the order is the same, and two hops from stream to stream, about 10 us each, are saved.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device):
+        self._index = device.index
+        self.raw = torch.cuda.Stream(device, priority=-1)
+        self.current = self.raw
+        self._before, self._after, self._last = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+        self._last_stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def entered(self, after: EventHandle | None, is_async: bool) -> Iterator[None]:
+        """Launches inside the block come after the caller's work (or just after an event), and after earlier calls."""
+        caller, device = self.caller(), torch.cuda.current_device()
+        # Inside a capture all calls stay on one stream: events from outside could not bring two into order.
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        self.current = caller if after is None and not is_async and not is_capturing else self.raw
+        if self.current is self.raw and after is None:
+            self._before.record(caller)
+            self.raw.wait_event(self._before)
+        if self._last_stream is not None and not is_capturing and self._last_stream != self.current:
+            if self._last_stream is self.raw:
+                self._last.record(self.raw)
+            self.current.wait_event(self._last)
+        torch.cuda.set_stream(self.current)
+        try:
+            with torch.no_grad():
+                if after is not None:
+                    after.current_stream_wait()
+                yield
+        finally:
+            torch.cuda.set_stream(caller)
+            if device != self._index:
+                torch.cuda.set_device(device)  # setting a stream has set its device, too
+            if not is_capturing:
+                self._last_stream = self.current
+                if self.current is not self.raw:
+                    self._last.record(self.current)  # now: what the caller launches later is none of our calls
+
+    def caller(self) -> torch.cuda.Stream:
+        """The caller's stream."""
+        return torch.cuda.current_stream(self._index)
+
+    @contextmanager
+    def lent(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Allocations inside the block belong to a stream."""
+        torch.cuda.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(self.current)
+
+    def leave(self, is_async: bool) -> EventHandle | None:
+        """An event for what was launched; None: the caller's stream waits for it."""
+        if is_async:
+            return EventHandle(self.raw.record_event())
+        if self.current is self.raw:
+            self._after.record(self.raw)
+            self.caller().wait_event(self._after)
+        return None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Launches inside the block wait for nothing that was launched before, and are part of no capture."""
+        with torch.cuda.stream(torch.cuda.Stream(self._index, priority=-1)):
+            yield
+
+    def on_device(self) -> AbstractContextManager | None:
+        """Makes the stream's device the current one; None: it is."""
+        return torch.cuda.device(self._index) if torch.cuda.current_device() != self._index else None
+
+    def hold(self, tensors: Iterable[torch.Tensor | None], stream: torch.cuda.Stream) -> None:
+        """Keep the memory of tensors until a stream is done with what was launched."""
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+    def stop(self) -> None:
+        """Wait for everything that was launched."""
+        self.raw.synchronize()
+        if self._last_stream is not None:
+            self._last_stream.synchronize()

@@ -24,6 +24,8 @@ def check_tensor(
     shape: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...] = (),
     contiguous: bool = True,
+    *,
+    device: torch.device,
 ) -> torch.Tensor:
     """Check one tensor argument.
 
@@ -34,11 +36,12 @@ def check_tensor(
         shape: What its shape must be; None: any size there.
         dtypes: What its dtype may be; none given: any.
         contiguous: Whether it must be contiguous.
+        device: The buffer's.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{where}: `{name}` must be a tensor, got {type(value).__name__}")
-    if value.device.type != "cpu":
-        raise ValueError(f"{where}: `{name}` must be on the buffer's device cpu, it is on {value.device}")
+    if value.device != device:
+        raise ValueError(f"{where}: `{name}` must be on the buffer's device {device}, it is on {value.device}")
     if value.dim() != len(shape) or any(
         want not in (None, size) for want, size in zip(shape, value.shape, strict=True)
     ):
@@ -99,18 +102,18 @@ def check_num_experts(where: str, name: str, num_experts: Any, num_ranks: int) -
     return num_experts
 
 
-def check_payload(where: str, x: Any) -> Payload:
+def check_payload(where: str, x: Any, device: torch.device) -> Payload:
     """Check `x`: a tensor, or a tuple of a tensor and its scales."""
     scales = None
     if isinstance(x, (tuple, list)):
         if len(x) != 2:
             raise TypeError(f"{where}: `x` must be a tensor or a tuple (x, scales), got {len(x)} items")
         x, scales = x
-    x = check_tensor(where, "x", x, (None, None))
+    x = check_tensor(where, "x", x, (None, None), device=device)
     if x.size(1) == 0:
         raise ValueError(f"{where}: `x` must have a hidden size of at least 1, its shape is {list(x.shape)}")
     if scales is not None:
-        scales = check_tensor(where, "scales", scales, (x.size(0), None), contiguous=False)
+        scales = check_tensor(where, "scales", scales, (x.size(0), None), contiguous=False, device=device)
         if scales.size(1) == 0:
             raise ValueError(f"{where}: `scales` must have at least one column. Pass `x` alone where there are none")
     return Payload(x, scales)
@@ -125,6 +128,7 @@ def check_routing(
     num_tokens_per_expert: Any,
     topk_idx: Any,
     topk_weights: Any,
+    device: torch.device,
 ) -> Routing:
     """Check what a dispatch without a handle needs."""
     layout = {
@@ -138,27 +142,39 @@ def check_routing(
             f"{where}: without a handle, {', '.join(f'`{name}`' for name in missing)} must be given. "
             "`get_dispatch_layout` makes them"
         )
-    check_tensor(where, "num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), (torch.int32,))
-    check_tensor(where, "is_token_in_rank", is_token_in_rank, (num_tokens, num_ranks), (torch.bool,))
-    check_tensor(where, "num_tokens_per_expert", num_tokens_per_expert, (None,), (torch.int32,))
+    check_tensor(where, "num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), (torch.int32,), device=device)
+    check_tensor(where, "is_token_in_rank", is_token_in_rank, (num_tokens, num_ranks), (torch.bool,), device=device)
+    check_tensor(where, "num_tokens_per_expert", num_tokens_per_expert, (None,), (torch.int32,), device=device)
     check_num_experts(where, "num_tokens_per_expert", num_tokens_per_expert.numel(), num_ranks)
     if (topk_idx is None) != (topk_weights is None):
         raise ValueError(f"{where}: `topk_idx` and `topk_weights` must be given together, or neither")
     if topk_idx is not None:
-        check_tensor(where, "topk_idx", topk_idx, (num_tokens, None), IDX_DTYPES)
-        check_tensor(where, "topk_weights", topk_weights, (num_tokens, topk_idx.size(1)), (torch.float32,))
+        check_tensor(where, "topk_idx", topk_idx, (num_tokens, None), IDX_DTYPES, device=device)
+        check_tensor(
+            where, "topk_weights", topk_weights, (num_tokens, topk_idx.size(1)), (torch.float32,), device=device
+        )
     return Routing(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
 
 
-def check_biases(where: str, bias: Any, num_tokens: int, hidden: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Check `bias`: None, a tensor, or a pair of which either may be None. Returns those that are there."""
+def check_biases(where: str, bias: Any, like: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
+    """Check `bias`: None, a tensor, or a pair of which either may be None. Returns those that are there.
+
+    Args:
+        where: The method.
+        bias: What was passed.
+        like: [n, H], whose H, dtype and device they must have.
+        num_tokens: T.
+    """
     if isinstance(bias, (tuple, list)):
         if len(bias) != 2:
             raise ValueError(f"{where}: `bias` must be a tensor or a pair of tensors, got {len(bias)} items")
         biases = list(bias)
     else:
         biases = [bias]
-    return [check_tensor(where, "bias", one, (num_tokens, hidden), (dtype,)) for one in biases if one is not None]
+    shape = (num_tokens, like.size(1))
+    return [
+        check_tensor(where, "bias", one, shape, (like.dtype,), device=like.device) for one in biases if one is not None
+    ]
 
 
 def check_config(where: str, config: Any) -> Config | None:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .. import env, layout
+from .. import env
 from ..config import Config, combine_config, dispatch_config
 from ..control import Comm, Control
-from ..engine.direct import DirectEngine, Order
+from ..engine.direct import Order, count_layout
 from ..errors import EPClosed, EPUnsupported
 from ..event import EventHandle, EventOverlap
 from ..handle import parse_handle
 from ..sizing import low_latency_buffer_bytes
 from ..stream import CommStream
 from ..topology import Topology, find_topology
-from ..transport import Window, WindowSizes, choose, ordinary_tensor
+from ..transport import WindowSizes
 from . import checks
+from .engines import Engine, find_device, make_engine
 
 topk_idx_t = torch.int64
 
@@ -33,8 +32,9 @@ _LEAST_SCRATCH_BYTES = 64 << 20  # reserved, not committed: staging needs a row 
 class Runtime:
     """What `buffer.runtime` tells of a buffer's place in its group."""
 
-    def __init__(self, topology: Topology):
+    def __init__(self, topology: Topology, device: torch.device):
         self._topology = topology
+        self._device = device
 
     def is_available(self) -> bool:
         """Whether the buffer can be used."""
@@ -54,7 +54,7 @@ class Runtime:
 
     def get_local_device_id(self) -> int:
         """Index of the device; the CPU is device 0."""
-        return 0
+        return self._device.index or 0
 
 
 class Buffer:
@@ -75,12 +75,13 @@ class Buffer:
         enable_shrink: Whether ranks may be masked (low latency).
         comm: An mpi4py communicator, or anything with its `Get_rank`, `Get_size` and `allgather`.
         use_fabric: Accepted for DeepEP's callers.
-        device: Where tensors live; default `DEEP_EP_DEVICE`, else the CPU.
+        device: Where tensors live; default `DEEP_EP_DEVICE`, else the current GPU, else the CPU.
         num_cpu_timeout_secs: Seconds that a wait for a peer may take; default `DEEP_EP_TIMEOUT_SECS`.
         num_gpu_timeout_secs: The same for waits on a GPU.
     """
 
     num_sms: int = 20
+    _is_bounded = False  # whether `set_num_sms` was called: then configs made by default bound the blocks too
 
     def __init__(
         self,
@@ -104,8 +105,8 @@ class Buffer:
         for name, num_bytes in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
             if checks.check_int("Buffer", name, num_bytes, 0) % 128:
                 raise ValueError(f"Buffer: `{name}` must be a multiple of 128, got {num_bytes}")
-        self.device = _device(device)
-        checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
+        self.device = find_device(device)
+        gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
         limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
         control = Control(group, comm, limit_secs)
         self.group = group
@@ -118,28 +119,23 @@ class Buffer:
         self.enable_shrink = enable_shrink
         self._lock = threading.RLock()
         self._topology = find_topology(control)
-        self._stream = CommStream(f"deep_ep-comm-{self.rank}")
-        self._engine = self._make_engine(control)
+        self._engine, self.transport = self._make_engine(control, gpu_limit_secs)
         self._last_rows: tuple[int, torch.dtype] | None = None
-        self.runtime: Runtime | None = Runtime(self._topology)
+        self.runtime: Runtime | None = Runtime(self._topology, self.device)
         if self._topology.num_nodes > 1 or low_latency_mode:
             self.nvshmem_qp_depth = env.QP_DEPTH.get()
-        window = self._engine.window if self._engine is not None else None
-        self._finalizer = weakref.finalize(self, _release, self._stream, window, explicitly_destroy)
+        self._finalizer = weakref.finalize(self, _release, self._engine, explicitly_destroy)
 
-    def _make_engine(self, control: Control) -> DirectEngine | None:
+    def _make_engine(self, control: Control, gpu_limit_secs: float) -> tuple[Engine | None, str]:
         if self._topology.num_nodes > 1:
-            self.transport = f"none ({self._topology.num_nodes} nodes)"
-            return None
+            return None, f"none ({self._topology.num_nodes} nodes)"
         sizes = WindowSizes(
             arena_bytes=self.num_nvl_bytes,
             arena_limit_bytes=env.ARENA_BYTES.get(),
             # Twice what `get_local_buffer_tensor` shows: its length does not shrink with its offset.
             scratch_bytes=max(2 * (self.num_nvl_bytes + self.num_rdma_bytes), _LEAST_SCRATCH_BYTES),
         )
-        choice = choose(control.num_ranks)
-        self.transport = f"{choice.name} ({choice.reason})"
-        return DirectEngine(choice.make_window(control, sizes), self._stream)
+        return make_engine(control, self.group, self.device, sizes, gpu_limit_secs)
 
     def __repr__(self) -> str:
         return f"Buffer(rank {self.rank}/{self.group_size}, {self.device}, transport {self.transport})"
@@ -153,6 +149,14 @@ class Buffer:
         is_odd = checks.check_int(where, name, new_num_sms) % 2
         assert not is_odd, f"{where}: `{name}` must be even, got {new_num_sms}"
         Buffer.num_sms = checks.check_int(where, name, new_num_sms, 0)
+        Buffer._is_bounded = True
+
+    @staticmethod
+    def _bound(config: Config | None) -> int | None:
+        """The most blocks of a call: as the config says, or `set_num_sms`; None: nobody said anything."""
+        if config is not None:
+            return config.num_sms
+        return Buffer.num_sms if Buffer._is_bounded else None
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -224,27 +228,23 @@ class Buffer:
             `num_tokens_per_expert` [E] int32, `is_token_in_rank` [T, R] bool, and the event.
         """
         where = "get_dispatch_layout"
-        event = checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream)
-        checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES)
+        order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
+        checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES, device=self.device)
         num_experts = checks.check_num_experts(where, "num_experts", num_experts, self.group_size)
         self._require_open(where)
-        shape = (topk_idx, num_experts, self.group_size, self._topology.ranks_per_node)
-        finished: EventHandle | None = None
-        if async_finish and event is not None and not event.query():
-            counts = layout.dispatch_layout(torch.empty_like(topk_idx).fill_(-1), *shape[1:])
-            finished = EventHandle(self._stream.submit(lambda: _fill_layout(event, counts, shape)))
-        else:
-            if event is not None:
-                event.current_stream_wait()
-            counts = layout.dispatch_layout(*shape)
-            finished = EventHandle() if async_finish else None
-        per_node = counts.num_tokens_per_node if self._topology.num_nodes > 1 else None
+        num_nodes = self._topology.num_nodes
+        with self._lock:
+            if self._engine is None:
+                counts, event = count_layout(None, topk_idx, num_experts, self.group_size, num_nodes, order)
+            else:
+                counts, event = self._engine.layout(topk_idx, num_experts, num_nodes, order)
+        per_node = counts.num_tokens_per_node if num_nodes > 1 else None
         return (
             counts.num_tokens_per_rank,
             per_node,
             counts.num_tokens_per_expert,
             counts.is_token_in_rank,
-            EventOverlap(finished),
+            EventOverlap(event),
         )
 
     # Dispatch and combine --------------------------------------------------------------------------------------------
@@ -303,8 +303,9 @@ class Buffer:
         """
         where = "dispatch"
         order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
-        config = checks.check_config(where, config) or Buffer.get_dispatch_config(self.group_size)
-        payload = checks.check_payload(where, x)
+        num_sms = Buffer._bound(checks.check_config(where, config))
+        config = config or Buffer.get_dispatch_config(self.group_size)
+        payload = checks.check_payload(where, x, self.device)
         assert handle is None or (topk_idx is None and topk_weights is None), (
             "dispatch: `handle` and top-k arguments exclude each other: a cached dispatch moves only x"
         )
@@ -316,9 +317,9 @@ class Buffer:
                     raise ValueError(
                         f"{where}: `x` must have the handle's {parsed.num_tokens} tokens, it has {payload.x.size(0)}"
                     )
-                received, job = engine.cached_dispatch(payload, parsed, order)
+                received, event = engine.cached_dispatch(payload, parsed, order, num_sms)
                 recv_x = received.x if received.scales is None else (received.x, received.scales)
-                return recv_x, None, None, None, None, _event(job)
+                return recv_x, None, None, None, None, EventOverlap(event)
             routing = checks.check_routing(
                 where,
                 payload.x.size(0),
@@ -328,6 +329,7 @@ class Buffer:
                 num_tokens_per_expert,
                 topk_idx,
                 topk_weights,
+                self.device,
             )
             expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1)
             num_worst_tokens = checks.check_int(where, "num_worst_tokens", num_worst_tokens, 0)
@@ -335,11 +337,11 @@ class Buffer:
             if num_worst_tokens:
                 if topk_idx is None:
                     raise ValueError(f"{where}: `num_worst_tokens` needs `topk_idx` and `topk_weights`")
-                received, job = engine.worst_case_dispatch(
-                    payload, routing, num_worst_tokens, config.num_channels, order
+                received, event = engine.worst_case_dispatch(
+                    payload, routing, num_worst_tokens, config.num_channels, order, num_sms
                 )
             else:
-                received, counts, job = engine.dispatch(payload, routing, config.num_channels, order)
+                received, counts, event = engine.dispatch(payload, routing, config.num_channels, order, num_sms)
                 expert_list = [-(-count // expert_alignment) * expert_alignment for count in counts]
             self._last_rows = (payload.x.size(1), payload.x.dtype)
             return (
@@ -348,7 +350,7 @@ class Buffer:
                 received.topk_weights,
                 expert_list,
                 tuple(received.handle),
-                _event(job),
+                EventOverlap(event),
             )
 
     def combine(
@@ -382,16 +384,17 @@ class Buffer:
         """
         where = "combine"
         order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
-        checks.check_config(where, config)
+        num_sms = Buffer._bound(checks.check_config(where, config))
         with self._lock:
             engine = self._require_engine(where)
             parsed = parse_handle(handle, self.group_size, self.device, where)
-            checks.check_tensor(where, "x", x, (parsed.num_rows, None), checks.COMBINE_DTYPES)
+            shape, device = (parsed.num_rows, None), self.device
+            checks.check_tensor(where, "x", x, shape, checks.COMBINE_DTYPES, device=device)
             if topk_weights is not None:
-                checks.check_tensor(where, "topk_weights", topk_weights, (parsed.num_rows, None), (torch.float32,))
-            biases = checks.check_biases(where, bias, parsed.num_tokens, x.size(1), x.dtype)
-            combined, job = engine.combine(x, parsed, topk_weights, biases, order)
-            return combined.x, combined.topk_weights, _event(job)
+                checks.check_tensor(where, "topk_weights", topk_weights, shape, (torch.float32,), device=device)
+            biases = checks.check_biases(where, bias, x, parsed.num_tokens)
+            combined, event = engine.combine(x, parsed, topk_weights, biases, order, num_sms)
+            return combined.x, combined.topk_weights, EventOverlap(event)
 
     def internode_dispatch(self, *args: Any, **kwargs: Any) -> None:
         """Dispatch across nodes, which is not there yet; `dispatch` will choose it by itself."""
@@ -427,8 +430,7 @@ class Buffer:
             dtype = dtype or (last_dtype if last_dtype in checks.COMBINE_DTYPES else torch.bfloat16)
             if dtype not in checks.COMBINE_DTYPES:
                 raise ValueError(f"{where}: `dtype` must be one that combine takes, got {dtype}")
-            region = engine.window.arena.allocate((parsed.num_rows, hidden), dtype)
-            return region if region is not None else ordinary_tensor((parsed.num_rows, hidden), dtype)
+            return engine.room((parsed.num_rows, hidden), dtype)
 
     def get_local_buffer_tensor(
         self,
@@ -457,7 +459,7 @@ class Buffer:
                     f"{where}: `offset` must be a multiple of {dtype.itemsize} within {num_bytes} bytes, got {offset}"
                 )
             start = offset + (2 * self.num_nvl_bytes if use_rdma_buffer else 0)
-            view = engine.window.scratch_bytes(start, num_bytes // dtype.itemsize * dtype.itemsize).view(dtype)
+            view = engine.local_bytes(start, num_bytes // dtype.itemsize * dtype.itemsize).view(dtype)
         if size is None:
             return view
         shape = checks.check_shape(where, "size", size)
@@ -465,15 +467,42 @@ class Buffer:
             raise ValueError(f"{where}: `size` {list(shape)} does not fit into the buffer's {view.numel()} elements")
         return view[: shape.numel()].view(shape)
 
-    def get_comm_stream(self) -> CommStream:
-        """The stream that communication runs on: a thread, with `synchronize`, `wait_event`, `query` and the like."""
-        return self._stream
+    def get_comm_stream(self) -> torch.cuda.Stream | CommStream:
+        """The stream that communication runs on: on the CPU a thread, with `synchronize`, `wait_event` and the like."""
+        self._require_open("get_comm_stream")
+        if self._engine is None:
+            raise _not_yet("get_comm_stream", "communication across nodes")
+        stream = self._engine.stream  # also that of a buffer that has failed
+        return stream if isinstance(stream, CommStream) else stream.raw
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Say that another stream works with a tensor of the window, as `Tensor.record_stream` does for ordinary ones.
+
+        Torch ignores `recv_x.record_stream(stream)` silently: its allocator does not own window memory. Tell the
+        buffer instead, and the memory is not given to a later call before that stream is done with it. The stream
+        that was current when a call returned the tensor is known already.
+
+        Args:
+            tensor: From `dispatch` or `get_combine_buffer`, or a view of one.
+            stream: A stream other than that of the call.
+        """
+        with self._lock:
+            self._require_engine("record_stream").record_stream(tensor, stream)
+
+    def check(self) -> None:
+        """Wait for everything that was launched, and raise what has gone wrong. On a GPU errors come late otherwise."""
+        with self._lock:
+            self._require_engine("check").synchronize()
+
+    def release_graphs(self) -> None:
+        """Let go of the window memory that captured CUDA graphs use. They must not be replayed any more."""
+        with self._lock:
+            self._require_engine("release_graphs").release_graphs()
 
     def trim(self) -> int:
         """Give memory that nobody uses back to the system. Returns the bytes given back."""
         with self._lock:
-            engine = self._require_engine("trim")
-            return engine.window.arena.trim() + engine.chain.results.trim()
+            return self._require_engine("trim").trim()
 
     def stats(self) -> dict[str, Any]:
         """What this buffer has done so far.
@@ -484,16 +513,7 @@ class Buffer:
             was staged); `bytes_to` and `bytes_from`: bytes of rows, by peer; `wait_secs`: time waited, by peer;
             `arena`: bytes `used`, `committed` and `reserved`.
         """
-        engine = self._require_engine("stats")
-        counters = engine.chain.stats
-        return {
-            "calls": dict(counters.calls),
-            "rounds": counters.num_rounds,
-            "bytes_to": list(counters.bytes_to),
-            "bytes_from": list(counters.bytes_from),
-            "wait_secs": [peer.wait_secs for peer in engine.window.peers],
-            "arena": engine.window.arena.num_bytes(),
-        }
+        return self._require_engine("stats").numbers()
 
     def destroy(self) -> None:
         """Let the queued communication finish and close the buffer. Local: no other rank is waited for.
@@ -504,10 +524,9 @@ class Buffer:
         with self._lock:
             if self._finalizer.detach() is None:
                 return
-            self._stream.stop()
-            if self._engine is not None:
-                self._engine.window.close()
             self.runtime = None
+            if self._engine is not None:
+                self._engine.stop()
 
     # Low latency -----------------------------------------------------------------------------------------------------
 
@@ -545,51 +564,24 @@ class Buffer:
         if self.runtime is None:
             raise EPClosed(f"{where}: the buffer was destroyed (rank {self.rank}/{self.group_size}). Make a new one")
 
-    def _require_engine(self, where: str) -> DirectEngine:
+    def _require_engine(self, where: str) -> Engine:
         self._require_open(where)
         if self._engine is None:
             raise _not_yet(
                 where,
                 f"communication across nodes ({self._topology.num_nodes} of {self._topology.ranks_per_node} ranks)",
             )
-        self._engine.chain.require_working()
+        self._engine.require_working()
         return self._engine
-
-
-def _event(job: Future | None) -> EventOverlap:
-    """What a call returns: an event if it was asynchronous."""
-    return EventOverlap(EventHandle(job) if job is not None else None)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    try:
-        chosen = torch.device(device or env.DEVICE.get() or "cpu")
-    except RuntimeError as error:
-        raise ValueError(f"Buffer: `device` {device!r} is none ({error}). Pass device='cpu'") from None
-    except TypeError:
-        raise TypeError(f"Buffer: `device` must be a device or its name, got {type(device).__name__}") from None
-    if chosen.type != "cpu":
-        raise EPUnsupported(f"Buffer: device {chosen} is not supported yet, only the CPU is. Pass device='cpu'")
-    return chosen
 
 
 def _not_yet(where: str, what: str) -> EPUnsupported:
     return EPUnsupported(f"{where}: {what} is not there yet in this version. Normal mode inside one node is")
 
 
-def _fill_layout(event: EventHandle, counts: layout.DispatchLayout, shape: tuple[torch.Tensor, int, int, int]) -> None:
-    event.current_stream_wait()
-    for target, source in zip(counts, layout.dispatch_layout(*shape), strict=True):
-        target.copy_(source)
-
-
-def _release(stream: CommStream, window: Window | None, should_have_been_destroyed: bool) -> None:
-    """Close a buffer that was forgotten. Runs in garbage collection: it must not wait."""
+def _release(engine: Engine | None, should_have_been_destroyed: bool) -> None:
+    """Close a buffer that was forgotten. Runs in garbage collection: on the CPU it does not wait."""
     if should_have_been_destroyed:
         warnings.warn("Buffer: explicitly_destroy=True, but destroy() was not called", RuntimeWarning, stacklevel=2)
-    close: Callable[[], None] = window.close if window is not None else _nothing
-    stream.finish_with(close)
-
-
-def _nothing() -> None:
-    pass
+    if engine is not None:
+        engine.forget()

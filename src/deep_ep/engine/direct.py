@@ -1,23 +1,22 @@
 """The one-hop engine: dispatch and combine among ranks that address each other's memory.
 
 Each method runs the communication on the comm stream and returns what the caller gets; if the call is asynchronous,
-with the job that fills it.
+with the event that says when it is filled. `num_sms` is for GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from ..errors import EPOverflow
+from .. import layout
 from ..event import EventHandle
 from ..handle import Handle, check_rows
 from ..stream import CommStream
-from ..transport import Window
+from ..transport import Window, ordinary_tensor
 from .call import Chain
 from .combine import Combine, Combined
 from .dispatch import Dispatch
@@ -62,9 +61,15 @@ class DirectEngine:
         self.stream = stream
         self.chain = Chain(window)
 
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: Order
+    ) -> tuple[layout.DispatchLayout, EventHandle | None]:
+        """Count where this rank's tokens go. Local: it is queued only behind an event that is still to come."""
+        return count_layout(self.stream, topk_idx, num_experts, len(self.window.peers), num_nodes, order)
+
     def dispatch(
-        self, payload: Payload, routing: Routing, num_channels: int, order: Order
-    ) -> tuple[Received, list[int], Future | None]:
+        self, payload: Payload, routing: Routing, num_channels: int, order: Order, num_sms: int | None = None
+    ) -> tuple[Received, list[int], EventHandle | None]:
         """A full dispatch. Blocks until the counts are known, also if it is asynchronous.
 
         Returns:
@@ -74,28 +79,38 @@ class DirectEngine:
         try:
             num_rows, expert_counts = self.stream.run(lambda: order.begin(dispatch.exchange_counts))
             received = dispatch.make_room(num_rows)
-            return received, expert_counts, self._call(Order(None, order.is_async), dispatch.move_rows)
+            job = self._call(Order(None, order.is_async), dispatch, dispatch.move_rows)
         except BaseException as error:
             # Half a call must not be followed by the next: peers would take its signals for this one's.
-            dispatch.abandon(error)
+            if dispatch.call is not None:
+                self.chain.fail(error, dispatch.call)
             raise
+        return received, expert_counts, job
 
     def worst_case_dispatch(
-        self, payload: Payload, routing: Routing, num_rows: int, num_channels: int, order: Order
-    ) -> tuple[Received, Future | None]:
+        self,
+        payload: Payload,
+        routing: Routing,
+        num_rows: int,
+        num_channels: int,
+        order: Order,
+        num_sms: int | None = None,
+    ) -> tuple[Received, EventHandle | None]:
         """A dispatch into room for `num_rows` rows, without waiting for counts."""
         dispatch = Dispatch(self.chain, payload, routing, num_worst_tokens=num_rows, num_channels=num_channels)
         if order.is_due():
             dispatch.check_counts()
         received = dispatch.make_room(num_rows)
-        return received, self._call(order, dispatch.move_rows)
+        return received, self._call(order, dispatch, dispatch.move_rows)
 
-    def cached_dispatch(self, payload: Payload, handle: Handle, order: Order) -> tuple[Received, Future | None]:
+    def cached_dispatch(
+        self, payload: Payload, handle: Handle, order: Order, num_sms: int | None = None
+    ) -> tuple[Received, EventHandle | None]:
         """A dispatch along the slots of an earlier one."""
         self._check_handle(handle, order, "dispatch")
         dispatch = Dispatch(self.chain, payload, handle=handle)
         received = dispatch.make_room(handle.num_rows)
-        return received, self._call(order, dispatch.move_rows)
+        return received, self._call(order, dispatch, dispatch.move_rows)
 
     def combine(
         self,
@@ -104,20 +119,67 @@ class DirectEngine:
         topk_weights: torch.Tensor | None,
         biases: Sequence[torch.Tensor],
         order: Order,
-    ) -> tuple[Combined, Future | None]:
+        num_sms: int | None = None,
+    ) -> tuple[Combined, EventHandle | None]:
         """A combine along the slots of an earlier dispatch."""
         self._check_handle(handle, order, "combine")
         combine = Combine(self.chain, x, handle, topk_weights, biases)
         combined = combine.make_room()
-        return combined, self._call(order, combine.sum_rows)
+        return combined, self._call(order, combine, combine.sum_rows)
+
+    # Beside the calls ------------------------------------------------------------------------------------------------
+
+    def require_working(self) -> None:
+        """Refuse to go on after a failure."""
+        self.chain.require_working()
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
+        region = self.window.arena.allocate(shape, dtype)
+        return region if region is not None else ordinary_tensor(shape, dtype)
+
+    def local_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Bytes of the raw buffer, free for the caller between calls."""
+        return self.window.scratch_bytes(start, num_bytes)
+
+    def trim(self) -> int:
+        """Give memory that nobody uses back to the system. Returns the bytes given back."""
+        return self.window.arena.trim() + self.chain.results.trim()
+
+    def numbers(self) -> dict[str, Any]:
+        """What was counted so far."""
+        return {
+            **self.chain.stats.numbers(),
+            "wait_secs": [peer.wait_secs for peer in self.window.peers],
+            "arena": self.window.arena.num_bytes(),
+        }
+
+    def record_stream(self, tensor: torch.Tensor, stream: object) -> None:
+        """The CPU has no streams but the caller's thread."""
+
+    def release_graphs(self) -> None:
+        """The CPU has no graphs."""
+
+    def synchronize(self) -> None:
+        """Wait for everything that was queued."""
+        self.stream.synchronize()
+
+    def stop(self) -> None:
+        """Let what is queued finish, and close."""
+        self.stream.stop()
+        self.window.close()
+
+    def forget(self) -> None:
+        """Close when what is queued has finished, without waiting for it."""
+        self.stream.finish_with(self.window.close)
 
     def _check_handle(self, handle: Handle, order: Order, where: str) -> None:
         """Look into a handle, unless the dispatch that fills it may still be under way."""
         if self.stream.query() and order.is_due():
             check_rows(handle, self.window.rank, where)
 
-    def _call(self, order: Order, work: Callable[[], None]) -> Future | None:
-        """Make a whole call: queue it, or, if it is synchronous, wait for it.
+    def _call(self, order: Order, half: Dispatch | Combine, work: Callable[[], None]) -> EventHandle | None:
+        """Make a call to its end: queue it, or, if it is synchronous, wait for it.
 
         If it fails, even before it is announced, the calls queued behind it cannot match the peers'.
         """
@@ -125,13 +187,29 @@ class DirectEngine:
         def contagious() -> None:
             try:
                 order.begin(work)
-            except EPOverflow:
-                raise
             except BaseException as error:
-                self.window.fail(f"{type(error).__name__}: {error}")
+                self.chain.fail(error, half.call)
                 raise
 
         if order.is_async:
-            return self.stream.submit(contagious)
+            return EventHandle(self.stream.submit(contagious))
         self.stream.run(contagious)
         return None
+
+
+def count_layout(
+    stream: CommStream | None, topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int, order: Order
+) -> tuple[layout.DispatchLayout, EventHandle | None]:
+    """The layout now, or, if the event before it is still to come, on the comm stream (if there is one)."""
+    sizes = (num_experts, num_ranks, num_ranks // num_nodes)
+    if stream is not None and order.is_async and not order.is_due():
+        counts = layout.dispatch_layout(torch.empty_like(topk_idx).fill_(-1), *sizes)
+
+        def fill() -> None:
+            for target, source in zip(counts, layout.dispatch_layout(topk_idx, *sizes), strict=True):
+                target.copy_(source)
+
+        return counts, EventHandle(stream.submit(lambda: order.begin(fill)))
+    if order.after is not None:
+        order.after.current_stream_wait()
+    return layout.dispatch_layout(topk_idx, *sizes), EventHandle() if order.is_async else None

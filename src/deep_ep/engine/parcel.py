@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ..handle import Handle
-from ..kernels.rows import as_bytes
+from ..kernels.rows import rows_as
+from .call import Agreement
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,56 @@ class Received:
     handle: Handle
     is_staged: bool
 
-    def sections(self) -> list[torch.Tensor]:
-        """The bytes of what arrives, a matrix for each section."""
-        return [as_bytes(part) for part in (self.x, self.scales, self.records) if part is not None]
+    def parts(self) -> list[torch.Tensor]:
+        """What arrives, a matrix for each section."""
+        return [part for part in (self.x, self.scales, self.records) if part is not None]
+
+
+def empty_topk(routing: Routing | None, num_rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Room for the ids and weights of `num_rows` rows, where they travel."""
+    if routing is None or routing.topk_idx is None or routing.topk_weights is None:
+        return None, None
+    topk_idx, topk_weights = routing.topk_idx, routing.topk_weights
+    return topk_idx.new_empty(num_rows, topk_idx.size(1)), topk_weights.new_empty(num_rows, topk_weights.size(1))
+
+
+def empty_handle(
+    routing: Routing, num_rows: int, no_channels: torch.Tensor, prefix: torch.Tensor | None = None
+) -> Handle:
+    """A handle to be filled, of a dispatch that receives `num_rows` rows.
+
+    Args:
+        routing: For its mask.
+        num_rows: n.
+        no_channels: [R, C] int32 zeros, which stand for what we do not have.
+        prefix: Its `rank_prefix_matrix`, if it is there already.
+    """
+    mask = routing.is_token_in_rank
+    num_tokens, num_ranks = mask.shape
+    return Handle(
+        rank_prefix_matrix=prefix if prefix is not None else mask.new_empty(num_ranks, num_ranks, dtype=torch.int32),
+        channel_prefix_matrix=no_channels,
+        recv_channel_prefix_matrix=no_channels,
+        recv_src_idx=mask.new_empty(num_rows, dtype=torch.int32),
+        is_token_in_rank=mask,
+        send_head=mask.new_empty(num_tokens, num_ranks, dtype=torch.int32),
+    )
+
+
+def agreement_of(operation: str, payload: Payload, routing: Routing | None, handle: int = 0) -> Agreement:
+    """What all ranks must say alike in a dispatch."""
+    x, scales = payload.x, payload.scales
+    return Agreement(
+        operation,
+        num_experts=routing.num_experts if routing is not None else 0,
+        num_topk=routing.num_topk if routing is not None else 0,
+        hidden=x.size(1),
+        dtype=x.dtype,
+        num_scales=scales.size(1) if scales is not None else 0,
+        scale_dtype=scales.dtype if scales is not None else None,
+        idx_dtype=routing.idx_dtype if routing is not None else None,
+        handle=handle,
+    )
 
 
 def section_columns(payload: Payload, routing: Routing | None) -> list[tuple[int, torch.dtype]]:
@@ -104,19 +152,18 @@ def section_columns(payload: Payload, routing: Routing | None) -> list[tuple[int
     return columns
 
 
-def outgoing_sections(payload: Payload, routing: Routing | None) -> list[torch.Tensor]:
-    """The bytes to send, [T, W] uint8 for each section."""
-    sections = [as_bytes(payload.x)]
+def outgoing_parts(payload: Payload, routing: Routing | None) -> list[torch.Tensor]:
+    """What to send, a matrix with a row per token for each section."""
+    parts = [payload.x]
     if payload.scales is not None:
-        sections.append(as_bytes(payload.scales.contiguous()))
+        parts.append(payload.scales.contiguous())
     if routing is not None:
-        sections.append(as_bytes(_pack_records(routing, payload.x.size(0))))
-    return sections
+        parts.append(_pack_records(routing, payload.x.size(0)))
+    return parts
 
 
 # A record is ids, weights and the source index, in words of 4 bytes; an even number of them, so that rows of records
-# are
-# aligned for ids of 8 bytes and can be read in place.
+# are aligned for ids of 8 bytes and can be read in place. Where a word is left over the index is there twice.
 
 
 def _record_words(routing: Routing) -> int:
@@ -125,13 +172,12 @@ def _record_words(routing: Routing) -> int:
 
 
 def _pack_records(routing: Routing, num_tokens: int) -> torch.Tensor:
-    records = routing.is_token_in_rank.new_empty(num_tokens, _record_words(routing), dtype=torch.int32)
-    torch.arange(num_tokens, dtype=torch.int32, device=records.device, out=records[:, -1])
+    parts = []
     if routing.topk_idx is not None and routing.topk_weights is not None:
-        num_topk, id_words = routing.num_topk, routing.num_topk * routing.idx_words
-        records.view(routing.topk_idx.dtype)[:, :num_topk] = routing.topk_idx
-        records.view(torch.float32)[:, id_words : id_words + num_topk] = routing.topk_weights
-    return records
+        parts = [rows_as(routing.topk_idx, torch.int32), rows_as(routing.topk_weights, torch.int32)]
+    source_idx = torch.arange(num_tokens, dtype=torch.int32, device=routing.is_token_in_rank.device)
+    num_words = _record_words(routing) - sum(part.size(1) for part in parts)
+    return torch.cat([*parts, source_idx.view(-1, 1).expand(-1, num_words)], 1)
 
 
 def unpack_records(received: Received, num_rows: int, rank: int, num_local_experts: int) -> None:
@@ -146,14 +192,14 @@ def unpack_records(received: Received, num_rows: int, rank: int, num_local_exper
     if received.records is None:
         return
     records, received.records = received.records[:num_rows], None
-    received.handle.recv_src_idx[:num_rows] = records[:, -1]
+    received.handle.recv_src_idx[:num_rows].copy_(records[:, -1])
     if received.topk_idx is None or received.topk_weights is None:
         return
     num_topk, dtype = received.topk_idx.size(1), received.topk_idx.dtype
     id_words = num_topk * dtype.itemsize // 4
-    ids = records.view(dtype)[:, :num_topk] - rank * num_local_experts
-    weights = records.view(torch.float32)[:, id_words : id_words + num_topk]
-    is_foreign = (ids < 0) | (ids >= num_local_experts)
-    received.topk_idx[:num_rows] = ids.masked_fill_(is_foreign, -1)
-    received.topk_idx[num_rows:] = -1
-    received.topk_weights[:num_rows] = weights.masked_fill(is_foreign, 0.0)
+    ids, weights = received.topk_idx[:num_rows], received.topk_weights[:num_rows]
+    torch.sub(records.view(dtype)[:, :num_topk], rank * num_local_experts, out=ids)
+    is_foreign = (ids < 0).logical_or_(ids >= num_local_experts)
+    ids.masked_fill_(is_foreign, -1)
+    weights.copy_(records.view(torch.float32)[:, id_words : id_words + num_topk]).masked_fill_(is_foreign, 0.0)
+    received.topk_idx[num_rows:].fill_(-1)

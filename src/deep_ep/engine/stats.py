@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 
 class Stats:
@@ -23,3 +24,17 @@ class Stats:
         for rank, (sent, received) in enumerate(zip(rows_to, rows_from, strict=True)):
             self.bytes_to[rank] += sent * row_bytes
             self.bytes_from[rank] += received * row_bytes
+
+    def count_path(self, operation: str, path: str) -> None:
+        """Count one call whose rows only the device has counted."""
+        self.calls[f"{operation}/{path}"] += 1
+        self.num_rounds += 1
+
+    def numbers(self) -> dict[str, Any]:
+        """The counters, as `Buffer.stats` shows them."""
+        return {
+            "calls": dict(self.calls),
+            "rounds": self.num_rounds,
+            "bytes_to": list(self.bytes_to),
+            "bytes_from": list(self.bytes_from),
+        }

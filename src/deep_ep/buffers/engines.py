@@ -1,0 +1,97 @@
+"""Which engine a buffer gets: by its device, its group and what the environment asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from .. import env
+from ..control import Control
+from ..engine.direct import DirectEngine
+from ..errors import EPUnsupported
+from ..stream import CommStream, CudaStream, LaunchStream
+from ..transport import MAX_EXPERTS, WindowSizes, choose
+from ..transport.device import DeviceMemory, DeviceWindow
+from ..transport.interpreted import InterpretedMemory
+from ..transport.symm import SymmMemory, why_not
+
+if TYPE_CHECKING:
+    from ..engine.streamed import StreamedEngine
+
+INTERPRETED = "interpreted"  # the name of the transport of CPU ranks that run the GPU's kernels
+
+Engine: TypeAlias = "DirectEngine | StreamedEngine"
+
+_LEAST_ARENA_BYTES = 16 << 20  # room for small calls of a buffer that was made with no size at all
+
+
+def find_device(device: torch.device | str | None) -> torch.device:
+    """The device of a new buffer: as asked for, else `DEEP_EP_DEVICE`, else a GPU if there is one."""
+    wish = device or env.DEVICE.get() or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(wish)
+    except RuntimeError as error:
+        raise ValueError(f"Buffer: `device` {wish!r} is none ({error}). Pass device='cpu' or 'cuda'") from None
+    except TypeError:
+        raise TypeError(f"Buffer: `device` must be a device or its name, got {type(device).__name__}") from None
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    if chosen.type != "cuda" or not torch.cuda.is_available():
+        raise EPUnsupported(f"Buffer: device {chosen} is not there. Pass device='cpu', or run where torch sees a GPU")
+    return chosen if chosen.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def make_engine(
+    control: Control,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    sizes: WindowSizes,
+    device_limit_secs: float,
+) -> tuple[Engine, str]:
+    """The engine of a buffer inside one node, and a line that says how it reaches its peers. All ranks call it."""
+    if device.type == "cuda":
+        reason = why_not(group, control.num_ranks)
+        if reason is not None:
+            raise EPUnsupported(f"transport symm: {reason}")
+        memory: DeviceMemory = SymmMemory(control, group, device)
+        how = "solo (a group of one rank)" if control.num_ranks == 1 else "symm (CUDA symmetric memory of one node)"
+        return _streamed(control, memory, CudaStream(device), sizes, device_limit_secs), how
+    if env.TRANSPORT.get() == INTERPRETED:
+        memory, how = InterpretedMemory(control), f"{INTERPRETED} ({env.TRANSPORT.name}={INTERPRETED})"
+        return _streamed(control, memory, LaunchStream(), sizes, device_limit_secs), how
+    choice = choose(control.num_ranks)
+    engine = DirectEngine(choice.make_window(control, sizes), CommStream(f"deep_ep-comm-{control.rank}"))
+    return engine, f"{choice.name} ({choice.reason})"
+
+
+def _streamed(
+    control: Control, memory: DeviceMemory, stream: LaunchStream, sizes: WindowSizes, limit_secs: float
+) -> StreamedEngine:
+    # Not before a buffer needs them: they import Triton, and importing us must not.
+    from ..engine.shapes import load_shapes
+    from ..engine.signals import Signals
+    from ..engine.streamed import StreamedEngine
+    from ..kernels import _triton, exchange
+
+    device_type = "cpu" if stream.raw is None else "cuda"
+    if not _triton.is_usable(device_type):
+        what = "Triton is not installed" if not _triton.HAS_TRITON else f"TRITON_INTERPRET does not fit {device_type}"
+        raise EPUnsupported(f"Buffer: kernels cannot run on {device_type}: {what}")
+    # Memory is symmetric: the largest wish is everybody's, and a limit of one rank is a limit of all.
+    wishes = control.gather((sizes.arena_bytes, sizes.arena_limit_bytes), "comparing sizes")
+    limits = [limit for _, limit in wishes if limit]
+    window = DeviceWindow(
+        control.rank,
+        control.num_ranks,
+        memory,
+        Signals.board_bytes(control.num_ranks, MAX_EXPERTS),
+        max(_LEAST_ARENA_BYTES, *(wish for wish, _ in wishes)),
+        min(limits, default=0),
+    )
+    shapes = load_shapes(control.num_ranks)
+    engine = StreamedEngine(window, stream, limit_secs, MAX_EXPERTS, shapes, sizes.scratch_bytes)
+    exchange.prepare_all(engine.signals.places)
+    control.gather(None, "compiling kernels")
+    return engine

@@ -1,0 +1,39 @@
+"""What must agree, in two words: kernels compare words, and a rank that differs can still be told in what."""
+
+from __future__ import annotations
+
+import functools
+
+from .call import Agreement
+
+# Bits of each item of an `Agreement` in its word; the handle has a word of its own, which a kernel computes.
+_BITS = (
+    {"operation": 4, "num_experts": 20, "dtype": 8, "scale_dtype": 8, "idx_dtype": 8, "num_topk": 12},
+    {"hidden": 36, "num_scales": 26},
+)
+
+
+@functools.lru_cache(maxsize=64)
+def pack(agreement: Agreement) -> tuple[int, int]:
+    """The two words of an agreement."""
+    values = dict(zip(agreement._fields, agreement.words(), strict=True))
+    words = []
+    for bits in _BITS:
+        word = shift = 0
+        for name, width in bits.items():
+            if values[name] >> width:
+                raise ValueError(f"`{name}` must be less than {1 << width}, got {values[name]}")
+            word |= values[name] << shift
+            shift += width
+        words.append(word)
+    return words[0], words[1]
+
+
+def unpack(first: int, second: int, handle: int) -> Agreement:
+    """The reverse of `pack`."""
+    values = {"handle": handle}
+    for bits, word in zip(_BITS, (first, second), strict=True):
+        for name, width in bits.items():
+            values[name] = word & ((1 << width) - 1)
+            word >>= width
+    return Agreement.from_words([values[name] for name in Agreement._fields])

@@ -1,0 +1,84 @@
+"""What a kernel wrote down when it failed, as an error with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import EPError, EPOverflow, EPTimeout
+from ..kernels import exchange
+from .call import OPERATIONS
+
+_STEPS = {1: "announced", 2: "offered", 3: "ready", 4: "taken"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A failure, as `kernels/exchange.py` records it.
+
+    Attributes:
+        code: What happened.
+        epoch: The call.
+        operation: Index into `OPERATIONS`.
+        subject: The ranks, as bits, or the rank it is about.
+        seen: A number, by code.
+        expected: A number, by code.
+        origin: The rank where it happened.
+    """
+
+    code: int
+    epoch: int
+    operation: int
+    subject: int
+    seen: int
+    expected: int
+    origin: int
+
+    def error(self, rank: int, num_ranks: int, limit_secs: float, differences: Callable[[int], str]) -> Exception:
+        """The error to raise.
+
+        Args:
+            rank: This rank.
+            num_ranks: R.
+            limit_secs: The limit of a wait.
+            differences: Says what a rank does differently.
+        """
+        operation = OPERATIONS[self.operation]
+        where, me = f"{operation} (call {self.epoch})", f"rank {rank}/{num_ranks}"
+        if self.code == exchange.COUNTS:
+            return ValueError(
+                "dispatch: `num_tokens_per_rank` must be the column sums of `is_token_in_rank`: "
+                f"for rank {self.subject} it says {self.expected}, the sum is {self.seen}"
+            )
+        if self.code == exchange.OVERFLOW:
+            return EPOverflow(
+                f"dispatch: rank {self.subject} receives {self.seen} rows, more than its "
+                f"num_worst_tokens={self.expected} ({me}). "
+                "Raise num_worst_tokens; tokens x ranks always suffices. The buffer is closed: make a new one"
+            )
+        if self.code == exchange.DISAGREE:
+            said = "; ".join(f"rank {one} has {differences(one)}" for one in _bits(self.subject))
+            return EPError(
+                f"{where}: all ranks must make the same call, but {said} ({_by(self.origin, rank)}{me}). "
+                "Make the calls in the same order on all ranks"
+            )
+        if self.code == exchange.TIMEOUT:
+            ranks = _bits(self.subject)
+            names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(one) for one in ranks)}"
+            return EPTimeout(
+                f"{where}: no signal ({_STEPS.get(self.seen, self.seen)}) from {names} after {limit_secs:g} s "
+                f"({_by(self.origin, rank)}{me}). It exited, hangs, or called in another order; look at its output"
+            )
+        if self.code == exchange.ASTRAY:
+            return EPError(
+                f"{where}: a rank is more than one call ahead ({_by(self.origin, rank)}{me}). Report this bug"
+            )
+        return EPError(f"{where}: rank {self.origin} failed ({me}). Look at its output")
+
+
+def _bits(mask: int) -> list[int]:
+    return [index for index in range(63) if mask >> index & 1]
+
+
+def _by(origin: int, rank: int) -> str:
+    return "" if origin == rank else f"seen by rank {origin}, "

@@ -1,0 +1,156 @@
+"""Memory for the calls of the engine on a GPU: regions of the window, and ordinary tensors on the right stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import EPTransportError
+from ..handle import Handle
+from ..kernels.exchange import SEGMENT_BITS
+from ..kernels.put import record_words
+from ..sizing import align
+from ..stream import LaunchStream
+from ..transport.device import DeviceWindow
+from ..transport.spans import whole_units
+from .direct import Order
+from .parcel import Payload, Received, Routing, empty_handle, empty_topk
+from .signals import Counts
+
+_GROWTH_BYTES = 2 << 20  # segments are multiples of this
+_SPARE_BYTES = 128 << 10  # regions are whole pages, and records at least half of this
+_LEAST_COMBINE_BYTES = 2  # of an element that a combine brings back: BF16, also where FP8 was dispatched
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Whose tensors a call makes.
+
+    Attributes:
+        order: How the call stands to the caller's stream.
+        caller: That stream.
+    """
+
+    order: Order
+    caller: Any
+
+
+class Room:
+    """Memory of one engine.
+
+    Args:
+        window: The window.
+        stream: Where calls are launched.
+    """
+
+    def __init__(self, window: DeviceWindow, stream: LaunchStream):
+        self._window = window
+        self._stream = stream
+        self._zeros: dict[int, torch.Tensor] = {}
+
+    # Regions of the window -------------------------------------------------------------------------------------------
+
+    def region(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """A region that the call uses first; None where there is no room."""
+        return self._window.allocate(shape, dtype, self._stream.current)
+
+    def sections(self, payload: Payload, routing: Routing | None, num_rows: int) -> list[torch.Tensor | None] | None:
+        """Room for payload, scales and records of `num_rows` rows, None for what does not travel; None: no room."""
+        x, scales = payload.x, payload.scales
+        parts: list[torch.Tensor | None] = [self.region((num_rows, x.size(1)), x.dtype), None, None]
+        if scales is not None and parts[0] is not None:
+            parts[1] = self.region((num_rows, scales.size(1)), scales.dtype)
+        if routing is not None and parts[0] is not None:
+            parts[2] = self._records(num_rows, record_words(routing.num_topk))
+        wanted = (True, scales is not None, routing is not None)
+        is_there = all(part is not None for part, is_wanted in zip(parts, wanted, strict=True) if is_wanted)
+        return parts if is_there else None
+
+    def _records(self, num_rows: int, num_words: int) -> torch.Tensor | None:
+        memory = self._window.records(4 * num_rows * num_words, self._stream.current)
+        return None if memory is None else memory.view(torch.int32).view(num_rows, num_words)
+
+    def base(self, region: torch.Tensor | None) -> int:
+        """Where a region is, as an offer says it; -1: there is none."""
+        base = self._window.arena.base_of(region) if region is not None and region.numel() else None
+        return -1 if base is None else base[0] << SEGMENT_BITS | base[1]
+
+    def lack(self, num_bytes: int) -> EPTransportError:
+        """The error where a region cannot be had."""
+        sizes = self._window.arena.num_bytes()
+        return EPTransportError(
+            f"window: {num_bytes} bytes do not fit: {sizes['used']} of {sizes['reserved']} are in use "
+            f"(rank {self._window.rank}/{self._window.num_ranks}). Drop received tensors, or make the buffer with a "
+            "larger num_nvl_bytes; it grows by itself only in a dispatch without handle or num_worst_tokens"
+        )
+
+    def grow_alike(self, told: Counts, payload: Payload, routing: Routing) -> None:
+        """Add a segment where some rank lacks room for its rows, or for the copy of them that a combine may need.
+
+        All ranks know all ranks' rows and room, so all of them grow, or none.
+        """
+        x, scales = payload.x, payload.scales
+        row_bytes = x.size(1) * x.element_size() + (scales.size(1) * scales.element_size() if scales is not None else 0)
+        back_bytes = x.size(1) * max(x.element_size(), _LEAST_COMBINE_BYTES)
+        back_bytes += 4 * routing.num_topk  # weights may come back with the rows
+        # What fits is taken already; only the copy is still to come. Records are rounded up to a power of two.
+        bytes_each = back_bytes if told.fits else row_bytes + back_bytes + 2 * 4 * record_words(routing.num_topk)
+        wanted = [whole_units(rows * bytes_each) + _SPARE_BYTES for rows in told.num_rows]
+        if any(free < size for free, size in zip(told.free_bytes, wanted, strict=True)):
+            self._window.grow(align(max(wanted), _GROWTH_BYTES))
+
+    # Ordinary memory -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def outputs(self, frame: Frame) -> Iterator[None]:
+        """Tensors made inside are the caller's, unless its stream may be behind the call (an event came before)."""
+        with self._stream.lent(frame.caller if frame.order.after is None else self._stream.raw):
+            yield
+
+    def handle(self, routing: Routing, num_rows: int, num_channels: int, prefix: torch.Tensor) -> Handle:
+        """A handle to be filled."""
+        zeros = self._zeros.get(num_channels)
+        if zeros is None:
+            zeros = prefix.new_zeros(self._window.num_ranks, num_channels)
+            if not self._window.is_capturing():  # a graph's memory is its own
+                self._zeros[num_channels] = zeros
+        return empty_handle(routing, num_rows, zeros, prefix)
+
+    def received(
+        self, sections: list[torch.Tensor | None], routing: Routing | None, handle: Handle, num_rows: int
+    ) -> Received:
+        """What a dispatch returns, of which `num_rows` rows are the caller's."""
+        x, scales, records = (None if part is None else part[:num_rows] for part in sections)
+        assert x is not None
+        topk_idx, topk_weights = empty_topk(routing, num_rows)
+        return Received(x, scales, records, topk_idx, topk_weights, handle, False)
+
+    # Lifetimes -------------------------------------------------------------------------------------------------------
+
+    def hold_inputs(self, frame: Frame, *tensors: torch.Tensor | None) -> None:
+        """Keep what a call reads until it is done, however it ends. Inside the call, before anything is launched."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._window.arena.used_by(tensor, self._stream.current)
+        if frame.order.is_async:
+            self._stream.hold(tensors, self._stream.raw)
+
+    def hold_outputs(self, frame: Frame, *tensors: torch.Tensor | None) -> None:
+        """Keep what a call returns until the streams that use it are done: the caller's, and the call's."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._window.arena.used_by(tensor, frame.caller)
+        if frame.order.after is not None:
+            self._stream.hold(tensors, frame.caller)
+        elif frame.order.is_async:
+            self._stream.hold(tensors, self._stream.raw)
+
+
+def num_bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * dtype.itemsize

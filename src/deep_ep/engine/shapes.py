@@ -1,0 +1,99 @@
+"""How many blocks, of what size, the bulk kernels are launched with. Results never depend on it.
+
+The defaults are the best of `python -m deep_ep bench tune` on an H200 that 8 ranks share (hidden 7168, BF16). Each
+rank reads its own `DEEP_EP_TUNING_FILE`; ranks need not agree.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from .. import env
+from ..kernels.put import Shape
+from ..tuning import listed_size, load_tuning, wrong_file
+
+_FREE = Shape(num_blocks=264, words=4096, num_warps=16)
+_BOUNDED = Shape(num_blocks=20, words=4096, num_warps=16)
+_BOUNDED_PULL = Shape(num_blocks=20, words=4096, num_warps=32, num_registers=64)
+_MOST_WARPS = 32  # of a block, on all GPUs
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The launch shapes of a buffer. `Buffer.set_num_sms` and configs bound the number of blocks.
+
+    Attributes:
+        put: Of dispatch, where nothing bounds it.
+        pull: Of combine, likewise.
+        copy: Of the copy into the window that may come before a combine.
+        bounded_put: Of dispatch with few blocks, each of which must then keep more bytes in flight. Its own number of
+            blocks is not used, as in the next two.
+        bounded_pull: Of combine, likewise.
+        bounded_copy: Of the copy, likewise.
+    """
+
+    put: Shape = _FREE
+    pull: Shape = _FREE
+    copy: Shape = _FREE
+    bounded_put: Shape = _BOUNDED
+    bounded_pull: Shape = _BOUNDED_PULL
+    bounded_copy: Shape = _BOUNDED
+
+    def for_put(self, num_sms: int | None) -> Shape:
+        """The shape of dispatch, where a config may bound the blocks."""
+        return self.put if num_sms is None else _with_blocks(self.bounded_put, num_sms)
+
+    def for_pull(self, num_sms: int | None) -> Shape:
+        """The shape of combine, likewise."""
+        return self.pull if num_sms is None else _with_blocks(self.bounded_pull, num_sms)
+
+    def for_copy(self, num_sms: int | None) -> Shape:
+        """The shape of the copy into the window, likewise."""
+        return self.copy if num_sms is None else _with_blocks(self.bounded_copy, num_sms)
+
+
+@functools.cache
+def _with_blocks(shape: Shape, num_blocks: int) -> Shape:
+    """The same with another number of blocks. Every call asks, and asks the same."""
+    return replace(shape, num_blocks=max(1, num_blocks))
+
+
+def load_shapes(num_ranks: int) -> Shapes:
+    """The shapes of a group: as the tuning file has them, and the defaults for what it has not.
+
+    Args:
+        num_ranks: Of the group. If the file does not list it: those of the next larger one, or of the largest.
+
+    Raises:
+        ValueError: There is something wrong with the file that `DEEP_EP_TUNING_FILE` names.
+    """
+    tuning = load_tuning(env.TUNING_FILE.get())
+    if not tuning.shapes:
+        return Shapes()
+    listed = tuning.shapes[listed_size(tuning.shapes, num_ranks)]
+    known = {field.name for field in fields(Shapes)}
+    if not set(listed) <= known:
+        raise wrong_file(tuning.path, f"shapes must be of {sorted(known)}, got {sorted(set(listed) - known)}")
+    return Shapes(**{name: _parse(tuning.path, name, numbers) for name, numbers in listed.items()})
+
+
+def _parse(path: str, name: str, numbers: Mapping[str, int]) -> Shape:
+    wanted = {field.name for field in fields(Shape)}
+    if {*numbers, "num_registers"} != wanted:
+        raise wrong_file(path, f"shape `{name}` must have {sorted(wanted)}, it has {sorted(numbers)}")
+    shape = Shape(**numbers)
+    if shape.num_blocks < 1:
+        raise wrong_file(path, f"shape `{name}`: num_blocks must be at least 1, got {shape.num_blocks}")
+    if not _is_power_of_2(shape.words):
+        raise wrong_file(path, f"shape `{name}`: words must be a power of 2, got {shape.words}")
+    if not _is_power_of_2(shape.num_warps) or shape.num_warps > _MOST_WARPS:
+        raise wrong_file(
+            path, f"shape `{name}`: num_warps must be a power of 2 up to {_MOST_WARPS}, got {shape.num_warps}"
+        )
+    return shape
+
+
+def _is_power_of_2(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0

@@ -1,0 +1,186 @@
+"""The words of a rank whose kernels do the waiting, as the host sees them: meetings, tickets, failures."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import EPClosed, EPTimeout
+from ..kernels import exchange
+from ..kernels.exchange import Places, Post
+from ..stream import LaunchStream
+from ..transport.device import DeviceWindow
+from .call import OPERATIONS, Agreement
+from .digest import unpack
+from .failure import Record
+
+_SPIN_SECS = 2e-3  # how long the host polls without a pause: counts come within a fraction of it, as a rule
+_PAUSE_SECS = 1e-4
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the ranks told each other in a full dispatch.
+
+    Attributes:
+        num_rows: Rows that each rank receives.
+        free_bytes: The largest region that each rank could take.
+        expert_counts: Selections of each expert of this rank.
+        fits: The rows fit into what was offered, on all ranks.
+    """
+
+    num_rows: list[int]
+    free_bytes: list[int]
+    expert_counts: list[int]
+    fits: bool
+
+
+class Signals:
+    """Meetings of a rank with its peers.
+
+    Args:
+        window: The window whose board they use.
+        stream: Where calls are launched.
+        limit_secs: Seconds that a wait may take.
+        max_experts: Most experts of a call.
+    """
+
+    def __init__(self, window: DeviceWindow, stream: LaunchStream, limit_secs: float, max_experts: int):
+        num_ranks, device = window.num_ranks, window.device
+        self._stream = stream
+        self._limit_secs = limit_secs
+        self._board = window.board
+        self._ticket = 0
+        self._failure: str | None = None
+        self._is_announced = False
+        num_host_words = exchange.STATE_WORDS + num_ranks + num_ranks * num_ranks + max_experts // num_ranks
+        self._host = torch.zeros(num_host_words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self._ticket_word = ctypes.c_int64.from_address(self._host.data_ptr())
+        self._failed_word = ctypes.c_int64.from_address(self._host.data_ptr() + 8 * exchange.STATE_FAILED)
+        self.places = Places(
+            rank=window.rank,
+            num_ranks=num_ranks,
+            windows=window.windows,
+            state=torch.zeros(exchange.STATE_WORDS, dtype=torch.int64, device=device),
+            table=torch.zeros(exchange.NUM_SECTIONS + 2, num_ranks, dtype=torch.int64, device=device),
+            host=self._host,
+            header_words=Places.header_room(num_ranks, max_experts),
+            limit_ns=int(limit_secs * 1e9),
+        )
+
+    @staticmethod
+    def board_bytes(num_ranks: int, max_experts: int) -> int:
+        """Bytes of window that the words need."""
+        return Places.board_bytes(num_ranks, Places.header_room(num_ranks, max_experts))
+
+    def announce(
+        self,
+        post: Post,
+        counts: torch.Tensor,
+        given: torch.Tensor,
+        num_tokens_per_expert: torch.Tensor,
+        prefix: torch.Tensor,
+    ) -> None:
+        """Announce a full dispatch, with an offer that may not suffice; `wait_for_counts` tells."""
+        self._ticket += 1
+        post = post._replace(ticket=self._ticket)
+        self.meet(post, True, True, counts, given, num_tokens_per_expert, prefix)
+
+    def meet(self, post: Post, *args: Any, **kwargs: Any) -> None:
+        """As `exchange.meet`: from now on, what goes wrong goes wrong for all ranks."""
+        self._is_announced = True
+        exchange.meet(self.places, post, *args, **kwargs)
+
+    def wait_for_counts(self, num_experts: int) -> Counts:
+        """Wait, on the host, for what the ranks told each other.
+
+        Raises:
+            ValueError: The caller's counts are wrong; nothing was announced.
+            EPError: A peer failed, was silent, or makes another call.
+        """
+        self._wait_for_ticket()
+        num_ranks = self.places.num_ranks
+        first = exchange.STATE_WORDS
+        last = first + num_ranks + num_ranks * num_ranks
+        words = self._host[: last + num_experts // num_ranks].tolist()
+        record = Record(*words[exchange.STATE_RECORD : exchange.STATE_RECORD + 7])
+        if record.code == exchange.COUNTS and record.origin == self.places.rank and not words[exchange.STATE_FAILED]:
+            self._host[exchange.STATE_RECORD] = 0
+            self._is_announced = False  # the kernel has said nothing
+            raise self._error(record)
+        return Counts(
+            words[last - num_ranks : last],
+            words[first : first + num_ranks],
+            words[last:],
+            not words[exchange.STATE_HELD],
+        )
+
+    def _wait_for_ticket(self) -> None:
+        """Poll until the kernel has echoed the ticket. Peers have the kernel's limit; this one is beyond it."""
+        begin = time.monotonic()
+        while self._ticket_word.value != self._ticket:
+            self.raise_if_failed()
+            elapsed = time.monotonic() - begin
+            time.sleep(0 if elapsed < _SPIN_SECS else _PAUSE_SECS)  # hands the GIL to other threads
+            if elapsed > 2 * self._limit_secs + 10:
+                raise EPTimeout(
+                    f"dispatch: the GPU did not come to this call within {elapsed:.0f} s "
+                    f"({self._me()}). Something queued before it does not end"
+                )
+
+    @contextmanager
+    def contagious(self, operation: str) -> Iterator[None]:
+        """Around a call. What goes wrong on the host is told to the peers, but a wrong argument that none heard of."""
+        self.require_working()
+        self._is_announced = False
+        try:
+            yield
+        except BaseException as error:
+            is_refused = not self._is_announced and isinstance(error, (ValueError, TypeError, AssertionError))
+            if not is_refused and self._failure is None and not self._failed_word.value:
+                self._failure = f"{operation}: {type(error).__name__}: {error}"
+                with self._stream.aside():
+                    exchange.abort(self.places, OPERATIONS.index(operation))
+            raise
+
+    def require_working(self) -> None:
+        """Refuse to go on after a failure.
+
+        Raises:
+            EPError: A kernel failed since the last look; it says why. Later: `EPClosed`.
+        """
+        if self._failure is not None:
+            raise EPClosed(f"Buffer: closed by an earlier failure ({self._failure}). Make a new buffer")
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        """Raise what a kernel has written down, once."""
+        if self._failed_word.value and self._failure is None:
+            record = Record(*self._host[exchange.STATE_RECORD : exchange.STATE_RECORD + 7].tolist())
+            error = self._error(record)
+            self._failure = str(error)
+            raise error
+
+    def _error(self, record: Record) -> Exception:
+        return record.error(self.places.rank, self.places.num_ranks, self._limit_secs, self._differences(record))
+
+    def _differences(self, record: Record):  # type: ignore[no-untyped-def]
+        """A function that says what a rank's header of a call has differently from that of the rank that noticed."""
+        num_ranks, num_words = self.places.num_ranks, self.places.header_words
+
+        def header(rank: int) -> Agreement:
+            words = self._board.view(torch.int64)
+            start = 16 * num_ranks + ((record.epoch & 1) * num_ranks + rank) * num_words
+            _, a, b, handle = words[start : start + 4].tolist()
+            return unpack(a, b, handle)
+
+        return lambda rank: header(record.origin).differences(header(rank)) or "nothing (it saw another difference)"
+
+    def _me(self) -> str:
+        return f"rank {self.places.rank}/{self.places.num_ranks}"

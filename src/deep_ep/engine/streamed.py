@@ -1,0 +1,390 @@
+"""The one-hop engine on a GPU: dispatch and combine as kernels in a stream (`docs/protocol.md`).
+
+The protocol is that of `direct.py`, with the words and the waiting in kernels: the host launches, and only a full
+dispatch waits, for its counts. A call is
+
+    dispatch, full        positions, meet (counts, a guessed offer), put, finish | the host waits | unpack
+                          if the guess was too small somewhere: meet (exact offers), put, finish, unpack
+    dispatch, worst case  positions, meet (counts and offers), put, finish, unpack
+    dispatch, cached      meet (offers), put, finish
+    combine               copy in unless the rows lie in the window, meet (offers), pull, finish
+
+`meet` and `finish` are one small block each, and the only kernels that wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from .. import layout
+from ..errors import EPUnsupported
+from ..event import EventHandle
+from ..handle import Handle
+from ..kernels import counts, exchange, pull, put
+from ..kernels.exchange import Post
+from ..stream import LaunchStream
+from ..transport.device import DeviceWindow
+from .call import ANNOUNCED, OFFERED, OPERATIONS, READY, TAKEN, Agreement
+from .combine import Combined
+from .digest import pack
+from .direct import Order
+from .parcel import Payload, Received, Routing, agreement_of
+from .room import Frame, Room, num_bytes_of
+from .shapes import Shapes
+from .signals import Signals
+from .stats import Stats
+
+_NOWHERE = nullcontext()
+_MOST_SCALE_BYTES = 8  # an integer of a kernel
+
+Sections = list[torch.Tensor | None]  # payload, scales, records; None: it does not travel
+
+
+class StreamedEngine:
+    """Dispatch and combine over one window, by kernels.
+
+    Args:
+        window: The window.
+        stream: Where the kernels are launched.
+        limit_secs: Seconds that a wait on the device may take.
+        max_experts: Most experts of a call.
+        shapes: How bulk kernels are launched.
+        num_local_bytes: What the caller may see of the raw buffer.
+    """
+
+    def __init__(
+        self,
+        window: DeviceWindow,
+        stream: LaunchStream,
+        limit_secs: float,
+        max_experts: int,
+        shapes: Shapes,
+        num_local_bytes: int = 0,
+    ):
+        self.window = window
+        self.stream = stream
+        self.stats = Stats(window.num_ranks)
+        self.shapes = shapes
+        self.signals = Signals(window, stream, limit_secs, max_experts)
+        self._places = self.signals.places
+        self._room = Room(window, stream)
+        self._guessed_rows = 0
+        self._num_local_bytes = num_local_bytes
+        self._local: torch.Tensor | None = None
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: Order
+    ) -> tuple[layout.DispatchLayout, EventHandle | None]:
+        """Count where this rank's tokens go. Local: it takes no part in the order of the calls."""
+        sizes = (num_experts, self.window.num_ranks, num_nodes)
+        if order.after is None and not order.is_async:
+            with self.stream.on_device() or _NOWHERE:
+                return layout.DispatchLayout(*counts.dispatch_layout(topk_idx, *sizes)), None
+        frame = Frame(order, self.stream.caller())
+        with self.stream.entered(order.after, order.is_async):
+            self._room.hold_inputs(frame, topk_idx)
+            with self._room.outputs(frame):
+                tensors = counts.empty_layout(topk_idx, *sizes)
+            counted = layout.DispatchLayout(*counts.dispatch_layout(topk_idx, *sizes, tensors))
+        self._room.hold_outputs(frame, *counted)
+        return counted, self.stream.leave(order.is_async)
+
+    def dispatch(
+        self, payload: Payload, routing: Routing, num_channels: int, order: Order, num_sms: int | None = None
+    ) -> tuple[Received, list[int], EventHandle | None]:
+        """A full dispatch. The host waits for the counts, also if it is asynchronous.
+
+        Returns:
+            What is received, the selections of each local expert, and the event of an asynchronous call.
+        """
+        if self.window.is_capturing():
+            raise EPUnsupported(
+                "dispatch: the host waits for the counts, which cannot be captured in a graph. "
+                "Pass `num_worst_tokens`, or the handle of an earlier dispatch"
+            )
+        _check_scales(payload)
+        operation, frame = "dispatch", Frame(order, self.stream.caller())
+        with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
+            self._hold_inputs(frame, payload, routing)
+            sections = self._guess(payload, routing)
+            numbers, num_tokens = counts.positions(routing.is_token_in_rank)
+            with self._room.outputs(frame):
+                handle = self._room.handle(routing, 0, num_channels, self._empty_prefix(numbers))
+            prefix, slots = handle.rank_prefix_matrix, (numbers, handle.send_head)
+            self._reach(operation, "meet")
+            post = self._post(operation, ANNOUNCED, payload, routing, sections)
+            post = post._replace(free_bytes=self.window.arena.largest_free_bytes())
+            self.signals.announce(post, num_tokens, routing.num_tokens_per_rank, routing.num_tokens_per_expert, prefix)
+            self._move(operation, payload, routing, slots, num_sms)
+            told = self.signals.wait_for_counts(routing.num_experts)
+            num_rows = told.num_rows[self.window.rank]
+            self._guessed_rows = num_rows + num_rows // 16 + 64
+            if not told.fits:
+                sections = [None, None, None]  # too small, here or elsewhere
+            self._room.grow_alike(told, payload, routing)
+            if sections[0] is None:  # also where nothing was offered, because nothing comes
+                sections = self._sections(payload, routing, num_rows)
+            if not told.fits:
+                self._reach(operation, "offer")
+                self.signals.meet(self._post(operation, OFFERED, payload, routing, sections), False, True)
+                self._move(operation, payload, routing, slots, num_sms)
+            with self._room.outputs(frame):
+                handle = handle._replace(recv_src_idx=prefix.new_empty(num_rows))
+                received = self._room.received(sections, routing, handle, num_rows)
+            self._unpack(received, num_sms)
+        return (
+            self._dispatched(routing, received, frame),
+            told.expert_counts,
+            self.stream.leave(order.is_async),
+        )
+
+    def worst_case_dispatch(
+        self,
+        payload: Payload,
+        routing: Routing,
+        num_rows: int,
+        num_channels: int,
+        order: Order,
+        num_sms: int | None = None,
+    ) -> tuple[Received, EventHandle | None]:
+        """A dispatch into room for `num_rows` rows; the host waits for nothing."""
+        _check_scales(payload)
+        operation, frame = "worst-case dispatch", Frame(order, self.stream.caller())
+        with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
+            self._hold_inputs(frame, payload, routing)
+            sections = self._sections(payload, routing, num_rows)
+            numbers, num_tokens = counts.positions(routing.is_token_in_rank)
+            with self._room.outputs(frame):
+                handle = self._room.handle(routing, num_rows, num_channels, self._empty_prefix(numbers))
+                received = self._room.received(sections, routing, handle, num_rows)
+            self._reach(operation, "meet")
+            self.signals.meet(
+                self._post(operation, OFFERED, payload, routing, sections),
+                True,
+                True,
+                num_tokens,
+                routing.num_tokens_per_rank,
+                routing.num_tokens_per_expert,
+                handle.rank_prefix_matrix,
+            )
+            self._move(operation, payload, routing, (numbers, handle.send_head), num_sms)
+            self._unpack(received, num_sms)
+        return self._dispatched(routing, received, frame), self.stream.leave(order.is_async)
+
+    def cached_dispatch(
+        self, payload: Payload, handle: Handle, order: Order, num_sms: int | None = None
+    ) -> tuple[Received, EventHandle | None]:
+        """A dispatch along the slots of an earlier one."""
+        _check_scales(payload)
+        operation, frame = "cached dispatch", Frame(order, self.stream.caller())
+        with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
+            self._room.hold_inputs(frame, payload.x, payload.scales, *handle)
+            sections = self._sections(payload, None, handle.num_rows)
+            post = self._post(operation, OFFERED, payload, None, sections)
+            self._reach(operation, "meet")
+            self.signals.meet(post, True, True, prefix=handle.rank_prefix_matrix.contiguous())
+            self._move(operation, payload, None, (handle.send_head.contiguous(), None), num_sms)
+            received = self._room.received(sections, None, handle, handle.num_rows)
+        return self._dispatched(None, received, frame), self.stream.leave(order.is_async)
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None,
+        biases: Sequence[torch.Tensor],
+        order: Order,
+        num_sms: int | None = None,
+    ) -> tuple[Combined, EventHandle | None]:
+        """A combine along the slots of an earlier dispatch."""
+        operation, frame = "combine", Frame(order, self.stream.caller())
+        parts = [x] if topk_weights is None else [x, topk_weights]
+        with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
+            self._room.hold_inputs(frame, *parts, *biases, *handle)
+            with self._room.outputs(frame):
+                sums = [part.new_empty(handle.num_tokens, part.size(1)) for part in parts]
+            prefix = handle.rank_prefix_matrix.contiguous()
+            regions = self._supply(parts, prefix, num_sms)
+            num_topk = 0 if topk_weights is None else topk_weights.size(1)
+            agreement = Agreement(operation, num_topk=num_topk, hidden=x.size(1), dtype=x.dtype)
+            bases = tuple(self._room.base(region) for region in regions)
+            index = OPERATIONS.index(operation)
+            self._reach(operation, "meet")
+            post = Post(READY, index, pack(agreement), handle.num_tokens, x.size(0), bases=bases)
+            self.signals.meet(post, True, True, prefix=prefix)
+            self._reach(operation, "pull")
+            slots, shape = handle.send_head.contiguous(), self.shapes.for_pull(num_sms)
+            for section, out in enumerate(sums):
+                pull.pull(self._places, shape, section, out, slots, biases if section == 0 else ())
+            self._reach(operation, "finish")
+            exchange.finish(self._places, TAKEN, index)
+        self._room.hold_outputs(frame, *sums)
+        self.stats.count_path(operation, "pulled" if regions[0] is x else "copied_in")
+        return Combined(sums[0], sums[1] if topk_weights is not None else None), self.stream.leave(order.is_async)
+
+    def barrier(self) -> None:
+        """Have the caller's stream go on when those of all ranks have come here. The host does not wait."""
+        with self.signals.contagious("barrier"), self.stream.entered(None, False):
+            post = Post(TAKEN, OPERATIONS.index("barrier"), pack(Agreement("barrier")), 0)
+            self.signals.meet(post, True, True)
+        self.stream.leave(False)
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def _guess(self, payload: Payload, routing: Routing) -> Sections:
+        """Room for a few rows more than the last dispatch received, so that rows can move before counts are known."""
+        sections = self._room.sections(payload, routing, self._guessed_rows) if self._guessed_rows else None
+        return sections if sections is not None else [None, None, None]
+
+    def _sections(self, payload: Payload, routing: Routing | None, num_rows: int) -> Sections:
+        """Room for exactly so many rows.
+
+        Raises:
+            EPTransportError: There is none.
+        """
+        sections = self._room.sections(payload, routing, num_rows)
+        if sections is None:
+            parts = [part for part in (payload.x, payload.scales) if part is not None]
+            raise self._room.lack(sum(num_bytes_of((num_rows, part.size(1)), part.dtype) for part in parts))
+        return sections
+
+    def _hold_inputs(self, frame: Frame, payload: Payload, routing: Routing) -> None:
+        given = (routing.num_tokens_per_rank, routing.num_tokens_per_expert, routing.is_token_in_rank)
+        self._room.hold_inputs(frame, payload.x, payload.scales, *given, routing.topk_idx, routing.topk_weights)
+
+    def _empty_prefix(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.new_empty(self.window.num_ranks, self.window.num_ranks)
+
+    def _post(self, operation: str, step: int, payload: Payload, routing: Routing | None, sections: Sections) -> Post:
+        agreement = agreement_of(operation, payload, routing)
+        num_rows = sections[0].size(0) if sections[0] is not None else 0
+        bases = tuple(self._room.base(part) for part in sections)
+        index = OPERATIONS.index(operation)
+        return Post(step, index, pack(agreement), payload.x.size(0), num_rows, bases=bases)
+
+    def _move(
+        self,
+        operation: str,
+        payload: Payload,
+        routing: Routing | None,
+        slots: tuple[torch.Tensor, torch.Tensor | None],
+        num_sms: int | None,
+    ) -> None:
+        """Put this rank's rows, and wait for the peers' to be there."""
+        self._reach(operation, "put")
+        put.put(
+            self._places,
+            self.shapes.for_put(num_sms),
+            payload.x,
+            payload.scales,
+            *slots,
+            routing.topk_idx if routing is not None else None,
+            routing.topk_weights if routing is not None else None,
+            routing.num_experts // self.window.num_ranks if routing is not None else 0,
+        )
+        self._reach(operation, "finish")
+        exchange.finish(self._places, READY, OPERATIONS.index(operation))
+
+    def _unpack(self, received: Received, num_sms: int | None) -> None:
+        assert received.records is not None
+        put.unpack(
+            self._places,
+            self.shapes.for_put(num_sms).num_blocks,
+            received.records,
+            received.handle.rank_prefix_matrix,
+            received.handle.recv_src_idx,
+            received.topk_idx,
+            received.topk_weights,
+        )
+        received.records = None
+
+    def _dispatched(self, routing: Routing | None, received: Received, frame: Frame) -> Received:
+        made = () if routing is None else [item for item in received.handle if item is not routing.is_token_in_rank]
+        self._room.hold_outputs(frame, received.x, received.scales, received.topk_idx, received.topk_weights, *made)
+        self.stats.count_path("dispatch", "direct")
+        return received
+
+    def _supply(self, parts: list[torch.Tensor], prefix: torch.Tensor, num_sms: int | None) -> list[torch.Tensor]:
+        """The rows to give, in the arena: found there, or copied there."""
+        regions: list[torch.Tensor] = []
+        for part in parts:
+            # Peers read vectors: a view that begins between two of them is copied like anything outside the window.
+            is_whole = part.data_ptr() % put.VECTOR_BYTES == 0
+            if part.numel() == 0 or (is_whole and self.window.arena.base_of(part) is not None):
+                regions.append(part)
+                continue
+            region = self._room.region(part.shape, part.dtype)
+            if region is None:
+                raise self._room.lack(num_bytes_of(part.shape, part.dtype))
+            pull.copy_in(self._places, self.shapes.for_copy(num_sms), region, part, prefix)
+            regions.append(region)
+        return regions
+
+    def _reach(self, operation: str, step: str) -> None:
+        """A fault point before a step is launched. Nothing happens unless `window.fault` is set."""
+        if self.window.fault is not None:
+            self.window.fault(f"{operation}: before {step}")
+
+    # Beside the calls ------------------------------------------------------------------------------------------------
+
+    def require_working(self) -> None:
+        """Refuse to go on after a failure."""
+        self.signals.require_working()
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
+        region = self.window.allocate(shape, dtype, self.stream.caller())
+        return region if region is not None else torch.empty(*shape, dtype=dtype, device=self.window.device)
+
+    def local_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Bytes of the raw buffer, free for the caller between calls. We do not use them: they are made on demand."""
+        if self._local is None:
+            self._local = torch.zeros(self._num_local_bytes, dtype=torch.uint8, device=self.window.device)
+        return self._local[start : start + num_bytes]
+
+    def trim(self) -> int:
+        """Memory that peers have mapped stays: only all ranks together could give it back."""
+        return 0
+
+    def numbers(self) -> dict[str, Any]:
+        """What was counted so far. Bytes and waits are the device's, and not counted."""
+        return {
+            **self.stats.numbers(),
+            "wait_secs": [0.0] * self.window.num_ranks,
+            "arena": self.window.arena.num_bytes(),
+        }
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Note that another stream works with a tensor of the window."""
+        self.window.arena.used_by(tensor, stream)
+
+    def release_graphs(self) -> None:
+        """Let go of the window memory that captured graphs use."""
+        self.window.arena.release_captured()
+
+    def synchronize(self) -> None:
+        """Wait for everything that was launched, and raise what failed."""
+        self.stream.stop()
+        self.signals.raise_if_failed()
+
+    def stop(self) -> None:
+        """Wait for everything that was launched."""
+        self.stream.stop()
+
+    def forget(self) -> None:
+        """Wait for everything that was launched: memory under a running kernel cannot be unmapped."""
+        self.stream.stop()
+
+
+def _check_scales(payload: Payload) -> None:
+    if payload.scales is not None and payload.scales.element_size() > _MOST_SCALE_BYTES:
+        raise ValueError(
+            f"dispatch: `scales` must have elements of at most {_MOST_SCALE_BYTES} bytes on a GPU, they are "
+            f"{payload.scales.dtype}. Pass them as two columns of a smaller type each"
+        )
