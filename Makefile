@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+RESULTS ?= benchmarks/results
 
-.PHONY: help demo test test-gpu lint format bench clean
+.PHONY: help demo test test-gpu lint format bench bench-gpu clean
 
 help:  ## this list
 	@grep -E "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 12
@@ -35,6 +36,9 @@ format: $(READY)  ## rewrite the files the way `make lint` wants them
 
 bench: $(READY)  ## the benchmark of normal mode, and README's table from it
 	$(RUN) -m deep_ep bench normal --readme README.md
+
+bench-gpu:  ## the same on this machine's GPU, with the python that is there; results are kept
+	PYTHONPATH=src $(PYTHON) -m deep_ep bench normal --device cuda --save $(RESULTS) --readme README.md
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -22,7 +22,7 @@ def find_machine(version: str) -> dict[str, Any]:
         "cores": num_usable_cores(),
         "load": os.getloadavg()[0],
         "memory_bytes": int(total_kib.split()[0]) * 1024 if total_kib else None,
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "deep_ep": version,

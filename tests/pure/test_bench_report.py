@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import json
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from deep_ep.bench import core, report
+from deep_ep.bench import core, report, results
 from deep_ep.bench.cases import CASES
 from deep_ep.bench.core import FLOOR, GLOO, PRODUCT, Measured, Quartiles, Variant
+from deep_ep.bench.gpu import EventStopwatch
+from deep_ep.bench.gpu_cases import GpuMeasured, gpu_titles, join_gpu_cases
 from deep_ep.bench.inputs import Setting, reason_to_skip, route
 from deep_ep.bench.plot import write_plot
 from deep_ep.machine import find_machine
@@ -90,7 +93,8 @@ def test_the_loop_alternates_behind_a_barrier_and_times_only_the_call():
 
     variants = [Variant("a", lambda: call("a", 1.0)), Variant("b", lambda: call("b", 2.0))]
     done: list[int] = []
-    times = core.time_rounds(variants, 3, barrier, num_warmup=1, on_round=done.append, clock=lambda: now[0])
+    stopwatch = core.HostStopwatch(barrier, clock=lambda: now[0])
+    times = core.time_rounds(variants, 3, stopwatch, num_warmup=1, on_round=done.append)
     assert times == {"a": [1.0] * 3, "b": [2.0] * 3}
     assert "".join(events) == "|b|a" + "|a|b" + "|b|a" + "|a|b"
     assert done == [1, 2, 3]
@@ -130,6 +134,8 @@ def test_reasons_to_skip():
     assert reason_to_skip(Setting(), 8, None) is None
     assert "cannot be shared by 3 ranks" in str(reason_to_skip(Setting(), 3, None))
     assert "1.0 are available" in str(reason_to_skip(Setting(), 4, 1 << 30))
+    assert "20.0 are available" in str(reason_to_skip(Setting(device="cuda"), 8, 20 << 30))
+    assert reason_to_skip(Setting(device="cuda"), 8, 80 << 30) is None
 
 
 # Reports -------------------------------------------------------------------------------------------------------------
@@ -217,3 +223,135 @@ def test_the_machine_is_described():
     assert machine["cores"] >= 1
     assert machine["deep_ep"] == "1.2"
     assert machine["cpu"]
+
+
+# On a GPU ------------------------------------------------------------------------------------------------------------
+
+# Ranks 0 and 1 share GPU 0, rank 2 has GPU 1. A copy reads and writes 2 GB on each rank.
+GPU_PARTS = [
+    GpuMeasured(400_000_000, 1_000_000_000, 0, 1_000_000_000, {PRODUCT: [0.003, 0.002], FLOOR: [0.001, 0.002]}),
+    GpuMeasured(400_000_000, 3_000_000_000, 0, 1_000_000_000, {PRODUCT: [0.002, 0.004], FLOOR: [0.002, 0.001]}),
+    GpuMeasured(400_000_000, 1_000_000_000, 1, 1_000_000_000, {PRODUCT: [0.001, 0.001], FLOOR: [0.001, 0.001]}),
+]
+GPU = {"gpu": "NVIDIA H200", "num_gpus": 1, "gpu_sms": 132, "mps": True, "cuda": "13.0", "triton": "3.6"}
+
+
+def make_gpu_report() -> report.Report:
+    return report.Report(
+        name="normal",
+        command="python -m deep_ep bench normal --device cuda --ranks 3",
+        shape="16 tokens a rank",
+        setting={"num_tokens": 16},
+        machine={"cpu": "A CPU", "cores": 2, "load": 0.5, "torch": "2.x", "deep_ep": "0.x", **GPU},
+        titles=gpu_titles(16),
+        rows=[
+            join_gpu_cases("cached-bf16", GPU_PARTS),
+            Measured("layout-host", 3, [0] * 3, {PRODUCT: [[5e-05]] * 3}),
+        ],
+    )
+
+
+def test_the_floor_of_ranks_that_share_a_gpu():
+    measured = join_gpu_cases("cached-bf16", GPU_PARTS)
+    # GPU 0: 4 of 4 GB, so as long as the copy. GPU 1: 1 of 2 GB, half as long.
+    assert measured.times[FLOOR] == [[0.001, 0.002], [0.002, 0.001], [0.0005, 0.0005]]
+    assert core.summarise(measured).over_floor == Quartiles(1.625, 1.75, 1.875)  # 3/2 and 4/2
+    assert measured.copy_gbs == pytest.approx(2000)  # 4 GB in 2 ms
+    assert measured.bytes_per_rank == [400_000_000] * 3
+
+
+def test_a_case_without_memory_bytes_has_no_floor():
+    measured = join_gpu_cases("layout", [GpuMeasured(0, 0, 0, 8, {PRODUCT: [1.0]})])
+    assert set(measured.times) == {PRODUCT}
+    assert measured.copy_gbs is None
+
+
+def test_titles_say_how_many_blocks():
+    titles = gpu_titles(16)
+    assert titles["cached-bf16"] == "cached dispatch, BF16, 16 blocks"
+    assert titles["cached-bf16-free"] == "cached dispatch, BF16, any blocks"
+    assert titles["layout"] == "get_dispatch_layout"
+    assert gpu_titles(0)["cached-bf16"] == "cached dispatch, BF16, any blocks"
+    assert not any(name.endswith("-free") for name in gpu_titles(0))
+
+
+def test_table_of_a_gpu_says_microseconds_and_mps():
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report.rich_table(make_gpu_report()))
+    text = console.export_text()
+    for part in (
+        "NVIDIA H200 (132 SMs, a plain copy reads and writes 2,000 GB/s)",
+        "MPS on",
+        "MPS was on",
+        "3000",
+    ):
+        assert part in text, part
+    assert report.columns([], make_gpu_report().unit)[3] == "us"
+    assert report.cells(make_gpu_report().rows[1], "x", [], make_gpu_report().unit) == ["x", "3", "-", "50.0", "-", "-"]
+
+
+def test_a_results_file_becomes_the_table_of_a_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    name = results.file_name(make_gpu_report(), datetime.date(2026, 1, 31))
+    assert name == "2026-01-31-nvidia-h200-normal-3ranks.json"
+    report.write_json(make_gpu_report(), tmp_path / name)
+    report.write_json(make_report(), tmp_path / "2026-01-30-a-cpu-normal-2ranks.json")
+    assert results.newest(tmp_path) == tmp_path / name
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench normal -->\n<!-- /bench normal -->\n<!-- bench gpu -->\nold\n<!-- /bench gpu -->\n")
+    results.put_into_readme(tmp_path / name, readme, None)
+    text = readme.read_text()
+    assert text.startswith("<!-- bench normal -->\n<!-- /bench normal -->\n<!-- bench gpu -->\n\nNVIDIA H200")
+    assert "| cached dispatch, BF16, 16 blocks | 3 | 400.0 | 3000 | 133 | 1.75 [1.62, 1.88] |" in text
+    assert "old" not in text
+    assert report.read_json(tmp_path / name).rows == make_gpu_report().rows
+
+
+def test_saving_writes_a_file_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("matplotlib")
+    results.save(make_gpu_report(), tmp_path)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".png"]
+    assert "wrote" in capsys.readouterr().err
+
+
+def test_saving_without_matplotlib_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def missing(command: str) -> None:
+        raise ValueError(command)
+
+    monkeypatch.setattr(results, "require_matplotlib", missing)
+    results.save(make_report(), tmp_path)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+    assert "matplotlib is not installed" in capsys.readouterr().err
+
+
+def test_other_files_are_no_results(tmp_path: Path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds no results"):
+        report.read_json(tmp_path / "x.json")
+    with pytest.raises(ValueError, match="cannot read"):
+        report.read_json(tmp_path / "y.json")
+    with pytest.raises(ValueError, match="there are no results"):
+        results.newest(tmp_path)
+
+
+def test_events_are_recorded_behind_the_barrier_and_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch):
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("record")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert end is not self
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: done.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    stopwatch = EventStopwatch(lambda: done.append("barrier"))
+    assert stopwatch(lambda: done.append("call")) == pytest.approx(0.002)
+    assert done == ["sleep", "barrier", "record", "call", "record", "wait"]

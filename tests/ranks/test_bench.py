@@ -11,18 +11,37 @@ import pytest
 import torch
 
 from deep_ep.bench import cli
-from deep_ep.bench.cases import CASES, Case, check_outputs
+from deep_ep.bench.cases import Case, check_outputs
 from deep_ep.bench.core import GLOO, PRODUCT, Variant
+from deep_ep.bench.inputs import Setting
+from deep_ep.bench.normal import titles_of
 from deep_ep.errors import EPError, EPUnsupported
 
-VARIANTS = {"deep_ep", "copy", "gloo_preallocated", "gloo_as_written"}
+VARIANTS = {
+    "cpu": {"deep_ep", "copy", "gloo_preallocated", "gloo_as_written"},
+    "cuda": {"deep_ep", "copy"},
+}
 TINY = ["--tokens", "24", "--hidden", "256", "--topk", "3", "--experts", "8", "--rounds", "2"]
 
 
-def run(*words: str) -> int:
+def run_mode(*words: str) -> int:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    return cli.run(parser.parse_args(["normal", *words]))
+    return cli.run(parser.parse_args(words))
+
+
+def run(*words: str) -> int:
+    return run_mode("normal", *words)
+
+
+def all_cases(device: str) -> list[str]:
+    return list(titles_of(Setting(device=device, num_sms=16)))
+
+
+def variants_of(name: str, device: str) -> set[str]:
+    if name.startswith("layout"):
+        return {"deep_ep"}
+    return VARIANTS[device] | {"deep_ep_bf16"} if "fp8" in name else VARIANTS[device]
 
 
 def test_all_cases_with_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str):
@@ -31,20 +50,20 @@ def test_all_cases_with_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[
 
     content = json.loads((tmp_path / "b.json").read_text())
     ran = {case["case"]: case for case in content["cases"] if case["num_ranks"] == 2}
-    assert list(ran) == list(CASES)
+    assert list(ran) == all_cases(device)
     for name, case in ran.items():
-        expected = VARIANTS | {"deep_ep_bf16"} if "fp8" in name else VARIANTS
-        assert set(case["times"]) == expected
+        assert set(case["times"]) == variants_of(name, device)
         assert all(len(times) == 2 and len(times[0]) == len(times[1]) == 2 for times in case["times"].values())
     # 256 BF16 elements against 256 bytes and 2 scales, for the same rows.
     for bf16, fp8 in zip(ran["cached-bf16"]["bytes_per_rank"], ran["cached-fp8"]["bytes_per_rank"], strict=True):
         assert bf16 % 512 == 0
         assert fp8 == bf16 // 512 * (256 + 2 * 4)
     assert all(case["skipped"] for case in content["cases"] if case["num_ranks"] == 3)
-    assert content["command"] == "python -m deep_ep bench normal --ranks 2 3 " + " ".join(TINY)
+    where = "" if device == "cpu" else f"--device {device} "
+    assert content["command"] == f"python -m deep_ep bench normal {where}--ranks 2 3 " + " ".join(TINY)
 
     with (tmp_path / "b.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 2 * len(CASES)
+        assert len(list(csv.DictReader(file))) == 2 * len(all_cases(device))
     out, err = capsys.readouterr()
     assert "cached dispatch, FP8" in out
     assert "2 ranks: combine, BF16, in window" in err
@@ -59,8 +78,10 @@ def test_group_limited_routing_and_a_subset(tmp_path: Path, device: str):
 
 
 def test_what_cannot_be_met_is_refused_before_anything_runs(tmp_path: Path):
-    with pytest.raises(EPUnsupported, match="cuda is not supported yet"):
-        run("--device", "cuda")
+    with pytest.raises(ValueError, match="--sms is for a GPU"):
+        run("--sms", "16")
+    with pytest.raises(ValueError, match="layout is no case here"):
+        run("--cases", "layout")
     with pytest.raises(ValueError, match="go together"):
         run("--groups", "4")
     with pytest.raises(ValueError, match="no folder"):
@@ -70,6 +91,15 @@ def test_what_cannot_be_met_is_refused_before_anything_runs(tmp_path: Path):
     (tmp_path / "README.md").write_text("no markers")
     with pytest.raises(ValueError, match="<!-- bench normal -->"):
         run("--readme", str(tmp_path / "README.md"))
+
+
+@pytest.mark.cpu_only
+def test_a_gpu_that_is_not_there_is_missed_at_once():
+    if torch.cuda.device_count():
+        pytest.skip("there is one")
+    for words in (["normal", "--device", "cuda"], ["tune"]):
+        with pytest.raises(EPUnsupported, match="sees no GPU"):
+            run_mode(*words)
 
 
 def test_a_peer_that_delivers_something_else_is_not_timed():

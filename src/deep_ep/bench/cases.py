@@ -1,4 +1,4 @@
-"""What `bench normal` times: dispatch and combine, beside gloo doing the same work, and beside a plain copy.
+"""What `bench normal` times on the CPU: dispatch and combine, beside gloo doing the same work, and beside a plain copy.
 
 Rules that hold for all cases:
 
@@ -31,7 +31,7 @@ from ..errors import EPError
 from ..kernels.rows import as_bytes, rows_as
 from ..quant import per_token_cast_to_fp8
 from ..terminal import teller
-from .core import PRODUCT, PRODUCT_BF16, Variant, time_rounds
+from .core import PRODUCT, PRODUCT_BF16, HostStopwatch, Measured, Variant, time_rounds
 from .inputs import Inputs, Setting, make_buffer, make_inputs
 from .peers import WarmPair, bytes_of_row, combine_peers, dispatch_peers
 
@@ -104,6 +104,35 @@ def combine_case(inputs: Inputs, buffer: Buffer, *, in_window: bool) -> Case:
     return Case(num_sent * row_bytes, [product, *combine_peers(inputs, rows, pair)], _same_sums)
 
 
+def round_trip_case(inputs: Inputs, buffer: Buffer) -> Case:
+    """Full dispatch, and combine of the received rows in place: what a layer pays for its communication."""
+    recv_x, _, _, _, _, _ = buffer.dispatch(inputs.x, **inputs.layout)
+    assert isinstance(recv_x, torch.Tensor)
+    rows, parts = recv_x.clone(), [inputs.x, inputs.topk_idx, inputs.topk_weights]
+    pair = WarmPair(max(rows.size(0), inputs.routes.num_sent), [bytes_of_row(rows)])
+    there = dispatch_peers(inputs, parts, has_topk=True)
+    back = combine_peers(inputs, rows, pair)
+    dispatch = _product_dispatch(inputs, buffer, inputs.x, cached=False)
+
+    def product() -> torch.Tensor:
+        received = dispatch()
+        return buffer.combine(received[0], received[4])[0]
+
+    num_bytes = inputs.routes.num_recv * sum(map(bytes_of_row, parts)) + inputs.routes.num_sent * bytes_of_row(rows)
+    peers = [_in_turn(one, other) for one, other in zip(there, back, strict=True)]
+    return Case(num_bytes, [Variant(PRODUCT, product, lambda sums: [sums]), *peers], _same_sums)
+
+
+def _in_turn(there: Variant, back: Variant) -> Variant:
+    """A dispatch and then a combine of the same peer, as one."""
+
+    def call() -> Any:
+        there.call()
+        return back.call()
+
+    return Variant(back.name, call, back.outputs)
+
+
 def _same_sums(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one.float(), other.float(), rtol=_BF16_STEP, atol=1e-3)
 
@@ -115,6 +144,7 @@ CASES: dict[str, tuple[str, Callable[[Inputs, Buffer], Case]]] = {
     "cached-fp8": ("cached dispatch, FP8", partial(dispatch_case, fp8=True, cached=True)),
     "combine-window": ("combine, BF16, in window", partial(combine_case, in_window=True)),
     "combine-elsewhere": ("combine, BF16, elsewhere", partial(combine_case, in_window=False)),
+    "round-trip": ("dispatch + combine, BF16", round_trip_case),
 }
 """By name: how a table calls it, and how a rank makes it."""
 
@@ -158,13 +188,22 @@ def run_cases(
     return results
 
 
+def join_cases(name: str, parts: Sequence[RankMeasured]) -> Measured:
+    """One case out of all ranks' parts of it."""
+    times = {variant: [part.times[variant] for part in parts] for variant in parts[0].times}
+    return Measured(name, len(parts), [part.num_bytes for part in parts], times)
+
+
 def _run_case(rank: int, num_ranks: int, setting: Setting, name: str, tell: Callable[[Note], object]) -> RankMeasured:
     buffer = make_buffer(setting, num_ranks)
     try:
         case = CASES[name][1](make_inputs(setting, rank, num_ranks, buffer), buffer)
         check_outputs(case, name, rank, num_ranks)
         times = time_rounds(
-            case.variants, setting.num_rounds, dist.barrier, on_round=lambda done: tell(Note(num_ranks, name, done))
+            case.variants,
+            setting.num_rounds,
+            HostStopwatch(dist.barrier),
+            on_round=lambda done: tell(Note(num_ranks, name, done)),
         )
     finally:
         buffer.destroy()

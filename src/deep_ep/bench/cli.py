@@ -1,31 +1,22 @@
-"""`python -m deep_ep bench`: arguments, the run, and the reports."""
+"""`python -m deep_ep bench normal | tune | readme`: arguments, and what is done with the results."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import shlex
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
-from .. import __version__
-from ..errors import EPUnsupported
-from ..launch import run_ranks
-from ..machine import find_machine
 from ..plotting import require_matplotlib
 from ..terminal import require_folder
-from ..transport.memory import available_bytes
 from . import report as reports
-from .cases import CASES, RankMeasured, run_cases
-from .core import Measured
-from .inputs import Setting, reason_to_skip
+from . import results
+from .cases import CASES
+from .gpu_cases import GPU_CASES
+from .inputs import Setting
+from .normal import measure, titles_of
 from .plot import write_plot
-from .progress import showing_progress
-
-QUICK = Setting(num_tokens=256, hidden=1024, num_experts=64, num_rounds=15)
+from .tune_report import OUT, tune
 
 _SIZES = {
     "tokens": ("num_tokens", "tokens of a rank"),
@@ -37,90 +28,164 @@ _SIZES = {
     "rounds": ("num_rounds", "timed rounds"),
     "seed": ("seed", "seed of rows and routes"),
 }
-"""Arguments that are fields of `Setting`."""
+"""Arguments that are fields of `Setting`, on all devices alike."""
+
+_QUICK = {"num_tokens": 256, "hidden": 1024, "num_experts": 64, "num_rounds": 15}
+_ON_GPU = {"device": "cuda", "num_sms": 16, "num_rounds": 30}
+_TUNE = {**_ON_GPU, "num_rounds": 9}
+_NUM_RANKS = {"cpu": 4, "cuda": 8}
 
 _WRITERS = {
     "csv": reports.write_csv,
     "json": reports.write_json,
     "plot": write_plot,
     "readme": reports.write_readme,
+    "save": results.save,
 }
-"""Arguments that name a file."""
+"""Arguments that name a file, or a folder."""
 
-_LIMIT_SECS = 3600.0  # for one group size; the default setting takes minutes
-_PLAIN_WIDTH = 160  # of a table that goes into a file or a pipe, where there is no terminal to fit
+
+# Arguments -----------------------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `bench` takes. What is not given stays out of the result: see `_with_defaults`."""
-    parser.argument_default = argparse.SUPPRESS
-    parser.add_argument("mode", choices=("normal",), help="what to measure: dispatch and combine of normal mode")
-    parser.add_argument("--ranks", type=int, nargs="+", metavar="R", help="group sizes (default: 4)")
-    for name, (field, meaning) in _SIZES.items():
-        default = getattr(Setting(), field) or ("0" if name == "seed" else "off")
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=int, metavar="N", help=f"{meaning} (default: {default})")
-    parser.add_argument(
-        "--quick", action="store_true", default=argparse.SUPPRESS, help="small sizes: seconds instead of minutes"
+    """Add what `bench` takes."""
+    modes = parser.add_subparsers(dest="mode", metavar="what", required=True)
+    normal = modes.add_parser("normal", help="measure dispatch and combine of normal mode")
+    _add_normal_arguments(normal)
+    tuned = modes.add_parser("tune", help="find the best launch shapes for this GPU, and write a tuning file")
+    tuned.add_argument("--ranks", type=int, metavar="R", default=_NUM_RANKS["cuda"], help="group size (default: 8)")
+    _add_sizes(tuned, _TUNE)
+    tuned.add_argument("--out", type=Path, metavar="PATH", default=OUT, help=f"the tuning file (default: {OUT})")
+    readme = modes.add_parser("readme", help="make README's table from a results file")
+    readme.add_argument(
+        "results", type=Path, nargs="?", help=f"written by --save or --json (default: newest of {results.FOLDER})"
     )
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), metavar="CASE", help=_names())
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where the ranks' tensors live (default: cpu)")
+    readme.add_argument("--readme", type=Path, metavar="PATH", default=Path("README.md"), help="default: README.md")
+    readme.add_argument("--plot", type=Path, metavar="PATH.png", help="draw the times as well (needs matplotlib)")
+
+
+def _add_normal_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="R", help="group sizes (default: 4, on a GPU 8)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live (default: cpu)")
+    _add_sizes(parser, _ON_GPU)
+    known = list(dict.fromkeys((*CASES, *GPU_CASES)))
+    parser.add_argument(
+        "--cases", nargs="+", choices=known, metavar="CASE", help=f"which cases (default: all): {', '.join(known)}"
+    )
     parser.add_argument("--csv", type=Path, metavar="PATH", help="write the figures, a line for each case")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything: each rank's time of each round")
     parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw the times (needs matplotlib)")
     parser.add_argument(
-        "--readme", type=Path, metavar="PATH", help="replace the table between <!-- bench normal --> and its end"
+        "--save",
+        type=Path,
+        nargs="?",
+        const=results.FOLDER,
+        metavar="FOLDER",
+        help=f"keep everything and a picture, named by date and machine (default folder: {results.FOLDER})",
+    )
+    parser.add_argument(
+        "--readme",
+        type=Path,
+        metavar="PATH",
+        help="replace the table between the markers `bench normal` or `bench gpu`",
     )
 
 
-def _names() -> str:
-    return f"which cases (default: all): {', '.join(CASES)}"
+def _add_sizes(parser: argparse.ArgumentParser, on_gpu: dict) -> None:
+    """Sizes have no default here: that depends on `--quick` and on the device."""
+    for name, (field, meaning) in _SIZES.items():
+        default = getattr(Setting(), field) or ("0" if name == "seed" else "off")
+        if name == "rounds":
+            default = f"{default}, on a GPU {on_gpu['num_rounds']}"
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, metavar="N", help=f"{meaning} (default: {default})")
+    parser.add_argument(
+        "--sms",
+        type=int,
+        metavar="N",
+        help=f"on a GPU, blocks that a rank may use; 0: any number (default: {on_gpu['num_sms']})",
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes: seconds instead of minutes")
+
+
+def find_setting(args: argparse.Namespace, base: dict) -> Setting:
+    """The setting: what was given, over the small sizes of `--quick`, over the defaults.
+
+    Args:
+        args: The arguments.
+        base: Fields whose default is another one here.
+
+    Raises:
+        ValueError: It cannot be routed.
+    """
+    given = {field: getattr(args, name) for name, (field, _) in _SIZES.items()} | {"num_sms": args.sms}
+    given = {field: value for field, value in given.items() if value is not None}
+    setting = dataclasses.replace(Setting(), **{**base, **(_QUICK if args.quick else {}), **given})
+    setting.check()
+    if setting.num_sms < 0:
+        raise ValueError(f"bench: --sms must not be negative, got {setting.num_sms}")
+    if setting.num_sms and setting.device == "cpu":
+        raise ValueError("bench: --sms is for a GPU. Pass --device cuda with it")
+    return setting
+
+
+# Modes ---------------------------------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark that was asked for.
+    """Run what was asked for.
 
     Returns:
         The exit status, 0.
 
     Raises:
         ValueError: The arguments cannot be met.
-        EPError: The run failed, or the device is not there yet.
+        EPError: The run failed, or there is no such device.
     """
-    args = _with_defaults(args)
-    setting = find_setting(args)
-    _check_files(args)
-    report = measure(setting, args.ranks, args.cases, _command(args))
-    show(report)
-    _write_files(report, args)
+    if args.mode == "normal":
+        _run_normal(args)
+    elif args.mode == "tune":
+        _run_tune(args)
+    else:
+        _run_readme(args)
     return 0
 
 
-def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """What was given, and None, or the default, for the rest. Sizes get theirs later: `--quick` changes them."""
-    defaults = dict.fromkeys((*_SIZES, *_WRITERS)) | {
-        "ranks": [4],
-        "cases": list(CASES),
-        "device": "cpu",
-        "quick": False,
-    }
-    return argparse.Namespace(**{**defaults, **vars(args)})
+def _run_normal(args: argparse.Namespace) -> None:
+    setting = find_setting(args, _ON_GPU if args.device == "cuda" else {})
+    args.ranks = args.ranks or [_NUM_RANKS[args.device]]
+    titles = titles_of(setting)
+    args.cases = args.cases or list(titles)
+    unknown = [name for name in args.cases if name not in titles]
+    if unknown:
+        raise ValueError(f"bench: {', '.join(unknown)} is no case here. On {args.device}: {', '.join(titles)}")
+    _check_files(args)
+    report = measure(setting, args.ranks, args.cases, _command(args, list(titles)))
+    results.show_table(reports.rich_table(report))
+    for name, write in _WRITERS.items():
+        path = getattr(args, name)
+        if path is not None:
+            write(report, path)
+            if name != "save":
+                results.tell(f"wrote {path}")
 
 
-def find_setting(args: argparse.Namespace) -> Setting:
-    """The setting: what was given, over the defaults or the small ones of `--quick`.
+def _run_tune(args: argparse.Namespace) -> None:
+    setting = find_setting(args, _TUNE)
+    if not setting.num_sms:
+        raise ValueError("bench tune: --sms must be at least 1: it bounds the blocks of the bounded shapes")
+    require_folder("bench tune", args.out)
+    tune(setting, args.ranks, args.out)
 
-    Raises:
-        ValueError: It cannot be routed.
-        EPUnsupported: The device is not there yet.
-    """
-    if args.device != "cpu":
-        raise EPUnsupported(f"bench: device {args.device} is not supported yet, only the CPU is. Pass --device cpu")
-    given = {field: getattr(args, name) for name, (field, _) in _SIZES.items()}
-    base = QUICK if args.quick else Setting()
-    setting = dataclasses.replace(base, **{field: value for field, value in given.items() if value is not None})
-    setting.check()
-    return setting
+
+def _run_readme(args: argparse.Namespace) -> None:
+    if args.plot is not None:
+        require_folder("bench", args.plot)
+        require_matplotlib("bench")
+    if not args.readme.is_file():
+        raise ValueError(f"bench: there is no file {args.readme} to put the table into")
+    results.put_into_readme(args.results or results.newest(results.FOLDER), args.readme, args.plot)
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -128,85 +193,27 @@ def _check_files(args: argparse.Namespace) -> None:
     for path in (args.csv, args.json, args.plot):
         if path is not None:
             require_folder("bench", path)
+    if args.save is not None:
+        args.save.mkdir(parents=True, exist_ok=True)
     if args.readme is not None:
         if not args.readme.is_file():
             raise ValueError(f"bench: there is no file {args.readme} to put the table into")
-        reports.replace_table(args.readme.read_text(), args.mode, "")
+        reports.replace_table(args.readme.read_text(), "gpu" if args.device == "cuda" else args.mode, "")
     if args.plot is not None:
         require_matplotlib("bench")
 
 
-def measure(setting: Setting, group_sizes: Sequence[int], names: Sequence[str], command: str) -> reports.Report:
-    """Run cases with each group size, and show progress on the way.
-
-    Args:
-        setting: The setting.
-        group_sizes: Numbers of ranks.
-        names: Keys of `CASES`.
-        command: The line that runs it again.
-    """
-    machine = find_machine(__version__)
-    rows: list[Measured] = []
-    rounds_of_group = len(names) * setting.num_rounds
-    with showing_progress(len(group_sizes) * rounds_of_group) as (progress, news):
-        for num_ranks in group_sizes:
-            reason = reason_to_skip(setting, num_ranks, available_bytes())
-            if reason is not None:
-                progress.skip(num_ranks, reason, rounds_of_group)
-                rows += [Measured(name, num_ranks, skipped=reason) for name in names]
-                continue
-            results = run_ranks(run_cases, num_ranks, setting, list(names), news, limit_secs=_LIMIT_SECS)
-            rows += [_join(name, [result[index] for result in results]) for index, name in enumerate(names)]
-    return reports.Report(
-        name="normal",
-        command=command,
-        shape=_shape(setting),
-        setting=dataclasses.asdict(setting),
-        machine=machine,
-        titles={name: title for name, (title, _) in CASES.items()},
-        rows=rows,
-    )
-
-
-def _join(name: str, parts: Sequence[RankMeasured]) -> Measured:
-    """One case out of all ranks' parts of it."""
-    times = {variant: [part.times[variant] for part in parts] for variant in parts[0].times}
-    return Measured(name, len(parts), [part.num_bytes for part in parts], times)
-
-
-def _shape(setting: Setting) -> str:
-    shape = f"{setting.num_tokens} tokens a rank, hidden {setting.hidden}, top-{setting.num_topk} of "
-    shape += f"{setting.num_experts} experts"
-    if setting.num_groups:
-        shape += f", {setting.num_topk_groups} of {setting.num_groups} groups"
-    return f"{shape}, {setting.num_rounds} rounds"
-
-
-def _command(args: argparse.Namespace) -> str:
+def _command(args: argparse.Namespace, all_cases: list[str]) -> str:
     """The line that measures the same again: what was given, without the files that it writes."""
     words = ["python", "-m", "deep_ep", "bench", args.mode]
+    if args.device != "cpu":
+        words += ["--device", args.device]
     if args.quick:
         words.append("--quick")
     words += ["--ranks", *(str(size) for size in args.ranks)]
-    for name in _SIZES:
+    for name in (*_SIZES, "sms"):
         if getattr(args, name) is not None:
             words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    if list(args.cases) != list(CASES):
+    if list(args.cases) != all_cases:
         words += ["--cases", *args.cases]
     return shlex.join(words)
-
-
-def show(report: reports.Report) -> None:
-    """Print the table."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PLAIN_WIDTH)
-    console.print(reports.rich_table(report))
-
-
-def _write_files(report: reports.Report, args: argparse.Namespace) -> None:
-    for name, write in _WRITERS.items():
-        path = getattr(args, name)
-        if path is not None:
-            write(report, path)
-            print(f"wrote {path}", file=sys.stderr)

@@ -21,6 +21,9 @@ GLOO = "gloo_preallocated"
 GLOO_AS_WRITTEN = "gloo_as_written"
 PRODUCT_BF16 = "deep_ep_bf16"
 
+Stopwatch = Callable[[Callable[[], Any]], float]
+"""Calls something when all ranks are ready to, and says how many seconds it took."""
+
 RankTimes = Sequence[Sequence[float]]
 """Seconds, `[rank][round]`."""
 
@@ -51,6 +54,7 @@ class Measured:
         bytes_per_rank: What the case declares to move, of each rank.
         times: Of each variant, seconds `[rank][round]`.
         skipped: Why it did not run; None if it did.
+        copy_gbs: On a GPU, 10^9 bytes a second that a plain copy read and wrote in the same rounds.
     """
 
     case: str
@@ -58,6 +62,7 @@ class Measured:
     bytes_per_rank: list[int] = field(default_factory=list)
     times: dict[str, list[list[float]]] = field(default_factory=dict)
     skipped: str | None = None
+    copy_gbs: float | None = None
 
 
 class Quartiles(NamedTuple):
@@ -74,7 +79,7 @@ class Summary:
 
     Attributes:
         mean_bytes: Bytes of a rank, on average.
-        median_secs: Of each variant, the slowest rank's median.
+        median_secs: Of each variant, the slowest rank's median; of the floor, the median of each round's slowest.
         gbs: 10^9 bytes a second that a rank moves in the product.
         over_floor: Product's time over the floor's, round by round; None where the case has no floor.
         speedups: Of each peer, its time over the product's, round by round.
@@ -87,24 +92,45 @@ class Summary:
     speedups: dict[str, Quartiles]
 
 
+class HostStopwatch:
+    """Measures by the host's clock, for calls that are done when they return.
+
+    Args:
+        barrier: Called before each call, so that all ranks start together.
+        clock: Seconds.
+    """
+
+    def __init__(self, barrier: Callable[[], object], clock: Callable[[], float] = time.perf_counter):
+        self._barrier = barrier
+        self._clock = clock
+
+    def __call__(self, call: Callable[[], Any]) -> float:
+        """Seconds of one call."""
+        self._barrier()
+        start = self._clock()
+        result = call()
+        elapsed = self._clock() - start
+        # Giving the memory back belongs to the caller's next step, not to the call.
+        del result
+        return elapsed
+
+
 def time_rounds(
     variants: Sequence[Variant],
     num_rounds: int,
-    barrier: Callable[[], object],
+    stopwatch: Stopwatch,
     *,
     num_warmup: int = 1,
     on_round: Callable[[int], object] = lambda _: None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Time every variant once a round.
 
     Args:
         variants: What to call. The order turns from round to round, so that none always follows the same other one.
         num_rounds: Rounds that count.
-        barrier: Called before each timed call, so that all ranks start together.
-        num_warmup: Rounds before those, not timed.
+        stopwatch: What calls and measures.
+        num_warmup: Rounds before those, not counted.
         on_round: Told the number of rounds done, after each of them.
-        clock: Seconds.
 
     Returns:
         This rank's seconds of each variant, by round.
@@ -112,12 +138,7 @@ def time_rounds(
     times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for index in range(-num_warmup, num_rounds):
         for variant in rotated(variants, index):
-            barrier()
-            start = clock()
-            result = variant.call()
-            elapsed = clock() - start
-            # Giving the memory back belongs to the caller's next step, not to the call.
-            del result
+            elapsed = stopwatch(variant.call)
             if index >= 0:
                 times[variant.name].append(elapsed)
         if index >= 0:
@@ -160,6 +181,9 @@ def summarise(measured: Measured) -> Summary:
     floor = measured.times.get(FLOOR)
     peers = {name: times for name, times in measured.times.items() if name not in (PRODUCT, FLOOR)}
     medians = {name: slowest_median(times) for name, times in measured.times.items()}
+    if FLOOR in medians:
+        # In a copy nobody waits for anybody: another rank may be the last in every round, and the last one counts.
+        medians[FLOOR] = statistics.median(slowest_by_round(measured.times[FLOOR]))
     mean_bytes = statistics.fmean(measured.bytes_per_rank)
     return Summary(
         mean_bytes=mean_bytes,

@@ -27,6 +27,8 @@ class Setting:
         num_topk_groups: Groups that a token may use.
         num_rounds: Rounds that are timed.
         seed: Of rows and routes.
+        device: Where tensors live, `cpu` or `cuda`.
+        num_sms: On a GPU, blocks that a rank may use; 0: as many as the library likes.
     """
 
     num_tokens: int = 4096
@@ -37,6 +39,8 @@ class Setting:
     num_topk_groups: int = 0
     num_rounds: int = 15
     seed: int = 0
+    device: str = "cpu"
+    num_sms: int = 0
 
     def check(self) -> None:
         """Refuse what cannot be routed, with `ValueError`."""
@@ -69,16 +73,28 @@ def reason_to_skip(setting: Setting, num_ranks: int, available_bytes: int | None
         return f"there is no group of {num_ranks} ranks"
     if setting.num_experts % num_ranks:
         return f"{setting.num_experts} experts cannot be shared by {num_ranks} ranks"
-    needed = _needed_bytes(setting, num_ranks)
+    needed = num_ranks * (
+        _needed_bytes(setting, num_ranks) if setting.device == "cpu" else _gpu_bytes(setting, num_ranks)
+    )
     if available_bytes is not None and needed > available_bytes:
         return f"needs about {needed / 2**30:.1f} GiB of memory, {available_bytes / 2**30:.1f} are available"
     return None
 
 
 def _needed_bytes(setting: Setting, num_ranks: int) -> int:
-    """About the peak of the hungriest case, combine: six times the rows (gloo as written takes FP32 copies)."""
-    rows = setting.num_tokens * num_ranks * (1 - (1 - 1 / num_ranks) ** setting.num_topk)
-    return int(num_ranks * setting.hidden * (6.5 * 2 * rows + 16 * setting.num_tokens))
+    """About a rank's peak in the hungriest case, combine: six times the rows (gloo as written takes FP32 copies)."""
+    return int(setting.hidden * (6.5 * 2 * _mean_rows(setting, num_ranks) + 16 * setting.num_tokens))
+
+
+def _gpu_bytes(setting: Setting, num_ranks: int) -> int:
+    """About a rank's peak on a GPU: its context, the copy's two buffers, the window, its rows twice more."""
+    rows = _mean_rows(setting, num_ranks)
+    return int((3 << 29) + setting.hidden * 2 * (6 * rows + 8 * setting.num_tokens))
+
+
+def _mean_rows(setting: Setting, num_ranks: int) -> float:
+    """Rows that a rank receives, with random routes."""
+    return setting.num_tokens * num_ranks * (1 - (1 - 1 / num_ranks) ** setting.num_topk)
 
 
 def route(setting: Setting, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,11 +105,12 @@ def route(setting: Setting, generator: torch.Generator) -> tuple[torch.Tensor, t
     Returns:
         `topk_idx` [T, K] int64 and `topk_weights` [T, K] float32.
     """
-    scores = torch.rand(setting.num_tokens, setting.num_experts, generator=generator)
+    device = generator.device
+    scores = torch.rand(setting.num_tokens, setting.num_experts, generator=generator, device=device)
     if setting.num_groups:
         groups = scores.view(setting.num_tokens, setting.num_groups, -1)
         best = groups.amax(2).topk(setting.num_topk_groups).indices
-        stays = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter_(1, best, True)
+        stays = torch.zeros(groups.shape[:2], dtype=torch.bool, device=device).scatter_(1, best, True)
         scores = groups.masked_fill(~stays.unsqueeze(2), -1.0).flatten(1)
     weights, idx = scores.topk(setting.num_topk)
     return idx, weights
@@ -150,14 +167,39 @@ class Inputs:
     routes: Routes
 
 
+class Drawn(NamedTuple):
+    """What chance gives a rank. Every rank can draw every rank's.
+
+    Attributes:
+        x: [T, H] bfloat16.
+        topk_idx: [T, K] int64.
+        topk_weights: [T, K] float32.
+    """
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+def draw(setting: Setting, rank: int, device: torch.device | str = "cpu") -> Drawn:
+    """Draw a rank's rows and routes."""
+    generator = torch.Generator(device).manual_seed(setting.seed * 1000 + rank)
+    x = torch.randn(setting.num_tokens, setting.hidden, generator=generator, device=device).bfloat16()
+    return Drawn(x, *route(setting, generator))
+
+
+def find_layout(drawn: Drawn, num_experts: int, buffer: Buffer) -> dict[str, Any]:
+    """The layout arguments of a full dispatch."""
+    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(drawn.topk_idx, num_experts)
+    return {"num_tokens_per_rank": per_rank, "is_token_in_rank": mask, "num_tokens_per_expert": per_expert}
+
+
 def make_inputs(setting: Setting, rank: int, num_ranks: int, buffer: Buffer) -> Inputs:
     """Draw rows and routes, and tell all ranks the counts."""
-    generator = torch.Generator().manual_seed(setting.seed * 1000 + rank)
-    x = torch.randn(setting.num_tokens, setting.hidden, generator=generator).bfloat16()
-    idx, weights = route(setting, generator)
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(idx, setting.num_experts)
-    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": mask, "num_tokens_per_expert": per_expert}
-    return Inputs(setting, rank, num_ranks, x, idx, weights, mask, layout, find_routes(mask))
+    drawn = draw(setting, rank)
+    layout = find_layout(drawn, setting.num_experts, buffer)
+    mask = layout["is_token_in_rank"]
+    return Inputs(setting, rank, num_ranks, *drawn, mask, layout, find_routes(mask))
 
 
 def find_routes(is_token_in_rank: torch.Tensor) -> Routes:
@@ -172,4 +214,4 @@ def find_routes(is_token_in_rank: torch.Tensor) -> Routes:
 def make_buffer(setting: Setting, num_ranks: int) -> Buffer:
     """A buffer of the size that DeepEP's users give it."""
     num_bytes = Buffer.get_dispatch_config(num_ranks).get_nvl_buffer_size_hint(2 * setting.hidden, num_ranks)
-    return Buffer(dist.group.WORLD, num_bytes, 0, explicitly_destroy=True)
+    return Buffer(dist.group.WORLD, num_bytes, 0, explicitly_destroy=True, device=setting.device)

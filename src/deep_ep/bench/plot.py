@@ -9,7 +9,7 @@ from typing import Any
 from ..plotting import new_figure, write_png
 from ..terminal import counted
 from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, PRODUCT, PRODUCT_BF16, Measured, summarise
-from .report import LABELS, Report, three_digits
+from .report import LABELS, Report, Unit, three_digits
 
 # In the order of the bars of a case.
 _COLOURS = {
@@ -34,9 +34,9 @@ def write_plot(report: Report, path: Path) -> None:
     figure = new_figure(10.5, 1.6 + 0.25 * sum(heights) + 0.5 * len(panels), dpi=130)
     axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axis, size, panel in zip(axes, sizes, panels, strict=True):
-        _draw_panel(axis, panel, report.titles)
+        _draw_panel(axis, panel, report.titles, report.unit)
         axis.set_title(counted(size, "rank"), loc="left", fontsize=11, fontweight="bold")
-    axes[-1].set_xlabel("milliseconds: the slowest rank's median (shorter is better)")
+    axes[-1].set_xlabel(f"{report.unit.word}: the slowest rank's median (shorter is better)")
     _draw_legend(figure, report.rows)
     machine, shape, _ = report.header
     figure.suptitle(f"{shape.split('; ', 1)[1]}\n{machine}", fontsize=10, color="#444444")
@@ -51,13 +51,13 @@ def _draw_legend(figure: Any, rows: Sequence[Measured]) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), frameon=False, fontsize=9)
 
 
-def _draw_panel(axis: Any, rows: Sequence[Measured], titles: Mapping[str, str]) -> None:
+def _draw_panel(axis: Any, rows: Sequence[Measured], titles: Mapping[str, str], unit: Unit) -> None:
     """The first case on top; inside a case the floor, the product, then the peers."""
     position, ticks = 0.0, []
     for row in rows:
         num_bars = max(1, len(row.times))
         ticks.append(position + (num_bars - 1) / 2)
-        _draw_case(axis, row, position)
+        _draw_case(axis, row, position, unit)
         position += num_bars + _GAP
     axis.set_yticks(ticks, [titles[row.case] for row in rows])
     axis.set_ylim(position - 1.0, -0.8)
@@ -72,14 +72,14 @@ def _draw_panel(axis: Any, rows: Sequence[Measured], titles: Mapping[str, str]) 
     axis.set_axisbelow(True)
 
 
-def _draw_case(axis: Any, row: Measured, position: float) -> None:
+def _draw_case(axis: Any, row: Measured, position: float, unit: Unit) -> None:
     """The bars of a case from `position` on, or, in the place of one, why there are none."""
     if row.skipped is not None:
         axis.text(0, position, f" skipped: {row.skipped}", va="center", fontsize=8, style="italic")
         return
     medians = summarise(row).median_secs
     for index, name in enumerate(name for name in _COLOURS if name in medians):
-        milliseconds, place = medians[name] * 1e3, position + index
-        axis.barh(place, milliseconds, height=0.86, color=_COLOURS[name])
+        length, place = medians[name] * unit.per_sec, position + index
+        axis.barh(place, length, height=0.86, color=_COLOURS[name])
         weight = "bold" if name == PRODUCT else "normal"
-        axis.text(milliseconds, place, f" {three_digits(milliseconds)}", va="center", fontsize=8, fontweight=weight)
+        axis.text(length, place, f" {three_digits(length)}", va="center", fontsize=8, fontweight=weight)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
@@ -24,10 +25,25 @@ LABELS = {
     PRODUCT_BF16: "deep_ep in BF16",
 }
 _DASH = "-"
-_CAPTION = (
-    "ms: the slowest rank's median. Ratios: median over the rounds [quartiles], slowest rank against slowest rank of "
-    "the same round."
+_GPU_CAPTION = (
+    "Floor: the least bytes that the call must read and write through the GPU's memory, those of all ranks on it, at "
+    "the speed of a plain copy by all of them in the same rounds."
 )
+_CAPTION = (
+    "{unit}: the slowest rank's median. Ratios: median over the rounds [quartiles], slowest rank against slowest rank "
+    "of the same round."
+)
+
+
+class Unit(NamedTuple):
+    """What times are shown in."""
+
+    name: str
+    word: str
+    per_sec: float
+
+
+_MS, _US = Unit("ms", "milliseconds", 1e3), Unit("us", "microseconds", 1e6)
 
 
 @dataclass(frozen=True)
@@ -53,35 +69,72 @@ class Report:
     rows: Sequence[Measured]
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether it ran on a GPU."""
+        return "gpu" in self.machine
+
+    @property
+    def marker(self) -> str:
+        """What the markers around its table in a README say."""
+        return "gpu" if self.is_gpu else self.name
+
+    @property
+    def unit(self) -> Unit:
+        """What times are shown in."""
+        return _US if self.is_gpu else _MS
+
+    @property
     def header(self) -> list[str]:
         """Machine, shape and command, a line each."""
         sizes = ", ".join(str(size) for size in dict.fromkeys(row.num_ranks for row in self.rows))
+        machine = self._gpu_line() if self.is_gpu else self._cpu_line()
+        return [machine, f"ranks {sizes}; {self.shape}", self.command]
+
+    @property
+    def caption(self) -> list[str]:
+        """What the figures mean, and why some are missing."""
+        lines = [_CAPTION.format(unit=self.unit.name)]
+        if self.is_gpu:
+            lines.append(f"{_GPU_CAPTION} MPS was {'on' if self.machine['mps'] else 'off'}.")
+        return lines + _reasons(self.rows)
+
+    def _cpu_line(self) -> str:
         machine = self.machine
-        return [
+        return (
             f"{machine['cpu']}, {machine['cores']} cores (load {machine['load']:.1f} before the run), "
-            f"torch {machine['torch']}, deep_ep {machine['deep_ep']}",
-            f"ranks {sizes}; {self.shape}",
-            self.command,
-        ]
+            f"torch {machine['torch']}, deep_ep {machine['deep_ep']}"
+        )
+
+    def _gpu_line(self) -> str:
+        machine = self.machine
+        count = f"{machine['num_gpus']} x " if machine["num_gpus"] > 1 else ""
+        copies = [row.copy_gbs for row in self.rows if row.copy_gbs is not None]
+        copied = f", a plain copy reads and writes {statistics.median(copies):,.0f} GB/s" if copies else ""
+        return (
+            f"{count}{machine['gpu']} ({machine['gpu_sms']} SMs{copied}), MPS {'on' if machine['mps'] else 'off'}, "
+            f"torch {machine['torch']}, CUDA {machine['cuda']}, Triton {machine['triton']}, "
+            f"deep_ep {machine['deep_ep']}"
+        )
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
-def columns(rows: Sequence[Measured]) -> list[str]:
+def columns(rows: Sequence[Measured], unit: Unit = _MS) -> list[str]:
     """The heads of the table; what no row has is left out."""
-    heads = ["case", "ranks", "MB a rank", "ms", "GB/s a rank", "time / floor"]
+    heads = ["case", "ranks", "MB a rank", unit.name, "GB/s a rank", "time / floor"]
     heads += [f"faster than {LABELS[name]}" for name in _compared(rows)]
     return heads
 
 
-def cells(row: Measured, title: str, compared: Sequence[str]) -> list[str]:
+def cells(row: Measured, title: str, compared: Sequence[str], unit: Unit = _MS) -> list[str]:
     """One line of the table. A skipped case says why, in the place of its figures.
 
     Args:
         row: The case.
         title: How to call it.
         compared: The peers that have a column.
+        unit: What its time is shown in.
     """
     if row.skipped is not None:
         return [title, str(row.num_ranks), f"skipped: {row.skipped}", *[""] * (3 + len(compared))]
@@ -89,9 +142,9 @@ def cells(row: Measured, title: str, compared: Sequence[str]) -> list[str]:
     return [
         title,
         str(row.num_ranks),
-        f"{summary.mean_bytes / 1e6:.1f}",
-        three_digits(summary.median_secs[PRODUCT] * 1e3),
-        three_digits(summary.gbs),
+        f"{summary.mean_bytes / 1e6:.1f}" if summary.mean_bytes else _DASH,
+        three_digits(summary.median_secs[PRODUCT] * unit.per_sec),
+        three_digits(summary.gbs) if summary.mean_bytes else _DASH,
         _with_quartiles(summary.over_floor),
         *(_with_quartiles(summary.speedups.get(name), "x") for name in compared),
     ]
@@ -103,13 +156,13 @@ def rich_table(report: Report) -> Table:
         title="\n".join(report.header),
         title_justify="left",
         title_style="dim",
-        caption=escape("\n".join([_CAPTION, *_reasons(report.rows)])),  # else rich takes brackets for markup
+        caption=escape("\n".join(report.caption)),  # else rich takes brackets for markup
         caption_justify="left",
     )
-    for index, head in enumerate(columns(report.rows)):
+    for index, head in enumerate(columns(report.rows, report.unit)):
         table.add_column(head, justify="right" if index else "left", no_wrap=not index)
     for row in report.rows:
-        line = cells(row, report.titles[row.case], _compared(report.rows))
+        line = cells(row, report.titles[row.case], _compared(report.rows), report.unit)
         if row.skipped is not None:
             line[2] = "skipped"  # the reason is too long for a column of numbers: it stands below
         table.add_row(*(Text(cell, no_wrap=True) for cell in line))
@@ -124,10 +177,11 @@ def _reasons(rows: Sequence[Measured]) -> list[str]:
 def markdown_table(report: Report) -> str:
     """The table for a README, with its machine and command above it."""
     machine, shape, command = report.header
-    heads = columns(report.rows)
+    heads = columns(report.rows, report.unit)
     lines = [f"{machine}; {shape}. `{command}`", ""]
     lines += [_markdown_line(heads), _markdown_line(["---", *["---:"] * (len(heads) - 1)])]
-    lines += [_markdown_line(cells(row, report.titles[row.case], _compared(report.rows))) for row in report.rows]
+    compared = _compared(report.rows)
+    lines += [_markdown_line(cells(row, report.titles[row.case], compared, report.unit)) for row in report.rows]
     return "\n".join(lines)
 
 
@@ -202,11 +256,38 @@ def write_json(report: Report, path: Path) -> None:
         "bench": report.name,
         "command": report.command,
         "machine": dict(report.machine),
+        "shape": report.shape,
         "setting": dict(report.setting),
         "times_are": "seconds, by variant, [rank][round]",
         "cases": cases,
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Report:
+    """The report that `write_json` wrote.
+
+    Raises:
+        ValueError: There is no such file, or it is another one.
+    """
+    try:
+        content = json.loads(path.read_text())
+        fields = [field.name for field in dataclasses.fields(Measured)]
+        return Report(
+            name=content["bench"],
+            command=content["command"],
+            shape=content["shape"],
+            setting=content["setting"],
+            machine=content["machine"],
+            titles={case["case"]: case["title"] for case in content["cases"]},
+            rows=[Measured(**{name: case[name] for name in fields}) for case in content["cases"]],
+        )
+    except OSError as error:
+        raise ValueError(f"bench: cannot read {path} ({error.strerror})") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"bench: {path} holds no results of a bench ({error}). Make it with --save or --json"
+        ) from None
 
 
 def replace_table(text: str, name: str, table: str) -> str:
@@ -225,4 +306,4 @@ def replace_table(text: str, name: str, table: str) -> str:
 
 def write_readme(report: Report, path: Path) -> None:
     """Replace the table in a README; see `replace_table`."""
-    path.write_text(replace_table(path.read_text(), report.name, markdown_table(report)))
+    path.write_text(replace_table(path.read_text(), report.marker, markdown_table(report)))

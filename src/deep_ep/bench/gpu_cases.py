@@ -1,0 +1,310 @@
+"""What `bench normal --device cuda` times.
+
+The floor of a case is the time that a plain copy would take for the least bytes that the call must read and write
+through memory. A copy of 256 MB by all ranks at once is timed in the same rounds, and its time is scaled: ranks that
+share a GPU share its bandwidth. (Between GPUs rows also cross NVLink, which this floor does not know.)
+
+    dispatch            reads T rows, writes n rows
+    combine, in window  reads n rows, writes T rows
+    combine, elsewhere  reads and writes n rows more: the copy into the window
+
+A full dispatch also moves ids and weights, and its host waits for the counts. Bytes for GB/s are counted as DeepEP
+does: rows that a rank receives in the dispatch, payload and scales.
+
+Every rank can draw every rank's rows, and checks what it receives before anything is timed. Letters as in `cases`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+
+from ..buffers.legacy import Buffer
+from ..config import Config
+from ..errors import EPError
+from ..kernels.rows import as_bytes
+from ..quant import per_token_cast_to_fp8
+from ..terminal import teller
+from .cases import Note
+from .core import FLOOR, PRODUCT, PRODUCT_BF16, Measured, Stopwatch, Variant, slowest_by_round, time_rounds
+from .gpu import device_stopwatch, enter_device, host_seconds
+from .inputs import Drawn, Setting, draw, find_layout, make_buffer
+from .peers import bytes_of_row
+
+COPY_BYTES = 256 << 20
+_NUM_WARMUP = 3
+_BF16_STEP = 2.0**-7  # two sums that round to neighbouring BF16 values differ by this part of themselves
+
+Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank brings to every case.
+
+    Attributes:
+        setting: The setting.
+        rank: This rank.
+        num_ranks: R.
+        buffer: The buffer.
+        drawn: Rows and routes.
+        layout: The layout arguments of a full dispatch.
+    """
+
+    setting: Setting
+    rank: int
+    num_ranks: int
+    buffer: Buffer
+    drawn: Drawn
+    layout: dict[str, Any]
+
+    def config(self, is_bounded: bool) -> Config | None:
+        """The config of a call; None: as many blocks as the library likes."""
+        if not is_bounded or not self.setting.num_sms:
+            return None
+        return dataclasses.replace(Buffer.get_dispatch_config(self.num_ranks), num_sms=self.setting.num_sms)
+
+    def dispatch(self, payload: Payload, config: Config | None = None) -> tuple:
+        """A full dispatch."""
+        idx, weights = self.drawn.topk_idx, self.drawn.topk_weights
+        return self.buffer.dispatch(payload, **self.layout, topk_idx=idx, topk_weights=weights, config=config)
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """One line of the table, ready to be timed on this rank.
+
+    Attributes:
+        num_bytes: What this rank receives, as DeepEP counts it; 0: nothing.
+        memory_bytes: The least that it must read and write through memory; 0: there is no floor.
+        variants: The product, perhaps in BF16 too.
+        is_right: Whether what the product returned is right; None: not looked at.
+        stopwatch: What to measure with; None: with the device's time.
+    """
+
+    num_bytes: int
+    memory_bytes: int
+    variants: list[Variant]
+    is_right: Callable[[Any], bool] | None = None
+    stopwatch: Stopwatch | None = None
+
+
+def layout_case(work: Work, *, on_host: bool) -> GpuCase:
+    """Counting where tokens go: too few bytes for a floor."""
+    call = partial(work.buffer.get_dispatch_layout, work.drawn.topk_idx, work.setting.num_experts)
+    return GpuCase(0, 0, [Variant(PRODUCT, call)], stopwatch=host_seconds if on_host else None)
+
+
+def dispatch_case(work: Work, *, fp8: bool, cached: bool, is_bounded: bool = True) -> GpuCase:
+    """Full or cached dispatch, of BF16 rows, or of E4M3 rows with float32 scales (the same in BF16 beside it)."""
+    x, config = work.drawn.x, work.config(is_bounded)
+    payload = per_token_cast_to_fp8(x) if fp8 else x
+    recv_x, _, _, _, handle, _ = work.dispatch(x)
+    num_rows = recv_x.size(0)
+    handle = handle if cached else None
+    variants = [Variant(PRODUCT, _dispatch_call(work, payload, handle, config))]
+    if fp8:
+        variants.append(Variant(PRODUCT_BF16, _dispatch_call(work, x, handle, config)))
+    row_bytes = sum(map(bytes_of_row, _parts(payload)))
+    moved_bytes = row_bytes if cached else row_bytes + bytes_of_row(work.drawn.topk_idx) + 4 * work.setting.num_topk
+    memory_bytes = (x.size(0) + num_rows) * moved_bytes
+    return GpuCase(num_rows * row_bytes, memory_bytes, variants, partial(_is_dispatched, work, fp8))
+
+
+def _dispatch_call(work: Work, payload: Payload, handle: tuple | None, config: Config | None) -> Callable[[], Any]:
+    if handle is None:
+        return partial(work.dispatch, payload, config)
+    return partial(work.buffer.dispatch, payload, handle=handle, config=config)
+
+
+def _parts(payload: Payload) -> tuple[torch.Tensor, ...]:
+    return payload if isinstance(payload, tuple) else (payload,)
+
+
+def _is_dispatched(work: Work, fp8: bool, result: tuple) -> bool:
+    """Whether the rows of all sources are there, in order."""
+    start, received = 0, _parts(result[0])
+    per_rank = work.setting.num_experts // work.num_ranks
+    for source in range(work.num_ranks):
+        drawn = draw(work.setting, source, work.buffer.device)
+        is_mine = (drawn.topk_idx // per_rank == work.rank).any(1)
+        sent = _parts(per_token_cast_to_fp8(drawn.x) if fp8 else drawn.x)
+        expected = [as_bytes(part.contiguous())[is_mine] for part in sent]
+        end = start + expected[0].size(0)
+        if not all(torch.equal(one, as_bytes(part)[start:end]) for one, part in zip(expected, received, strict=True)):
+            return False
+        start = end
+    return start == received[0].size(0)
+
+
+def combine_case(work: Work, *, in_window: bool, is_bounded: bool = True) -> GpuCase:
+    """Combine of BF16 rows that lie in the window (`get_combine_buffer`), or elsewhere."""
+    buffer, x = work.buffer, work.drawn.x
+    recv_x, _, _, _, handle, _ = work.dispatch(x)
+    rows = buffer.get_combine_buffer(handle) if in_window else torch.empty_like(recv_x)
+    # Another factor on each rank: a row summed from the wrong rank must show.
+    torch.mul(recv_x, work.rank + 1, out=rows)
+    given, taken = (one.size(0) * bytes_of_row(one) for one in (rows, x))
+    call = partial(buffer.combine, rows, handle, config=work.config(is_bounded))
+    path = "combine/pulled" if in_window else "combine/copied_in"
+    is_right = partial(_is_combined, work, path, _num_calls(work, path))
+    return GpuCase(given, (given if in_window else 3 * given) + taken, [Variant(PRODUCT, call)], is_right)
+
+
+def _num_calls(work: Work, path: str) -> int:
+    return work.buffer.stats()["calls"].get(path, 0)
+
+
+def _is_combined(work: Work, path: str, num_before: int, result: tuple) -> bool:
+    """Whether the sums are right, and the rows came from where the case says."""
+    x, mask = work.drawn.x, work.layout["is_token_in_rank"]
+    expected = torch.zeros_like(x, dtype=torch.float32)
+    for peer in range(work.num_ranks):
+        expected += (x * (peer + 1)).float() * mask[:, peer : peer + 1]
+    is_close = torch.allclose(result[0].float(), expected, rtol=_BF16_STEP, atol=1e-3)
+    return is_close and _num_calls(work, path) == num_before + 1
+
+
+GPU_CASES: dict[str, tuple[str, Callable[[Work], GpuCase]]] = {
+    "layout": ("get_dispatch_layout", partial(layout_case, on_host=False)),
+    "layout-host": ("get_dispatch_layout, the host's time", partial(layout_case, on_host=True)),
+    "dispatch-bf16": ("dispatch, BF16", partial(dispatch_case, fp8=False, cached=False)),
+    "cached-bf16": ("cached dispatch, BF16", partial(dispatch_case, fp8=False, cached=True)),
+    "dispatch-fp8": ("dispatch, FP8", partial(dispatch_case, fp8=True, cached=False)),
+    "cached-fp8": ("cached dispatch, FP8", partial(dispatch_case, fp8=True, cached=True)),
+    "combine-window": ("combine, BF16, in window", partial(combine_case, in_window=True)),
+    "combine-elsewhere": ("combine, BF16, elsewhere", partial(combine_case, in_window=False)),
+    "cached-bf16-free": ("cached dispatch, BF16", partial(dispatch_case, fp8=False, cached=True, is_bounded=False)),
+    "combine-window-free": ("combine, BF16, in window", partial(combine_case, in_window=True, is_bounded=False)),
+}
+"""By name: how a table calls it, and how a rank makes it. Those that end in `-free` have any number of blocks."""
+
+
+def gpu_titles(num_sms: int) -> dict[str, str]:
+    """How a table calls the cases. Where nothing bounds the blocks, the free cases are the others once more."""
+    titles = {}
+    for name, (title, _) in GPU_CASES.items():
+        is_free = name.endswith("-free")
+        if is_free and not num_sms:
+            continue
+        has_blocks = not name.startswith("layout")
+        blocks = f", {num_sms} blocks" if num_sms and not is_free else ", any blocks"
+        titles[name] = title + (blocks if has_blocks else "")
+    return titles
+
+
+# A rank's work -------------------------------------------------------------------------------------------------------
+
+
+class GpuMeasured(NamedTuple):
+    """One rank's part of a case.
+
+    Attributes:
+        num_bytes: As the case declares them.
+        memory_bytes: Likewise.
+        gpu: The index of the rank's GPU.
+        copy_bytes: Bytes that the copy reads, and writes.
+        times: Seconds of each variant; of the floor, of that copy.
+    """
+
+    num_bytes: int
+    memory_bytes: int
+    gpu: int
+    copy_bytes: int
+    times: dict[str, list[float]]
+
+
+def run_gpu_cases(
+    rank: int,
+    num_ranks: int,
+    setting: Setting,
+    names: Sequence[str],
+    news: Connection,
+    copy_bytes: int = COPY_BYTES,
+) -> list[GpuMeasured]:
+    """Check and time cases, one after the other. Runs on every rank.
+
+    Args:
+        rank: This rank.
+        num_ranks: R.
+        setting: The setting.
+        names: Keys of `GPU_CASES`.
+        news: Where rank 0 sends a `Note` when a case begins and after each round.
+        copy_bytes: Size of the copy that bandwidth is measured with.
+    """
+    tell = teller(rank, news)
+    gpu = enter_device(rank, setting.device)
+    buffer = make_buffer(setting, num_ranks)
+    try:
+        drawn = draw(setting, rank, buffer.device)
+        layout = find_layout(drawn, setting.num_experts, buffer)
+        work = Work(setting, rank, num_ranks, buffer, drawn, layout)
+        pair = tuple(torch.ones(copy_bytes, dtype=torch.uint8, device=buffer.device) for _ in range(2))
+        floor = Variant(FLOOR, partial(pair[0].copy_, pair[1]))
+        results = []
+        for name in names:
+            tell(Note(num_ranks, name, 0))
+            part = _run_case(work, name, floor, tell)
+            results.append(GpuMeasured(part.num_bytes, part.memory_bytes, gpu, copy_bytes, part.times))
+            gc.collect()  # what a case held in the window is room for the next
+        buffer.check()
+    finally:
+        buffer.destroy()
+    return results
+
+
+class _Timed(NamedTuple):
+    num_bytes: int
+    memory_bytes: int
+    times: dict[str, list[float]]
+
+
+def _run_case(work: Work, name: str, floor: Variant, tell: Callable[[Note], object]) -> _Timed:
+    case = GPU_CASES[name][1](work)
+    if case.is_right is not None and not case.is_right(case.variants[0].call()):
+        raise EPError(
+            f"bench {name}: what was delivered is wrong, or came another way than the case is about "
+            f"(rank {work.rank}/{work.num_ranks}). Nothing was timed"
+        )
+    times = time_rounds(
+        [*case.variants, floor] if case.memory_bytes else case.variants,
+        work.setting.num_rounds,
+        case.stopwatch or device_stopwatch(work.buffer),
+        num_warmup=_NUM_WARMUP if work.buffer.device.type == "cuda" else 0,
+        on_round=lambda done: tell(Note(work.num_ranks, name, done)),
+    )
+    return _Timed(case.num_bytes, case.memory_bytes, times)
+
+
+# All ranks' work -----------------------------------------------------------------------------------------------------
+
+
+def join_gpu_cases(name: str, parts: Sequence[GpuMeasured]) -> Measured:
+    """One case out of all ranks' parts of it: the copy's times become those of the floor."""
+    times = {variant: [part.times[variant] for part in parts] for variant in parts[0].times}
+    copy_gbs = None
+    if FLOOR in times:
+        copy_gbs = _copy_gbs(parts)
+        times[FLOOR] = [[secs * _share(parts, part.gpu) for secs in part.times[FLOOR]] for part in parts]
+    return Measured(name, len(parts), [part.num_bytes for part in parts], times, copy_gbs=copy_gbs)
+
+
+def _share(parts: Sequence[GpuMeasured], gpu: int) -> float:
+    """The least bytes of all ranks on a GPU, over those that their copies read and write."""
+    there = [part for part in parts if part.gpu == gpu]
+    return sum(part.memory_bytes for part in there) / sum(2 * part.copy_bytes for part in there)
+
+
+def _copy_gbs(parts: Sequence[GpuMeasured]) -> float:
+    """10^9 bytes a second that the copies of the first rank's GPU read and wrote together, the median over rounds."""
+    there = [part for part in parts if part.gpu == parts[0].gpu]
+    num_bytes = sum(2 * part.copy_bytes for part in there)
+    return num_bytes / statistics.median(slowest_by_round([part.times[FLOOR] for part in there])) / 1e9
