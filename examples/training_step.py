@@ -77,14 +77,16 @@ def combine_backward(buffer: Buffer, grad_combined_x, handle, previous_event: Ev
 
 def step(rank: int, num_ranks: int) -> float:
     """Forward and backward on one rank. Returns the largest error; all tensors are FP32."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks may share a GPU
     buffer = Buffer(dist.group.WORLD, num_nvl_bytes=1 << 20, explicitly_destroy=True)
-    num_experts = EXPERTS_PER_RANK * num_ranks
-    factors = torch.arange(1.0, num_experts + 1)  # expert e multiplies by e + 1
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(TOKENS, HIDDEN, generator=generator)
-    topk_idx = torch.rand(TOKENS, num_experts, generator=generator).topk(TOPK).indices
-    topk_weights = torch.rand(TOKENS, TOPK, generator=generator)
-    grad = torch.randn(TOKENS, HIDDEN, generator=generator)
+    num_experts, device = EXPERTS_PER_RANK * num_ranks, buffer.device
+    factors = torch.arange(1.0, num_experts + 1, device=device)  # expert e multiplies by e + 1
+    generator = torch.Generator(device).manual_seed(rank)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator, device=device)
+    topk_idx = torch.rand(TOKENS, num_experts, generator=generator, device=device).topk(TOPK).indices
+    topk_weights = torch.rand(TOKENS, TOPK, generator=generator, device=device)
+    grad = torch.randn(TOKENS, HIDDEN, generator=generator, device=device)
 
     recv_x, recv_topk_idx, recv_topk_weights, counts, handle, event = dispatch_forward(
         buffer, x, topk_idx, topk_weights, num_experts, Buffer.capture()

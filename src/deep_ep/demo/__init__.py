@@ -1,4 +1,4 @@
-"""`python -m deep_ep demo`: one MoE layer over a few CPU ranks, shown step by step and checked.
+"""`python -m deep_ep demo`: one MoE layer over a few ranks, shown step by step and checked.
 
 Every rank makes its own tokens and routes them with a made-up router. The tokens are dispatched, small experts run on
 the received rows, and combine brings the sums back. The first process then computes the same layer alone, without any
@@ -11,10 +11,12 @@ communication, and compares. Everything random follows from the seed, so no inpu
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
 
+from ..mps import shared_gpu
 from ..plotting import require_matplotlib
 from ..terminal import require_folder
 from . import show
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--topk", type=int, default=8, help="experts that each token is sent to")
     parser.add_argument("--seed", type=int, default=0, help="for tokens, routes and experts")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks, which may share a GPU")
     parser.add_argument(
         "--plot", type=Path, default=argparse.SUPPRESS, metavar="PATH.png", help="write the traffic as a picture, too"
     )
@@ -58,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         _require_plot(plot_path)
     console = Console(highlight=False)
     show.show_title(console, shape)
-    results = show.run_with_progress(console, shape)
+    with shared_gpu(shape.num_ranks) if shape.device == "cuda" else nullcontext():
+        results = show.run_with_progress(console, shape)
     show.show_traffic(console, shape, results)
     show.show_received(console, shape, results)
     ok = show.show_check(console, shape, results)
@@ -79,7 +83,7 @@ def _shape_of(args: argparse.Namespace) -> Shape:
         raise ValueError(f"demo: --experts must be a multiple of --ranks ({args.ranks}), got {num_experts}")
     if args.topk > num_experts:
         raise ValueError(f"demo: --topk must be at most the number of experts ({num_experts}), got {args.topk}")
-    return Shape(args.ranks, args.tokens, args.hidden, num_experts, args.topk, args.seed)
+    return Shape(args.ranks, args.tokens, args.hidden, num_experts, args.topk, args.seed, args.device)
 
 
 def _require_plot(path: Path) -> None:

@@ -26,6 +26,7 @@ class Shape:
         num_experts: E, a multiple of R.
         num_topk: K.
         seed: What everything random follows from.
+        device: `cpu` or `cuda`, of all ranks.
     """
 
     num_ranks: int
@@ -34,6 +35,7 @@ class Shape:
     num_experts: int
     num_topk: int
     seed: int
+    device: str = "cpu"
 
     @property
     def num_local_experts(self) -> int:
@@ -59,6 +61,10 @@ class Tokens:
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
 
+    def to(self, device: torch.device) -> Tokens:
+        """The same on a device."""
+        return Tokens(self.x.to(device), self.topk_idx.to(device), self.topk_weights.to(device))
+
 
 @dataclass(frozen=True)
 class Expert:
@@ -76,6 +82,10 @@ class Expert:
         """[n, H] of any float dtype to [n, H] float32."""
         gate, value = (x.float() @ self.up).chunk(2, dim=1)
         return (F.silu(gate) * value) @ self.down
+
+    def to(self, device: torch.device) -> Expert:
+        """The same on a device."""
+        return Expert(self.up.to(device), self.down.to(device))
 
 
 def _generator(shape: Shape, kind: int, index: int) -> torch.Generator:

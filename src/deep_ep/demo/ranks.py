@@ -56,11 +56,13 @@ def run_layer(shape: Shape, on_news: Callable[[str], object]) -> list[RankResult
 
 def _run_rank(rank: int, num_ranks: int, shape: Shape, news: Connection) -> RankResult:
     tell = teller(rank, news)
+    if shape.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     num_nvl_bytes = Buffer.get_dispatch_config(num_ranks).get_nvl_buffer_size_hint(shape.hidden * 2, num_ranks)
-    buffer = Buffer(dist.group.WORLD, num_nvl_bytes, explicitly_destroy=True)
+    buffer = Buffer(dist.group.WORLD, num_nvl_bytes, explicitly_destroy=True, device=shape.device)
     try:
         tell(buffer.transport)
-        return _run_layer(buffer, shape, make_tokens(shape, rank), tell)
+        return _run_layer(buffer, shape, make_tokens(shape, rank).to(buffer.device), tell)
     finally:
         buffer.destroy()
 
@@ -95,7 +97,7 @@ def _run_layer(buffer: Buffer, shape: Shape, tokens: Tokens, tell: Callable[[str
     num_rows = recv_x.size(0)
     del recv_x  # its memory is what the timed dispatches reuse
     median_secs = _time_operations(buffer, tokens.x, routing, handle, tell)
-    return RankResult(per_rank.tolist(), num_rows, expert_counts, output, agrees, median_secs)
+    return RankResult(per_rank.tolist(), num_rows, expert_counts, output.cpu(), agrees, median_secs)
 
 
 def _run_experts(
@@ -109,7 +111,7 @@ def _run_experts(
     """Add the weighted results of this rank's experts to `output`, [n, H] float32. Combine itself does not weight."""
     for local_expert in range(shape.num_local_experts):
         rows, slots = (recv_topk_idx == local_expert).nonzero(as_tuple=True)
-        expert = make_expert(shape, rank * shape.num_local_experts + local_expert)
+        expert = make_expert(shape, rank * shape.num_local_experts + local_expert).to(output.device)
         output.index_add_(0, rows, recv_topk_weights[rows, slots, None] * expert(recv_x[rows]))
 
 
@@ -144,5 +146,8 @@ def _time_operations(
 def _time(operation: Callable[[], Any]) -> float:
     dist.barrier()
     start = time.perf_counter()
-    operation()
+    result = operation()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    del result
     return time.perf_counter() - start

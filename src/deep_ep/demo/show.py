@@ -33,7 +33,7 @@ _MOST_SPARKS = 40
 
 def show_title(console: Console, shape: Shape) -> None:
     """What is about to run."""
-    ranks = counted(shape.num_ranks, "CPU rank")
+    ranks = counted(shape.num_ranks, f"{shape.device.upper()} rank")
     console.print(f"[bold]deep_ep {__version__} demo[/]: one MoE layer on {ranks}, dispatch → experts → combine")
     console.print(
         f"{shape.num_tokens:,} tokens a rank, hidden {shape.hidden:,} in BF16, top-{shape.num_topk} of "

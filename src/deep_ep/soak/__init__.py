@@ -11,6 +11,7 @@ what is told of it.
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from rich.console import Console
 from .. import __version__
 from ..buffers.legacy import Buffer
 from ..machine import find_machine
+from ..mps import shared_gpu
 from ..plotting import require_matplotlib
 from ..terminal import require_folder
 from . import files, show
@@ -50,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=4, metavar="R", help="processes")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of all calls and their data")
     parser.add_argument("--segment", type=int, metavar="K", help="play one segment alone, as a failure says")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks, which may share a GPU")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything, with each rank's memory over time")
     parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw memory over time (needs matplotlib)")
 
@@ -68,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     machine = find_machine(__version__)
     console = Console(highlight=False)
     show.show_title(console, goal)
-    with show.showing_progress(goal) as progress:
+    sharing = shared_gpu(goal.num_ranks) if goal.device == "cuda" else nullcontext()
+    with sharing, show.showing_progress(goal) as progress:
         outcome = run_soak(goal, progress.hear)
     show.show_outcome(console, outcome)
     if json_path is not None:
@@ -97,7 +101,7 @@ def _goal_of(args: argparse.Namespace) -> Goal:
         raise ValueError("soak: --segment plays a whole segment; leave --minutes out, or give --calls")
     if minutes is None and num_calls is None and segment is None:
         minutes = _DEFAULT_MINUTES
-    return Goal(args.ranks, args.seed, None if minutes is None else 60 * minutes, num_calls, segment)
+    return Goal(args.ranks, args.seed, None if minutes is None else 60 * minutes, num_calls, segment, args.device)
 
 
 def _paths_of(args: argparse.Namespace) -> tuple[Path | None, Path | None]:

@@ -72,14 +72,14 @@ def _dispatch(state: State, worst_case: bool) -> None:
     num_rows = [one.recv_x.size(0) for one in expected]
     if worst_case:
         num_rows = [max(1, rows + extra) for rows, extra in zip(num_rows, extra_rows, strict=True)]
-    x, mask = xs[rank].clone(), routing["masks"][rank].clone()
+    x, mask = state.sent(xs[rank]), state.sent(routing["masks"][rank])
     result = state.buffer.dispatch(
-        (x, scales[rank].clone()) if scales is not None else x,
+        (x, state.sent(scales[rank])) if scales is not None else x,
         num_tokens_per_rank=mask.sum(0, dtype=torch.int32),
         is_token_in_rank=mask,
-        num_tokens_per_expert=routing["per_expert"][rank],
-        topk_idx=routing["ids"][rank] if has_topk else None,
-        topk_weights=routing["weights"][rank] if has_topk else None,
+        num_tokens_per_expert=state.sent(routing["per_expert"][rank]),
+        topk_idx=state.sent(routing["ids"][rank]) if has_topk else None,
+        topk_weights=state.sent(routing["weights"][rank]) if has_topk else None,
         expert_alignment=alignment,
         num_worst_tokens=num_rows[rank] if worst_case else 0,
         **state.stream_arguments(),
@@ -126,8 +126,8 @@ def cached_dispatch(state: State) -> None:
     known = state.draw.choice(state.known)
     xs, scales = state.inputs.payload([mask.size(0) for mask in known.masks])
     expected = reference.dispatch(xs, known.masks, scales=scales)[state.rank]
-    x = xs[state.rank].clone()
-    sent = (x, scales[state.rank]) if scales is not None else x
+    x = state.sent(xs[state.rank])
+    sent = (x, state.sent(scales[state.rank])) if scales is not None else x
     # A handle is all there is: clones of its tensors do as well, once the dispatch has filled them.
     is_cloned = state.draw.random() < 0.5 and not state.has_pending
     handle = tuple(item.clone() for item in known.handle) if is_cloned else known.handle
@@ -164,8 +164,8 @@ def combine(state: State) -> None:
     out, out_weights, event = state.buffer.combine(
         x,
         known.handle,
-        topk_weights=padded(weights[rank], x.size(0)) if weights is not None else None,
-        bias=biases[rank] if biases is not None else None,
+        topk_weights=state.sent(padded(weights[rank], x.size(0))) if weights is not None else None,
+        bias=state.sent_biases(biases[rank]) if biases is not None else None,
         **state.stream_arguments(),
     )
     if in_place:
@@ -182,7 +182,7 @@ def combine(state: State) -> None:
 def _combine_input(state: State, known: Dispatched, y: torch.Tensor, source: str) -> torch.Tensor:
     num_rows = known.num_rows[state.rank]
     if source != "combine buffer":
-        return padded(y, num_rows)
+        return state.sent(padded(y, num_rows))
     x = state.buffer.get_combine_buffer(known.handle, hidden=y.size(1), dtype=y.dtype)
-    x[: y.size(0)] = y
+    x[: y.size(0)] = state.sent(y)
     return x

@@ -38,6 +38,7 @@ def same(name: str, got: torch.Tensor | None, expected: torch.Tensor | None) -> 
         raise Mismatch(f"{name}: got {_kind(got)}, expected {_kind(expected)}")
     if not got.numel():
         return
+    got, expected = got.cpu(), expected.cpu()
     different = (_bytes_of(got) != _bytes_of(expected)).any(2)
     if different.any():
         row, column = different.nonzero()[0].tolist()

@@ -9,8 +9,11 @@ import threading
 import time
 from contextlib import suppress
 
+import torch
+
 _DELAY_SECS, _LONG_DELAY_SECS, _LONG_SHARE = 0.002, 0.05, 0.02
 _PAUSE_SECS = (0.05, 1.0)  # between two stops
+_CYCLES_PER_SEC = 1.5e9  # about, on any GPU
 _STOP_SECS, _LONG_STOP_SECS = (0.001, 0.15), (0.3, 1.0)
 
 
@@ -32,7 +35,11 @@ class Delays:
         if self._draw.random() < self._share:
             self.num_delays += 1
             most = _LONG_DELAY_SECS if self._draw.random() < _LONG_SHARE else _DELAY_SECS
-            time.sleep(self._draw.uniform(0.0, most))
+            secs = self._draw.uniform(0.0, most)
+            if torch.cuda.is_initialized() and self._draw.random() < 0.5:
+                torch.cuda._sleep(int(secs * _CYCLES_PER_SEC))  # the host goes on, the stream does not
+            else:
+                time.sleep(secs)
 
 
 class Stops:

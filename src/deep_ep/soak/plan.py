@@ -61,6 +61,7 @@ class Goal:
         secs: When to end; None: when the calls are made.
         num_calls: Calls in all; None: as many as the time allows.
         segment: The only segment to play; None: from the first on.
+        device: `cpu` or `cuda`. On a GPU arenas have no limits: there is no staging there.
     """
 
     num_ranks: int
@@ -68,10 +69,13 @@ class Goal:
     secs: float | None = None
     num_calls: int | None = None
     segment: int | None = None
+    device: str = "cpu"
 
     def command(self, segment: int | None = None, num_calls: int | None = None) -> str:
         """The line that plays a segment, or all of it."""
         line = f"python -m deep_ep soak --ranks {self.num_ranks} --seed {self.seed}"
+        if self.device != "cpu":
+            line += f" --device {self.device}"
         if segment is not None:
             line += f" --segment {segment}"
         return line if num_calls is None else f"{line} --calls {num_calls}"
@@ -83,7 +87,7 @@ def plan_segment(goal: Goal, number: int) -> Segment:
     draw = random.Random(seed)
     num_calls = draw.randint(_FEWEST_CALLS, _MOST_CALLS)
     # In turns, so that a short soak has seen them all; the seed says where it begins.
-    arena = _ARENAS[(goal.seed + number) % len(_ARENAS)]
+    arena = _ARENAS[(goal.seed + number) % len(_ARENAS)] if goal.device == "cpu" else "free"
     limits = {
         "free": [0] * goal.num_ranks,
         "tiny": [8192] * goal.num_ranks,

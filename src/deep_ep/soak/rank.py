@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .. import env
@@ -110,6 +111,8 @@ class _Player:
         self.begin = time.monotonic()
         self.next_sample_secs = 0.0
         self.pause_secs = max(_SAMPLE_SECS, (goal.secs or 0.0) / _MOST_SAMPLES)
+        if goal.device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
 
     def play(self) -> RankReport:
         self.sample(None)
@@ -144,7 +147,12 @@ class _Player:
     def play_segment(self, segment: Segment, num_calls: int) -> None:
         os.environ[env.ARENA_BYTES.name] = str(segment.arena_limits[self.rank])
         buffer = Buffer(
-            dist.group.WORLD, segment.num_nvl_bytes, explicitly_destroy=True, num_cpu_timeout_secs=_LIMIT_SECS
+            dist.group.WORLD,
+            segment.num_nvl_bytes,
+            explicitly_destroy=True,
+            device=self.goal.device,
+            num_cpu_timeout_secs=_LIMIT_SECS,
+            num_gpu_timeout_secs=_LIMIT_SECS,
         )
         try:
             self.make_calls(buffer, segment, num_calls)

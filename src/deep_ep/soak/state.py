@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from ..buffers.legacy import Buffer
 from ..event import EventOverlap
 from .checks import Mismatch
 from .inputs import Inputs
+
+_PATIENCE_SECS = 5.0
 
 
 @dataclass
@@ -61,6 +64,16 @@ class State:
     def has_pending(self) -> bool:
         """Whether a check is still to come."""
         return bool(self._pending)
+
+    def sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of an input on the buffer's device, with its strides."""
+        return tensor.to(self.buffer.device, copy=True)
+
+    def sent_biases(self, biases: Any) -> Any:
+        """The same for biases, in whatever form they are."""
+        if isinstance(biases, tuple):
+            return tuple(None if one is None else self.sent(one) for one in biases)
+        return self.sent(biases)
 
     def stream_arguments(self) -> dict[str, Any]:
         """The arguments about events and streams."""
@@ -110,8 +123,14 @@ class State:
             self._settle()
         self.known.clear()
         self._kept.clear()
-        gc.collect()
-        self.report.stats = self.buffer.stats()
+        deadline = time.monotonic() + _PATIENCE_SECS
+        while True:
+            gc.collect()
+            self.report.stats = self.buffer.stats()
+            # The comm stream drops what a job held a moment after its event.
+            if not self.report.stats["arena"]["used"] or time.monotonic() > deadline:
+                break
+            time.sleep(0.005)
         if self.report.stats["arena"]["used"]:
             raise Mismatch(f"the arena still holds {self.report.stats['arena']}")
 
