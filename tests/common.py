@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable
 from typing import Any
+
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 
 class OneRank:
@@ -16,3 +22,41 @@ class OneRank:
 
     def allgather(self, value: Any) -> list[Any]:
         return [value]
+
+
+def default_device(device: str) -> contextlib.AbstractContextManager:
+    """Inside the block tensors are made on a device, unless they say otherwise. On the CPU: nothing changes."""
+    return contextlib.nullcontext() if device == "cpu" else _DefaultDevice(device)
+
+
+class _DefaultDevice(TorchFunctionMode):
+    """As `with torch.device(...)`, but numbers that a generator of the CPU draws are drawn there, and then moved.
+
+    So the same seed gives the same inputs on all devices.
+    """
+
+    def __init__(self, device: str):
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function not in _device_constructors() or kwargs.get("device") is not None:
+            return function(*args, **kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None and generator.device.type == "cpu":
+            return function(*args, **kwargs).to(self._device)
+        return function(*args, **{**kwargs, "device": self._device})
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, **options: Any) -> list[Any]:
+    """`deep_ep.launch.run_ranks`, with tensors made on the suite's device unless they say otherwise."""
+    from deep_ep import launch  # late: conftest sets the environment that it is imported under
+
+    return launch.run_ranks(on_device, num_ranks, function, *args, **options)
+
+
+def on_device(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Inside a rank: run its function with tensors on the suite's device."""
+    with default_device(os.environ.get("DEEP_EP_DEVICE", "cpu")):
+        return function(rank, num_ranks, *args)

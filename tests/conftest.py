@@ -1,21 +1,81 @@
-"""Options of the suite. Tests name no device: `--device cuda` runs them all on a GPU machine."""
+"""Options of the suite. Tests name no device: `--device cuda` runs them all on a GPU machine.
+
+On the CPU kernels run in Triton's interpreter, which must be asked for before Triton is imported, and in the
+forkserver that ranks come from: so the environment is set here, before any test is collected.
+"""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 
+from common import default_device
+
 torch.set_num_threads(1)
+
+GPU_FOLDER = Path(__file__).parent / "gpu"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks' tensors live")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    chosen = config.getoption("--device")
+    os.environ["DEEP_EP_DEVICE"] = chosen  # ranks and programs inherit it
+    if chosen == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        return
+    os.environ.pop("TRITON_INTERPRET", None)
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no GPU")
+    if not config.option.collectonly:
+        _share_gpu(config)
+
+
+def _share_gpu(config: pytest.Config) -> None:
+    """Have ranks share the GPU by MPS, where it can be had, until the end of the suite."""
+    from deep_ep.mps import shared_gpu  # late: the environment that it is imported under is set above
+
+    torch.ones(1, device="cuda").sum().item()  # this process stays outside of MPS, so that MPS can end before it
+    stack = config.stash[_OPEN] = ExitStack()
+    stack.enter_context(shared_gpu())
+
+
+_OPEN: pytest.StashKey[ExitStack] = pytest.StashKey()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    stack = config.stash.get(_OPEN, None)
+    if stack is not None:
+        stack.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_cuda = config.getoption("--device") == "cuda"
+    for item in items:
+        if on_cuda and item.get_closest_marker("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason="only the CPU has this"))
+        if not on_cuda and GPU_FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="only a GPU has this"))
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    """The device that tests of ranks run on."""
-    chosen = request.config.getoption("--device")
-    if chosen == "cuda":
-        pytest.skip("Buffer on CUDA is not there yet")
-    return chosen
+    """The device that tests of kernels and ranks run on."""
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(autouse=True)
+def _tensors_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In tests that ask for the device, tensors are made there unless they say otherwise."""
+    if "device" not in request.fixturenames:
+        yield
+        return
+    with default_device(request.getfixturevalue("device")):
+        yield

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common import run_ranks
 from deep_ep import Buffer, Config, reference
-from deep_ep.launch import run_ranks
 from deep_ep.utils import EventHandle, EventOverlap
 from deep_ep.utils.math import per_token_cast_back, per_token_cast_to_fp8
 

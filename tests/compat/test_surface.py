@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from common import OneRank
+from common import OneRank, run_ranks
 from deep_ep import Buffer, Config, EPError, EPUnsupported, EventHandle, EventOverlap
-from deep_ep.launch import run_ranks
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -373,7 +372,7 @@ def test_what_is_not_there_yet_says_so(name: str, args: tuple, kwargs: dict[str,
 # A constructed buffer ------------------------------------------------------------------------------------------------
 
 
-def test_attributes_of_a_buffer():
+def test_attributes_of_a_buffer(device: str):
     buffer = Buffer(None, 1024, 0, explicitly_destroy=True, comm=OneRank())
     assert (buffer.rank, buffer.group_size, buffer.group) == (0, 1, None)
     assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (1024, 0)
@@ -381,7 +380,7 @@ def test_attributes_of_a_buffer():
     assert buffer.explicitly_destroy is True
     assert buffer.enable_shrink is False
     assert not hasattr(buffer, "nvshmem_qp_depth")
-    assert buffer.device == torch.device("cpu")
+    assert buffer.device.type == device
     assert "solo" in buffer.transport
     buffer.destroy()
     assert buffer.runtime is None
@@ -429,6 +428,7 @@ def test_unpack_bias():
     assert Buffer._unpack_bias((None, two)) == (None, two)
 
 
+@pytest.mark.cpu_only
 def test_the_comm_stream_offers_what_a_cuda_stream_does():
     buffer = Buffer(None, comm=OneRank())
     stream = buffer.get_comm_stream()
@@ -516,6 +516,26 @@ print(sorted(roots & {"triton", "matplotlib", "rich", "nvshmem", "mpi4py", "nump
 print(torch.cuda.is_initialized(), torch.distributed.is_initialized(), threading.active_count())
 """
     assert run_fresh(program).stdout.splitlines() == ["[]", "False False 1"]
+
+
+@pytest.mark.cpu_only
+def test_the_cpu_does_without_triton():
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch, deep_ep
+from deep_ep.kernels import _triton, counts, exchange, pull, put
+class OneRank:
+    Get_rank, Get_size, allgather = (lambda self: 0), (lambda self: 1), (lambda self, value: [value])
+buffer = deep_ep.Buffer(None, comm=OneRank(), device="cpu")
+x, mask = torch.ones(2, 4), torch.ones(2, 1, dtype=torch.bool)
+counts = torch.tensor([2], dtype=torch.int32)
+recv_x, _, _, _, handle, _ = buffer.dispatch(
+    x, num_tokens_per_rank=counts, is_token_in_rank=mask, num_tokens_per_expert=counts
+)
+print(_triton.HAS_TRITON, _triton.is_usable("cuda"), torch.equal(buffer.combine(recv_x, handle)[0], x))
+"""
+    assert run_fresh(program).stdout.splitlines() == ["False False True"]
 
 
 def test_a_buffer_that_should_have_been_destroyed_says_so():

@@ -8,7 +8,7 @@ import torch
 from deep_ep.errors import EPError
 from deep_ep.kernels.blocks import peer_tokens, tile_bounds
 from deep_ep.kernels.reduce import reduce_rows
-from deep_ep.kernels.rows import Lane, Section, as_bytes, put_rows, rows_as
+from deep_ep.kernels.rows import Lane, Section, as_bytes, put_rows, row_bytes, rows_as, widest_dtype
 
 
 def test_put_rows_worked_example() -> None:
@@ -88,6 +88,26 @@ def test_rows_of_any_width_and_alignment(width: int) -> None:
     put_rows([Section(rows, [target])], torch.tensor([[1], [-1], [2]], dtype=torch.int32), [Lane(1, 3, 0)], 0)
     assert torch.equal(target[1:3], rows[[0, 2]])
     assert torch.equal(rows_as(as_bytes(rows), torch.uint8), rows)
+
+
+def test_rows_are_copied_in_the_widest_elements_that_fit() -> None:
+    assert widest_dtype(2048, 64, 0) == torch.int64
+    assert widest_dtype(2048, 4) == torch.int32
+    assert widest_dtype(6, 8) == torch.int16
+    assert widest_dtype(2048, 1) == torch.uint8
+    rows = torch.arange(12, dtype=torch.int16).view(3, 4)
+    target = torch.zeros(3, 1, dtype=torch.int64)
+    assert row_bytes(rows) == row_bytes(target) == 8
+    slots = torch.tensor([[-1], [1], [2]], dtype=torch.int32)
+    put_rows([Section(rows_as(rows, torch.int64), [target])], slots, [Lane(1, 3, 0)], 0)
+    assert torch.equal(rows_as(target, torch.int16)[1:], rows[1:])
+
+
+def test_a_part_of_the_slots_is_put() -> None:
+    rows = torch.arange(4, dtype=torch.uint8).view(4, 1)
+    target = torch.full((2, 1), 9, dtype=torch.uint8)
+    put_rows([Section(rows, [target])], torch.tensor([[5], [6], [-1], [7]], dtype=torch.int32), [Lane(6, 8, -6)], 0)
+    assert target.tolist() == [[1], [3]]
 
 
 def test_one_row_with_odd_strides_is_still_bytes() -> None:

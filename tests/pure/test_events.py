@@ -16,6 +16,8 @@ from deep_ep import Buffer, EventHandle, EventOverlap
 from deep_ep.event import event_of
 from deep_ep.stream import CommStream
 
+pytestmark = pytest.mark.cpu_only  # where the caller's thread is its stream; tests/gpu has the events of CUDA
+
 PATIENCE_SECS = 30  # how long a test waits for what must come
 
 

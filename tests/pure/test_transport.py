@@ -92,6 +92,19 @@ def test_shared_memory_is_seen_by_another_mapping() -> None:
     assert two.view(Span(UNIT_BYTES + 5, UNIT_BYTES + 6))[0] == 77, "mappings outlive the descriptor"
 
 
+def test_a_mapping_shows_rows_of_any_dtype() -> None:
+    memory = PrivateMemory()
+    memory.grow(UNIT_BYTES)
+    span = memory.grow(UNIT_BYTES)
+    mapping = memory.map(span)
+    mapping.view(Span(span.start + 16, span.start + 24))[:] = bytes([1, 0, 2, 0, 3, 0, 4, 0])
+    assert mapping.rows(span.start + 16, 2, 2, torch.int16).tolist() == [[1, 2], [3, 4]]
+    assert mapping.rows(span.start + 16, 1, 8, torch.uint8).tolist() == [[1, 0, 2, 0, 3, 0, 4, 0]]
+    assert mapping.rows(span.stop, 0, 3, torch.int64).shape == (0, 3)
+    with pytest.raises(EPTransportError, match=rf"there can be no torch.int64 at byte {span.start + 4}"):
+        mapping.rows(span.start + 4, 1, 1, torch.int64)
+
+
 @pytest.mark.parametrize("memory_type", [SharedMemory.create, PrivateMemory])
 def test_more_memory_than_there_is_gives_an_error_with_numbers(memory_type: object) -> None:
     memory = memory_type()  # type: ignore[operator]
@@ -108,7 +121,7 @@ def test_a_board_carries_posts_by_parity() -> None:
     board.post(HEADER, 6, [1, -2, 3])
     board.post(HEADER, 7, [4, 5])
     board.post(OFFER, 6, [9])
-    board.post_values(6, torch.tensor([10, 20, 30], dtype=torch.int32))
+    board.post_values(6, torch.tensor([10, 20], dtype=torch.int32), torch.tensor([30], dtype=torch.int32))
     board.post_values(7, torch.tensor([40], dtype=torch.int32))
     assert board.read(HEADER, 6)[:3] == [1, -2, 3]
     assert board.read(HEADER, 7)[:2] == [4, 5]

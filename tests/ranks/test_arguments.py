@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import OneRank
+from common import OneRank, run_ranks
 from deep_ep import Buffer, Config, EPClosed, EPError, EPUnsupported, EventHandle, EventOverlap, reference
-from deep_ep.launch import run_ranks
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -121,6 +120,7 @@ class Bad:
     names: str
     change: dict[str, Any] | Callable[[Kit], dict[str, Any]]
     least_ranks: int = 1
+    needs_host: bool = False  # found by looking into tensors, which on a GPU the host does not wait for
 
     def arguments(self, kit: Kit, right: dict[str, Any]) -> dict[str, Any]:
         return right | (self.change if isinstance(self.change, dict) else self.change(kit))
@@ -268,6 +268,7 @@ BAD_DISPATCHES = [
         ValueError,
         "num_tokens_per_rank",
         lambda kit: {"num_tokens_per_rank": per_rank(kit) + 1, "num_worst_tokens": 100},
+        needs_host=True,
     ),
     *bad_tensor("is_token_in_rank", my_mask, torch.uint8, torch.int32),
     *bad_rows("is_token_in_rank", my_mask),
@@ -295,7 +296,7 @@ BAD_DISPATCHES = [
         "num_tokens_per_expert is too long",
         ValueError,
         "16384",
-        {"num_tokens_per_expert": torch.zeros(16386, dtype=torch.int32)},
+        lambda kit: {"num_tokens_per_expert": per_expert(kit).new_zeros(16386)},
     ),
     Bad("ids without weights", ValueError, "topk_weights", {"topk_weights": None}),
     Bad("weights without ids", ValueError, "topk_idx", {"topk_idx": None}),
@@ -406,7 +407,13 @@ BAD_CACHED = [
         )
     ],
     *BAD_HANDLES,
-    Bad("handle has fewer rows than it counts", ValueError, "handle", lambda kit: {"handle": short_of_a_row(kit)}),
+    Bad(
+        "handle has fewer rows than it counts",
+        ValueError,
+        "handle",
+        lambda kit: {"handle": short_of_a_row(kit)},
+        needs_host=True,
+    ),
     BAD_CONFIG,
     *BAD_EVENTS,
     UNKNOWN,
@@ -437,6 +444,7 @@ BAD_COMBINES = [
         ValueError,
         "handle",
         lambda kit: {"handle": short_of_a_row(kit), "x": rows_of(kit)[1:], "topk_weights": None},
+        needs_host=True,
     ),
     *bad_tensor("topk_weights", weights_of, torch.float64, torch.bfloat16, torch.int64),
     *bad_rows("topk_weights", weights_of),
@@ -520,7 +528,7 @@ def solo() -> Kit:
 @pytest.mark.parametrize(
     ("method", "bad"),
     [
-        pytest.param(method, bad, id=f"{method}: {bad.name}")
+        pytest.param(method, bad, id=f"{method}: {bad.name}", marks=[pytest.mark.cpu_only] if bad.needs_host else [])
         for method, (_, _, bads) in METHODS.items()
         for bad in bads
         if bad.least_ranks == 1
@@ -543,6 +551,7 @@ def wrong_calls_on_one_rank(rank: int, num_ranks: int, method: str) -> int:
     """Each rank in turn makes a wrong call that the others do not make; then all make the right calls."""
     kit = make_kit(Buffer(dist.group.WORLD, 1024, num_cpu_timeout_secs=10))
     name, right_arguments, bads = METHODS[method]
+    bads = [bad for bad in bads if not bad.needs_host or kit.buffer.device.type == "cpu"]
     for index, bad in enumerate(bads):
         if index % num_ranks == rank:
             arguments = bad.arguments(kit, right_arguments(kit))
@@ -554,7 +563,7 @@ def wrong_calls_on_one_rank(rank: int, num_ranks: int, method: str) -> int:
 @pytest.mark.parametrize("method", COMMUNICATING)
 def test_a_wrong_call_of_one_rank_sends_nothing(method: str):
     counts = run_ranks(wrong_calls_on_one_rank, 2, method, limit_secs=60)
-    assert counts == [len(METHODS[method][2])] * 2
+    assert min(counts) >= len([bad for bad in METHODS[method][2] if not bad.needs_host])
 
 
 # Construction --------------------------------------------------------------------------------------------------------
@@ -614,7 +623,8 @@ def test_a_device_without_a_transport_is_the_worlds_fault():
 
 @pytest.fixture
 def default_num_sms(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(Buffer, "num_sms", Buffer.num_sms)  # put back at the end
+    for name in ("num_sms", "_is_bounded"):
+        monkeypatch.setattr(Buffer, name, getattr(Buffer, name))  # put back at the end
     return Buffer.num_sms
 
 
@@ -681,6 +691,7 @@ def test_get_combine_buffer_needs_hidden_before_the_first_dispatch(solo: Kit):
     assert fresh.get_combine_buffer(solo.handle, 16, torch.float16).shape == (solo.num_rows, 16)
 
 
+@pytest.mark.cpu_only
 def test_too_few_worst_tokens_name_both_numbers_and_write_nothing(solo: Kit):
     with pytest.raises(EPError, match=rf"{solo.num_rows} rows.*num_worst_tokens=2"):
         solo.buffer.dispatch(**solo.dispatch_arguments(), num_worst_tokens=2)

@@ -16,6 +16,8 @@ from deep_ep.demo.traffic import ramp
 from deep_ep.errors import EPError
 from deep_ep.launch import RankFailed
 
+pytestmark = pytest.mark.cpu_only
+
 _SMALL = ["--tokens", "24", "--hidden", "40", "--topk", "3"]
 _SHAPE = layer.Shape(num_ranks=2, num_tokens=16, hidden=24, num_experts=8, num_topk=3, seed=0)
 

@@ -14,6 +14,8 @@ import torch
 from deep_ep import cli, env
 from deep_ep.doctor import round_trip, shared_memory
 
+pytestmark = pytest.mark.cpu_only
+
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:

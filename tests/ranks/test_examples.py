@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deep_ep.launch import run_ranks
+from common import run_ranks
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -29,16 +29,19 @@ def test_training_step_under_run_ranks(device: str, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.cpu_only
 def test_training_step_under_torchrun(device: str, num_ranks: int) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
     out = run(*launcher, "examples/training_step.py")
     assert f"{num_ranks} ranks: forward and backward right" in out
 
 
+@pytest.mark.cpu_only
 def test_training_step_alone(device: str) -> None:
     assert "3 ranks: forward and backward right" in run("examples/training_step.py", "--ranks", "3")
 
 
+@pytest.mark.cpu_only
 def test_the_program_in_the_readme(device: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     program = tmp_path / "first.py"

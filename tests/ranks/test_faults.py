@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -12,14 +13,16 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from deep_ep.launch import run_ranks
+from common import run_ranks
 
 LIMIT_SECS = 1.0
 EXPERTS_PER_RANK, TOPK, HIDDEN = 4, 3, 16
 
 
 def make_buffer(limit_secs: float = 30.0) -> deep_ep.Buffer:
-    return deep_ep.Buffer(dist.group.WORLD, explicitly_destroy=True, num_cpu_timeout_secs=limit_secs)
+    return deep_ep.Buffer(
+        dist.group.WORLD, explicitly_destroy=True, num_cpu_timeout_secs=limit_secs, num_gpu_timeout_secs=limit_secs
+    )
 
 
 def inputs(rank: int, num_ranks: int, num_tokens: int = 8, hidden: int = HIDDEN) -> dict[str, Any]:
@@ -68,7 +71,9 @@ def error_of(work: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
 
 
 def silent_peer(rank: int, num_ranks: int) -> list[tuple[str, str]]:
-    buffer, given = make_buffer(LIMIT_SECS), inputs(rank, num_ranks)
+    given = inputs(rank, num_ranks)
+    round_trip(make_buffer(), given)  # what a process does only once takes longer
+    buffer = make_buffer(LIMIT_SECS)
     round_trip(buffer, given)
     errors = []
     if rank != 1:
@@ -87,12 +92,12 @@ def test_a_silent_peer_is_named_and_the_buffer_is_closed(device: str) -> None:
     for rank in (0, 2):
         (first, text), (second, again) = results[rank]
         assert first in ("EPTimeout", "EPPeerFailed")
-        assert "dispatch (call 3): no signal from rank 1 after 1 s" in text
+        assert re.search(r"dispatch \(call 3\): no signal( \(\w+\))? from rank 1 after 1 s", text)
         assert second == "EPClosed"
-        assert "no signal from rank 1" in again
+        assert "from rank 1 after 1 s" in again
     (kind, text) = results[1][0]
-    assert kind == "EPPeerFailed"
-    assert "no signal from rank 1" in text
+    assert kind in ("EPTimeout", "EPPeerFailed")
+    assert "from rank 1 after 1 s" in text
 
 
 def nobody_constructs(rank: int, num_ranks: int) -> tuple[str, str]:
@@ -124,6 +129,7 @@ def killed_peer(rank: int, num_ranks: int, victim: int, in_combine: bool) -> tup
 
 @pytest.mark.parametrize("in_combine", [False, True])
 @pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.cpu_only
 def test_a_killed_peer_is_named(device: str, victim: int, in_combine: bool) -> None:
     results = run_ranks(killed_peer, 3, victim, in_combine, may_die=[victim], limit_secs=25)
     for rank in {0, 1, 2} - {victim}:
@@ -161,6 +167,7 @@ def late_peer(rank: int, num_ranks: int) -> list[float]:
     return [after - then for after, then in zip(buffer.stats()["wait_secs"], before, strict=True)]
 
 
+@pytest.mark.cpu_only
 def test_a_late_peer_is_waited_for_and_accounted(device: str) -> None:
     results = run_ranks(late_peer, 3)
     for punctual in (0, 2):
@@ -198,25 +205,32 @@ def disagree(rank: int, num_ranks: int, how: str) -> tuple[str, str]:
     other = inputs(rank + 7, num_ranks)
     *_, other_handle, _ = dispatch(buffer, other)
     odd = rank == num_ranks - 1
-    if how == "operation":
-        return error_of(buffer.combine, recv_x, handle) if odd else error_of(dispatch, buffer, given)
-    if how == "cached":
-        return error_of(buffer.dispatch, given["x"], handle=handle) if odd else error_of(dispatch, buffer, given)
-    if how == "worst case":
-        return error_of(dispatch, buffer, given, num_worst_tokens=100 if odd else 0)
-    if how == "handle":
-        return error_of(buffer.dispatch, given["x"], handle=other_handle if odd else handle)
-    if how == "combine handle":
-        return error_of(buffer.combine, recv_x if not odd else recv_x.new_zeros(len(other_handle[3]), HIDDEN),
-                        other_handle if odd else handle)  # fmt: skip
-    if how == "hidden":
-        return error_of(dispatch, buffer, inputs(rank, num_ranks, hidden=HIDDEN + 1) if odd else given)
-    if how == "dtype":
-        return error_of(dispatch, buffer, {**given, "x": given["x"].half() if odd else given["x"]})
-    if how == "experts":
-        return error_of(dispatch, buffer, {**given, "num_experts": (1 + odd) * given["num_experts"]})
-    assert how == "ids"
-    return error_of(dispatch, buffer, {**given, "topk_idx": given["topk_idx"].int() if odd else given["topk_idx"]})
+
+    def call() -> None:
+        if how == "operation" and odd:
+            buffer.combine(recv_x, handle)
+        elif how == "cached" and odd:
+            buffer.dispatch(given["x"], handle=handle)
+        elif how == "worst case" and odd:
+            dispatch(buffer, given, num_worst_tokens=100)
+        elif how == "handle":
+            buffer.dispatch(given["x"], handle=other_handle if odd else handle)
+        elif how == "combine handle":
+            rows = recv_x.new_zeros(len(other_handle[3]), HIDDEN) if odd else recv_x
+            buffer.combine(rows, other_handle if odd else handle)
+        elif how == "hidden" and odd:
+            dispatch(buffer, inputs(rank, num_ranks, hidden=HIDDEN + 1))
+        elif how == "dtype" and odd:
+            dispatch(buffer, {**given, "x": given["x"].half()})
+        elif how == "experts" and odd:
+            dispatch(buffer, {**given, "num_experts": 2 * given["num_experts"]})
+        elif how == "ids" and odd:
+            dispatch(buffer, {**given, "topk_idx": given["topk_idx"].int()})
+        else:
+            dispatch(buffer, given)
+        buffer.check()
+
+    return error_of(call)
 
 
 DIFFERENCES = {
@@ -262,6 +276,7 @@ def overflow(rank: int, num_ranks: int, is_async: bool) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.cpu_only
 def test_too_few_worst_tokens_raise_on_all_ranks_and_lose_nothing(device: str, is_async: bool) -> None:
     for kind, text in run_ranks(overflow, 3, is_async):
         assert kind == "EPOverflow"
@@ -282,6 +297,7 @@ def early_leaver(rank: int, num_ranks: int) -> tuple[str, str]:
     return error_of(dispatch, buffer, given)
 
 
+@pytest.mark.cpu_only
 def test_a_rank_that_destroyed_its_buffer_is_named(device: str) -> None:
     results = run_ranks(early_leaver, 3)
     assert results[0][0] == "EPClosed"

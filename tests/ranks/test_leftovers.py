@@ -32,6 +32,8 @@ import deep_ep
 from deep_ep.launch import RankFailed, run_ranks
 from deep_ep.transport import memory
 
+pytestmark = pytest.mark.cpu_only
+
 MEMFD = "/memfd:deep_ep"
 MIB = 1 << 20
 

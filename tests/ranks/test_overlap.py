@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from deep_ep.launch import run_ranks
+from common import run_ranks
 
 TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 24, 64, 3, 2
 PATIENCE_SECS = 30.0  # far more than anything here takes; less than a buffer's limit
@@ -74,6 +74,12 @@ def eventually(condition: Callable[[], bool]) -> bool:
 def is_done(event: deep_ep.EventOverlap) -> bool:
     assert event.event is not None
     return event.event.query()
+
+
+def wait_on(stream: Any, event: deep_ep.EventOverlap) -> None:
+    """Have a comm stream wait for an event: ours takes our events, one of CUDA takes CUDA's."""
+    assert event.event is not None
+    stream.wait_event(event.event.completion if isinstance(stream, torch.cuda.Stream) else event)
 
 
 def is_stopped(pid: int) -> bool:
@@ -193,6 +199,7 @@ def broken_job(rank: int, num_ranks: int, operation: str, point: str) -> dict[st
         ("full dispatch", "dispatch: before ready"),
     ],
 )
+@pytest.mark.cpu_only
 def test_what_a_job_raises_comes_out_at_the_wait_and_at_the_next_call(device: str, operation: str, point: str) -> None:
     for rank, seen in enumerate(run_ranks(broken_job, 3, operation, point)):
         expected = ("Broken", "a wire came off") if rank == 1 else None
@@ -233,6 +240,7 @@ def unwaited(rank: int, num_ranks: int) -> list[tuple[str, str]]:
     return errors
 
 
+@pytest.mark.cpu_only
 def test_a_failure_that_nobody_waited_for_comes_out_at_the_next_call(device: str) -> None:
     results = run_ranks(unwaited, 2)
     for rank, (following, first, *queued) in enumerate(results):
@@ -305,6 +313,7 @@ def intervals(rank: int, num_ranks: int) -> list[tuple[str, float, float]]:
     return seen
 
 
+@pytest.mark.cpu_only
 def test_the_switch_interval_is_what_it_was(device: str) -> None:
     for seen in run_ranks(intervals, 2):
         for when, found, usual in seen:
@@ -358,7 +367,7 @@ def two_buffers(rank: int, num_ranks: int) -> list[bool]:
         returned = []
         for which, buffer in enumerate(buffers):
             recv_x, event = sent[which]
-            buffer.get_comm_stream().wait_event(sent[1 - which][1])
+            wait_on(buffer.get_comm_stream(), sent[1 - which][1])
             returned.append(buffer.combine(recv_x, handles[which], previous_event=event, async_finish=True))
         for which in (1, 0):
             sums, _, event = returned[which]
@@ -432,11 +441,12 @@ def handed_over(rank: int, num_ranks: int) -> list[bool]:
     """A thread queues calls, another waits for them; the buffer is destroyed by a third."""
     buffer = make_buffer()
     *_, handle, _ = full_dispatch(buffer)
+    expected = sources(handle, rank).expand(-1, HIDDEN)
     results: list[tuple] = []
 
     def send() -> None:
         for index in range(10):
-            x = torch.full((TOKENS, HIDDEN), 10.0 * index + rank + 1)
+            x = torch.full((TOKENS, HIDDEN), 10.0 * index + rank + 1, device=buffer.device)
             results.append(buffer.dispatch(x, handle=handle, async_finish=True))
 
     right: list[bool] = []
@@ -444,7 +454,7 @@ def handed_over(rank: int, num_ranks: int) -> list[bool]:
     def receive() -> None:
         for index, (recv_x, *_, event) in enumerate(results):
             event.current_stream_wait()
-            right.append(torch.equal(recv_x, 10 * index + sources(handle, rank).expand(-1, HIDDEN)))
+            right.append(torch.equal(recv_x, 10 * index + expected))
 
     for work in (send, receive, buffer.destroy):
         thread = threading.Thread(target=work)

@@ -19,12 +19,15 @@ ARENAS = {
 }
 
 
+SMALL = [name for name in ARENAS if name != "free"]  # only the CPU stages
+
+
 def limited_soak(rank: int, num_ranks: int, limits: tuple[int, ...], seed: int, num_calls: int) -> Report:
     os.environ["DEEP_EP_ARENA_BYTES"] = str(limits[rank % len(limits)])
     return soak_rank(rank, num_ranks, seed, num_calls)
 
 
-@pytest.mark.parametrize("arena", ARENAS)
+@pytest.mark.parametrize("arena", ["free", *(pytest.param(name, marks=pytest.mark.cpu_only) for name in SMALL)])
 def test_250_calls_on_four_ranks(device: str, arena: str) -> None:
     reports = run_ranks(limited_soak, 4, ARENAS[arena], 1234 + list(ARENAS).index(arena), 250)
     made = Counter(reports[0].calls)
@@ -40,4 +43,4 @@ def test_250_calls_on_four_ranks(device: str, arena: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_other_group_sizes(device: str, num_ranks: int) -> None:
-    run_ranks(limited_soak, num_ranks, ARENAS["uneven"], 99 + num_ranks, 40)
+    run_ranks(limited_soak, num_ranks, ARENAS["uneven" if device == "cpu" else "free"], 99 + num_ranks, 40)

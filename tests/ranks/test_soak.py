@@ -24,6 +24,8 @@ from deep_ep.soak.memory import Sample, growth_of
 from deep_ep.soak.plan import Goal, calls_to_play, plan_segment
 from deep_ep.soak.rank import RankReport, play_rank
 
+pytestmark = pytest.mark.cpu_only
+
 GOAL = Goal(num_ranks=2, seed=5, num_calls=40)
 
 

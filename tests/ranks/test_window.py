@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from common import OneRank
-from deep_ep.launch import run_ranks
+from common import OneRank, run_ranks
+from deep_ep import launch
 from deep_ep.transport import shm
 
 TOKENS, HIDDEN, TOPK = 32, 64, 2
@@ -151,6 +151,7 @@ def trimmed(rank: int, num_ranks: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.cpu_only
 def test_trim_gives_memory_back_and_keeps_what_is_used(device: str) -> None:
     run_ranks(trimmed, 2)
 
@@ -223,6 +224,7 @@ def what_is_open(rank: int, num_ranks: int) -> tuple[list[str], int]:
     return memfds(), len(shm_after - shm_before)
 
 
+@pytest.mark.cpu_only
 def test_nothing_stays_open_after_destroy(device: str) -> None:
     for left, names in run_ranks(what_is_open, 3):
         assert left == []
@@ -258,6 +260,7 @@ def over_comm(rank: int, num_ranks: int) -> None:
     buffer.destroy()
 
 
+@pytest.mark.cpu_only
 def test_an_mpi_like_communicator_does_as_well(device: str) -> None:
     run_ranks(over_comm, 3)
 
@@ -283,10 +286,10 @@ def other_defaults(rank: int, num_ranks: int) -> None:
     torch.set_default_dtype(torch.bfloat16)
     torch.set_default_device("meta")
     buffer = make_buffer()
-    cpu = torch.device("cpu")
-    topk_idx = torch.arange(2 * num_ranks, device=cpu).view(num_ranks, 2)
+    device = buffer.device
+    topk_idx = torch.arange(2 * num_ranks, device=device).view(num_ranks, 2)
     per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, 2 * num_ranks)
-    x = torch.ones(num_ranks, 8, device=cpu, dtype=torch.float32)
+    x = torch.ones(num_ranks, 8, device=device, dtype=torch.float32)
     for num_worst_tokens in (0, 3 * num_ranks):
         recv_x, _, _, _, handle, _ = buffer.dispatch(
             x,
@@ -294,7 +297,7 @@ def other_defaults(rank: int, num_ranks: int) -> None:
             is_token_in_rank=mask,
             num_tokens_per_expert=per_expert,
             topk_idx=topk_idx,
-            topk_weights=torch.ones(num_ranks, 2, device=cpu, dtype=torch.float32),
+            topk_weights=torch.ones(num_ranks, 2, device=device, dtype=torch.float32),
             num_worst_tokens=num_worst_tokens,
         )
         combined, _, _ = buffer.combine(recv_x, handle, bias=x)
@@ -302,9 +305,9 @@ def other_defaults(rank: int, num_ranks: int) -> None:
     buffer.get_combine_buffer(handle, dtype=torch.bfloat16).fill_(1)
 
 
-@pytest.mark.parametrize("arena_bytes", ["0", "4096"])
+@pytest.mark.parametrize("arena_bytes", ["0", pytest.param("4096", marks=pytest.mark.cpu_only)])
 def test_default_dtype_and_device_do_not_matter(device: str, arena_bytes: str) -> None:
-    run_ranks(other_defaults, 2, env={"DEEP_EP_ARENA_BYTES": arena_bytes})
+    launch.run_ranks(other_defaults, 2, env={"DEEP_EP_ARENA_BYTES": arena_bytes})
 
 
 def without_proc(rank: int, num_ranks: int) -> None:
@@ -321,6 +324,7 @@ def without_proc(rank: int, num_ranks: int) -> None:
     buffer.combine(recv_x, handle)
 
 
+@pytest.mark.cpu_only
 def test_descriptors_go_over_sockets_where_proc_is_refused(device: str) -> None:
     run_ranks(without_proc, 3)
 
@@ -345,5 +349,6 @@ def staged(rank: int, num_ranks: int) -> int:
     return len([one for one in caught if "go through staging" in str(one.message)])
 
 
+@pytest.mark.cpu_only
 def test_too_small_an_arena_works_and_warns_once(device: str) -> None:
     assert run_ranks(staged, 2, env={"DEEP_EP_ARENA_BYTES": "4096"}) == [1, 1]

@@ -1,0 +1,92 @@
+"""Compile kernels for sm_90 without a GPU, to look at what the compiler made of them. Run as a program: Triton must not
+be in its interpreter's mode, which the tests of kernels need.
+
+    python ptx.py  ->  one JSON object: kernel -> its PTX
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deep_ep.kernels import counts, exchange, pull, put
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+def ptx_of(kernel, pointers: dict[str, str], constants: dict[str, object], num_warps: int, aligned=()) -> str:
+    """The PTX of a kernel, whose pointers have these types; numbers have theirs written down."""
+    signature, attributes = {}, {}
+    for index, param in enumerate(kernel.params):
+        if param.is_constexpr:
+            signature[param.name] = "constexpr"
+        else:
+            signature[param.name] = pointers.get(param.name) or param.annotation_type or "i32"
+        if param.name in aligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=TARGET, options={"num_warps": num_warps}).asm["ptx"]
+
+
+def signalling() -> dict[str, str]:
+    words = dict.fromkeys(("windows", "state", "table", "host"), "*i64")
+    lists = dict.fromkeys(("counts", "given", "per_expert", "prefix"), "*i32")
+    ptx = {}
+    for is_new, has_counts, has_offer in itertools.product((True, False), repeat=3):
+        if not (has_counts or has_offer) or (has_counts and not is_new):
+            continue
+        constants = {"IS_NEW": is_new, "HAS_COUNTS": has_counts, "HAS_OFFER": has_offer, "HAS_PREFIX": is_new}
+        name = f"meet new={is_new} counts={has_counts} offer={has_offer}"
+        constants |= {"LANES": 8, "CHUNK": 32}
+        ptx[name] = ptx_of(exchange._meet_kernel, words | lists, constants, 1)
+    ptx["finish"] = ptx_of(exchange._finish_kernel, words, {"LANES": 8}, 1)
+    ptx["abort"] = ptx_of(exchange._abort_kernel, words, {"LANES": 8}, 1)
+    return ptx
+
+
+def moving() -> dict[str, str]:
+    pointers = dict.fromkeys(("slots", "send_head", "prefix", "records", "recv_src_idx", "target", "rows"), "*i32")
+    pointers |= {
+        "x": "*i32",
+        "scales": "*i32",
+        "topk_idx": "*i64",
+        "topk_weights": "*fp32",
+        "table": "*i64",
+        "state": "*i64",
+    }
+    constants = {
+        "WORD_BYTES": 4,
+        "VECTOR": 16,
+        "SCALE_BYTES": 4,
+        "BLOCK": 4096,
+        "HAS_SCALES": True,
+        "SCALES": 64,
+        "HAS_RECORDS": True,
+    }
+    constants |= {"HAS_TOPK": True, "TOPK": 8, "LANES": 8}
+    ptx = {"put": ptx_of(put._put_kernel, pointers, constants, 16)}
+    ptx["unpack"] = ptx_of(put._unpack_kernel, pointers, {"HAS_TOPK": True, "TOPK": 8, "TILE": 128}, 4)
+    rows = pointers | dict.fromkeys(("out", "bias_0", "bias_1"), "*bf16")
+    constants = {
+        "NUM_BIASES": 0,
+        "BLOCK": 2048,
+        "AT_ONCE": 8,
+        "LANES": 8,
+        "VECTOR": 16,
+        "WIDE": triton.language.float32,
+    }
+    ptx["pull"] = ptx_of(pull._pull_kernel, rows, constants, 8)
+    ptx["copy_in"] = ptx_of(pull._copy_in_kernel, pointers, {"VECTOR": 16, "BLOCK": 4096}, 8)
+    marks = {"topk_idx": "*i64", "counts": "*i32", "mask": "*u8", "numbers": "*i32"}
+    constants = {"TILE": 128, "LANES": 8, "NODES": 1, "BINS": 256}
+    ptx["layout"] = ptx_of(counts._layout_kernel, marks, constants, 4)
+    ptx["positions"] = ptx_of(counts._positions_kernel, marks, {"TILE": 1024}, 4)
+    return ptx
+
+
+if __name__ == "__main__":
+    print(json.dumps(signalling() | moving()))

@@ -1,0 +1,102 @@
+"""Windows of several ranks in one process: what kernels need to run rank after rank, without any peer to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from deep_ep.kernels import exchange
+from deep_ep.kernels.exchange import Places
+
+_MOST_EXPERTS = 64
+
+
+def make_places(rank: int, num_ranks: int, device: str) -> Places:
+    """The words of a rank that meets nobody: windows are empty, the table is filled by `offer`."""
+    header_words = Places.header_room(num_ranks, _MOST_EXPERTS)
+    num_host_words = exchange.STATE_WORDS + num_ranks + num_ranks * num_ranks + _MOST_EXPERTS
+    return Places(
+        rank=rank,
+        num_ranks=num_ranks,
+        windows=torch.zeros(1, num_ranks, dtype=torch.int64, device=device),
+        state=torch.zeros(exchange.STATE_WORDS, dtype=torch.int64, device=device),
+        table=torch.zeros(exchange.NUM_SECTIONS + 2, num_ranks, dtype=torch.int64, device=device),
+        host=torch.zeros(num_host_words, dtype=torch.int64, device="cpu", pin_memory=device == "cuda"),
+        header_words=header_words,
+        limit_ns=10**9,
+    )
+
+
+def offer(
+    places: Places,
+    sections: Sequence[Sequence[torch.Tensor] | None],
+    num_rows: Sequence[int],
+    first_slots: Sequence[int] | None = None,
+) -> None:
+    """Fill the table as a meeting does: addresses of the peers' rows, their number, and this rank's first slots."""
+    rows = [[peer.data_ptr() for peer in peers] if peers else [0] * places.num_ranks for peers in sections]
+    rows += [[0] * places.num_ranks] * (exchange.NUM_SECTIONS - len(rows))
+    rows += [list(num_rows), list(first_slots or [0] * places.num_ranks)]
+    places.table.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
+
+
+def fail(places: Places) -> None:
+    """Have the buffer failed: kernels behind this do nothing."""
+    places.state[exchange.STATE_FAILED] = 1
+
+
+class Boards:
+    """Boards of several ranks, all in this process. Ranks meet one after the other.
+
+    Args:
+        num_ranks: R.
+        device: Where they are.
+    """
+
+    def __init__(self, num_ranks: int, device: str):
+        self.places = [make_places(rank, num_ranks, device) for rank in range(num_ranks)]
+        num_bytes = Places.board_bytes(num_ranks, self.places[0].header_words)
+        self.boards = [torch.zeros(num_bytes // 8, dtype=torch.int64, device=device) for _ in range(num_ranks)]
+        addresses = torch.tensor([board.data_ptr() for board in self.boards], dtype=torch.int64, device="cpu")
+        for one in self.places:
+            one.windows[0].copy_(addresses)
+
+    def meet(self, *calls: Callable[[Places], None]) -> None:
+        """All ranks make a call. None can wait for one that comes later, so each comes twice: the first time its
+        peers are missing, but its words stay; before the second it forgets that it failed.
+        """
+        epochs = [one.state[exchange.STATE_EPOCH].item() for one in self.places]
+        for one, call in zip(self.places, calls, strict=True):
+            call(replace(one, limit_ns=1))
+            self.forget_failures()
+        for one, call, epoch in zip(self.places, calls, epochs, strict=True):
+            one.state[exchange.STATE_EPOCH] = epoch
+            call(one)
+
+    def forget_failures(self) -> None:
+        num_ranks = len(self.places)
+        for one, board in zip(self.places, self.boards, strict=True):
+            board[8 * num_ranks : 16 * num_ranks] = 0
+            one.state[exchange.STATE_FAILED :] = 0
+            synchronize(one)
+            one.host.zero_()
+
+    def record(self, rank: int) -> list[int] | None:
+        """What a rank wrote down when it failed: code, epoch, operation, subject, seen, expected, origin."""
+        words = self.places[rank].state.tolist()
+        synchronize(self.places[rank])
+        told = self.places[rank].host[: exchange.STATE_WORDS].tolist()
+        assert words[exchange.STATE_FAILED] == told[exchange.STATE_FAILED], "the host is told"
+        if not words[exchange.STATE_FAILED]:
+            return None
+        record = slice(exchange.STATE_RECORD, exchange.STATE_RECORD + 7)
+        assert words[record] == told[record]
+        return words[record]
+
+
+def synchronize(places: Places) -> None:
+    """Wait for the kernels: the host's words are written by them."""
+    if places.state.device.type == "cuda":
+        torch.cuda.synchronize()
