@@ -33,7 +33,7 @@ from ..quant import per_token_cast_to_fp8
 from ..terminal import teller
 from .core import PRODUCT, PRODUCT_BF16, HostStopwatch, Measured, Variant, time_rounds
 from .inputs import Inputs, Setting, make_buffer, make_inputs
-from .peers import WarmPair, bytes_of_row, combine_peers, dispatch_peers
+from .peers import WarmPair, bytes_of_row, combine_peers, dispatch_pair, dispatch_peers
 
 _BF16_STEP = 2.0**-7  # two sums that round to neighbouring BF16 values differ by this part of themselves
 
@@ -64,7 +64,7 @@ def dispatch_case(inputs: Inputs, buffer: Buffer, *, fp8: bool, cached: bool) ->
         parts += [inputs.topk_idx, inputs.topk_weights]
     variants = [
         Variant(PRODUCT, _product_dispatch(inputs, buffer, payload, cached), _dispatched),
-        *dispatch_peers(inputs, parts, has_topk=not cached),
+        *dispatch_peers(inputs, parts, not cached, dispatch_pair(inputs, parts)),
     ]
     if fp8:
         variants.append(Variant(PRODUCT_BF16, _product_dispatch(inputs, buffer, inputs.x, cached)))
@@ -108,10 +108,9 @@ def round_trip_case(inputs: Inputs, buffer: Buffer) -> Case:
     """Full dispatch, and combine of the received rows in place: what a layer pays for its communication."""
     recv_x, _, _, _, _, _ = buffer.dispatch(inputs.x, **inputs.layout)
     assert isinstance(recv_x, torch.Tensor)
-    rows, parts = recv_x.clone(), [inputs.x, inputs.topk_idx, inputs.topk_weights]
-    pair = WarmPair(max(rows.size(0), inputs.routes.num_sent), [bytes_of_row(rows)])
-    there = dispatch_peers(inputs, parts, has_topk=True)
-    back = combine_peers(inputs, rows, pair)
+    rows, parts = recv_x, [inputs.x, inputs.topk_idx, inputs.topk_weights]
+    pair = dispatch_pair(inputs, parts)  # one for both ways: together they would not fit into memory
+    there, back = dispatch_peers(inputs, parts, True, pair), combine_peers(inputs, rows, pair)
     dispatch = _product_dispatch(inputs, buffer, inputs.x, cached=False)
 
     def product() -> torch.Tensor:

@@ -61,18 +61,24 @@ def bytes_of_row(rows: torch.Tensor) -> int:
 # Dispatch ------------------------------------------------------------------------------------------------------------
 
 
-def dispatch_peers(inputs: Inputs, parts: Sequence[torch.Tensor], has_topk: bool) -> list[Variant]:
+def dispatch_pair(inputs: Inputs, parts: Sequence[torch.Tensor]) -> WarmPair:
+    """Two buffers that hold what a rank sends, and what it receives, of matrices with one row a token."""
+    num_rows = max(inputs.routes.num_recv, inputs.routes.num_sent)
+    return WarmPair(num_rows, [bytes_of_row(part) for part in parts])
+
+
+def dispatch_peers(inputs: Inputs, parts: Sequence[torch.Tensor], has_topk: bool, pair: WarmPair) -> list[Variant]:
     """What a dispatch is compared with.
 
     Args:
         inputs: The rank's inputs.
         parts: Matrices to send, one row a token.
         has_topk: Whether the last two parts are ids and weights.
+        pair: Rows go from the near one to the far one.
     """
     parts = [as_bytes(part) if part.element_size() == 1 else part for part in parts]  # gloo knows no FP8
     row_bytes = [bytes_of_row(part) for part in parts]
     num_sent, num_recv = inputs.routes.num_sent, inputs.routes.num_recv
-    pair = WarmPair(max(num_recv, num_sent), row_bytes)
     preallocated = partial(
         _exchange_preallocated,
         [as_bytes(part) for part in parts],
