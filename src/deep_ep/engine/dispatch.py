@@ -13,8 +13,18 @@ from ..errors import EPOverflow
 from ..handle import Handle
 from ..kernels.rows import Section, as_bytes, put_rows, row_bytes, rows_as, widest_dtype
 from ..transport import ordinary_tensor
-from .call import ANNOUNCED, OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
-from .parcel import Payload, Received, Routing, outgoing_parts, section_columns, unpack_records
+from .call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Chain, Header, Offer, checksum
+from .parcel import (
+    Payload,
+    Received,
+    Routing,
+    agreement_of,
+    empty_handle,
+    empty_topk,
+    outgoing_parts,
+    section_columns,
+    unpack_records,
+)
 from .staging import Blocks, Staging, dispatch_lane, num_dispatch_rounds, token_blocks
 
 
@@ -76,30 +86,17 @@ class Dispatch:
         assert x is not None
         scales = rooms.pop(0) if self._payload.scales is not None else None
         records = rooms.pop(0) if self._routing is not None else None
-        topk_idx, topk_weights = self._empty_topk(num_rows)
+        topk_idx, topk_weights = empty_topk(self._routing, num_rows)
         self._received = Received(x, scales, records, topk_idx, topk_weights, self._room_handle(num_rows), is_staged)
         return self._received
-
-    def _empty_topk(self, num_rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if self._routing is None or self._routing.topk_idx is None or self._routing.topk_weights is None:
-            return None, None
-        topk_idx, topk_weights = self._routing.topk_idx, self._routing.topk_weights
-        return topk_idx.new_empty(num_rows, topk_idx.size(1)), topk_weights.new_empty(num_rows, topk_weights.size(1))
 
     def _room_handle(self, num_rows: int) -> Handle:
         if self._handle is not None:
             return self._handle
         assert self._routing is not None
         mask = self._routing.is_token_in_rank
-        num_tokens, num_ranks = mask.shape
-        return Handle(
-            rank_prefix_matrix=mask.new_empty(num_ranks, num_ranks, dtype=torch.int32),
-            channel_prefix_matrix=mask.new_zeros(num_ranks, self._num_channels, dtype=torch.int32),
-            recv_channel_prefix_matrix=mask.new_zeros(num_ranks, self._num_channels, dtype=torch.int32),
-            recv_src_idx=mask.new_empty(num_rows, dtype=torch.int32),
-            is_token_in_rank=mask,
-            send_head=mask.new_empty(num_tokens, num_ranks, dtype=torch.int32),
-        )
+        no_channels = mask.new_zeros(mask.size(1), self._num_channels, dtype=torch.int32)
+        return empty_handle(self._routing, num_rows, no_channels)
 
     # On the comm stream ----------------------------------------------------------------------------------------------
 
@@ -134,19 +131,10 @@ class Dispatch:
 
     def _announce(self, operation: str) -> Call:
         self.check_counts()
-        x, scales, routing = self._payload.x, self._payload.scales, self._routing
-        agreement = Agreement(
-            operation,
-            num_experts=routing.num_experts if routing is not None else 0,
-            num_topk=routing.num_topk if routing is not None else 0,
-            hidden=x.size(1),
-            dtype=x.dtype,
-            num_scales=scales.size(1) if scales is not None else 0,
-            scale_dtype=scales.dtype if scales is not None else None,
-            idx_dtype=routing.idx_dtype if routing is not None else None,
-            handle=checksum(self._handle.rank_prefix_matrix) if self._handle is not None else 0,
-        )
-        call = self.call = self._chain.begin(Header(agreement, x.size(0), self._num_worst_tokens))
+        routing, handle = self._routing, self._handle
+        number = checksum(handle.rank_prefix_matrix) if handle is not None else 0
+        agreement = agreement_of(operation, self._payload, routing, number)
+        call = self.call = self._chain.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens))
         if routing is None:
             call.post_header()
         else:
