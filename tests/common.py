@@ -24,6 +24,15 @@ class OneRank:
         return [value]
 
 
+def error_of(work: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """The kind and the text of what a call raises; `none` if it does not."""
+    try:
+        work(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
 def default_device(device: str) -> contextlib.AbstractContextManager:
     """Inside the block tensors are made on a device, unless they say otherwise. On the CPU: nothing changes."""
     return contextlib.nullcontext() if device == "cpu" else _DefaultDevice(device)

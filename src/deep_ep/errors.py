@@ -6,6 +6,13 @@ call was right is an `EPError`. Messages are one sentence of the form
     where: what must hold, what was seen (rank i/n). What to do.
 """
 
+from collections.abc import Sequence
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks, as a message names them: `rank 3`, or `ranks 3, 5`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+
 
 class EPError(RuntimeError):
     """Something outside this call went wrong: a peer failed, peers disagree, memory is short."""

@@ -6,7 +6,6 @@ be in its interpreter's mode, which the tests of kernels need.
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import triton
@@ -36,15 +35,18 @@ def signalling() -> dict[str, str]:
     words = dict.fromkeys(("windows", "state", "table", "host"), "*i64")
     lists = dict.fromkeys(("counts", "given", "per_expert", "prefix"), "*i32")
     ptx = {}
-    for is_new, has_counts, has_offer in itertools.product((True, False), repeat=3):
-        if not (has_counts or has_offer) or (has_counts and not is_new):
-            continue
-        constants = {"IS_NEW": is_new, "HAS_COUNTS": has_counts, "HAS_OFFER": has_offer, "HAS_PREFIX": is_new}
-        name = f"meet new={is_new} counts={has_counts} offer={has_offer}"
-        constants |= {"LANES": 8, "CHUNK": 32}
+    # As `exchange.prepare_all` compiles them, for up to 32 ranks.
+    for is_new, has_counts, has_prefix in (
+        (True, True, True),
+        (True, False, True),
+        (True, False, False),
+        (False, False, False),
+    ):
+        constants = {"IS_NEW": is_new, "HAS_COUNTS": has_counts, "HAS_PREFIX": has_prefix, "LANES": 32, "CHUNK": 8}
+        name = f"meet new={is_new} counts={has_counts} prefix={has_prefix}"
         ptx[name] = ptx_of(exchange._meet_kernel, words | lists, constants, 1)
-    ptx["finish"] = ptx_of(exchange._finish_kernel, words, {"LANES": 8}, 1)
-    ptx["abort"] = ptx_of(exchange._abort_kernel, words, {"LANES": 8}, 1)
+    ptx["finish"] = ptx_of(exchange._finish_kernel, words, {"LANES": 32}, 1)
+    ptx["abort"] = ptx_of(exchange._abort_kernel, words, {"LANES": 32}, 1)
     return ptx
 
 

@@ -26,10 +26,10 @@ class Announce:
         self.counts, self.per_expert = int32(counts, device), int32(per_expert, device)
         self.given = int32(changes.pop("given", counts), device)
         self.prefix = int32([[-1] * len(counts)] * len(counts), device)
-        self.post = Post(ANNOUNCED, 0, changes.pop("agreement", SAME), 5, ticket=1, **changes)
+        self.post = Post(ANNOUNCED, 0, changes.pop("agreement", SAME), ticket=1, **changes)
 
     def __call__(self, places: Places) -> None:
-        exchange.meet(places, self.post, True, False, self.counts, self.given, self.per_expert, self.prefix)
+        exchange.meet(places, self.post, self.counts, self.given, self.per_expert, self.prefix)
         synchronize(places)
 
 
@@ -79,12 +79,12 @@ class Offer:
     """A meeting with offers: of a cached dispatch, or with counts of a worst-case one."""
 
     def __init__(self, num_rows: int, bases: tuple[int, ...], prefix: torch.Tensor, counts: torch.Tensor | None = None):
-        self.post = Post(OFFERED, 1, SAME, 5, num_rows, bases=bases)
+        self.post = Post(OFFERED, 1, SAME, num_rows, bases=bases)
         self.prefix, self.counts = prefix, counts
         self.per_expert = None if counts is None else torch.zeros_like(counts)
 
     def __call__(self, places: Places) -> None:
-        exchange.meet(places, self.post, True, True, self.counts, self.counts, self.per_expert, self.prefix)
+        exchange.meet(places, self.post, self.counts, self.counts, self.per_expert, self.prefix)
         synchronize(places)
 
 

@@ -16,10 +16,10 @@ from deep_ep.kernels import _triton
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
 MEETINGS = (
-    "meet new=True counts=True offer=False",
-    "meet new=True counts=True offer=True",
-    "meet new=True counts=False offer=True",
-    "meet new=False counts=False offer=True",
+    "meet new=True counts=True prefix=True",
+    "meet new=True counts=False prefix=True",
+    "meet new=True counts=False prefix=False",
+    "meet new=False counts=False prefix=False",
 )
 WAITING = (*MEETINGS, "finish")
 SIGNALLING = (*WAITING, "abort")

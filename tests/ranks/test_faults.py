@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from common import run_ranks
+from common import error_of, run_ranks
 
 LIMIT_SECS = 1.0
 EXPERTS_PER_RANK, TOPK, HIDDEN = 4, 3, 16
@@ -57,14 +57,6 @@ def round_trip(buffer: deep_ep.Buffer, given: dict[str, Any]) -> None:
     combined, _, _ = buffer.combine(recv_x, handle)
     times = handle[4].sum(1, keepdim=True)
     torch.testing.assert_close(combined.float(), given["x"].float() * times, rtol=1e-2, atol=1e-2)
-
-
-def error_of(work: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    try:
-        work(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "none", ""
 
 
 # A peer that never calls ---------------------------------------------------------------------------------------------

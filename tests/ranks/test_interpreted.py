@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from common import run_ranks
+from common import error_of, run_ranks
 from deep_ep import Buffer, EPOverflow, reference
 from deep_ep.kernels import _triton
 from deep_ep.soak import Report, soak_rank
@@ -54,14 +53,6 @@ def round_trip(buffer: Buffer, **sizes: int) -> torch.Tensor:
     combined, _, _ = buffer.combine(recv_x, handle)
     assert torch.equal(combined, given["x"] * given["is_token_in_rank"].sum(1, keepdim=True))
     return recv_x
-
-
-def error_of(work: Callable[[], Any]) -> tuple[str, str]:
-    try:
-        work()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "none", ""
 
 
 # Right calls ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from common import run_ranks
+from common import error_of, run_ranks
 
 TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 24, 64, 3, 2
 PATIENCE_SECS = 30.0  # far more than anything here takes; less than a buffer's limit
@@ -54,14 +54,6 @@ def sources(handle: tuple, rank: int) -> torch.Tensor:
 def num_copies(handle: tuple) -> torch.Tensor:
     """[T, 1] to how many ranks each of this rank's tokens goes."""
     return handle[4].sum(1, keepdim=True).float()
-
-
-def error_of(work: Callable[[], Any]) -> tuple[str, str]:
-    try:
-        work()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "none", ""
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

@@ -22,7 +22,7 @@ from .stats import Stats
 # Steps of a call, in order. Those of round j are `READY + 2j` and `TAKEN + 2j`.
 ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4
 
-_STEP_NAMES = {ANNOUNCED: "announced", OFFERED: "offered", READY: "ready", TAKEN: "taken"}
+STEP_NAMES = {ANNOUNCED: "announced", OFFERED: "offered", READY: "ready", TAKEN: "taken"}
 
 OPERATIONS = ("dispatch", "worst-case dispatch", "cached dispatch", "combine", "barrier")
 
@@ -170,7 +170,7 @@ class Call:
 
     def _reach_fault(self, side: str, step: int) -> None:
         if self.window.fault is not None:
-            name = _STEP_NAMES[step if step < READY else READY + (step - READY) % 2]
+            name = STEP_NAMES[step if step < READY else READY + (step - READY) % 2]
             self.window.fault(f"{self.operation}: {side} {name}")
 
     def wait(self, step: int) -> None:

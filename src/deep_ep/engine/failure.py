@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import EPError, EPOverflow, EPTimeout
+from ..errors import EPError, EPOverflow, EPTimeout, named
 from ..kernels import exchange
-from .call import OPERATIONS
-
-_STEPS = {1: "announced", 2: "offered", 3: "ready", 4: "taken"}
+from .call import OPERATIONS, STEP_NAMES
 
 
 @dataclass(frozen=True)
@@ -63,10 +61,9 @@ class Record:
                 "Make the calls in the same order on all ranks"
             )
         if self.code == exchange.TIMEOUT:
-            ranks = _bits(self.subject)
-            names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(one) for one in ranks)}"
+            silent = named(_bits(self.subject))
             return EPTimeout(
-                f"{where}: no signal ({_STEPS.get(self.seen, self.seen)}) from {names} after {limit_secs:g} s "
+                f"{where}: no signal ({STEP_NAMES[self.seen]}) from {silent} after {limit_secs:g} s "
                 f"({_by(self.origin, rank)}{me}). It exited, hangs, or called in another order; look at its output"
             )
         if self.code == exchange.ASTRAY:

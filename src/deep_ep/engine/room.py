@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,17 @@ from ..kernels.exchange import SEGMENT_BITS
 from ..kernels.put import record_words
 from ..sizing import align
 from ..stream import LaunchStream
+from ..transport.arena import GROWTH_BYTES
 from ..transport.device import DeviceWindow
 from ..transport.spans import whole_units
 from .direct import Order
 from .parcel import Payload, Received, Routing, empty_handle, empty_topk
 from .signals import Counts
 
-_GROWTH_BYTES = 2 << 20  # segments are multiples of this
 _SPARE_BYTES = 128 << 10  # regions are whole pages, and records at least half of this
 _LEAST_COMBINE_BYTES = 2  # of an element that a combine brings back: BF16, also where FP8 was dispatched
+
+Sections = list[torch.Tensor | None]  # payload, scales, records; None: it does not travel, or there is no room yet
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,10 @@ class Room:
         """A region that the call uses first; None where there is no room."""
         return self._window.allocate(shape, dtype, self._stream.current)
 
-    def sections(self, payload: Payload, routing: Routing | None, num_rows: int) -> list[torch.Tensor | None] | None:
+    def sections(self, payload: Payload, routing: Routing | None, num_rows: int) -> Sections | None:
         """Room for payload, scales and records of `num_rows` rows, None for what does not travel; None: no room."""
         x, scales = payload.x, payload.scales
-        parts: list[torch.Tensor | None] = [self.region((num_rows, x.size(1)), x.dtype), None, None]
+        parts: Sections = [self.region((num_rows, x.size(1)), x.dtype), None, None]
         if scales is not None and parts[0] is not None:
             parts[1] = self.region((num_rows, scales.size(1)), scales.dtype)
         if routing is not None and parts[0] is not None:
@@ -102,15 +104,13 @@ class Room:
         bytes_each = back_bytes if told.fits else row_bytes + back_bytes + 2 * 4 * record_words(routing.num_topk)
         wanted = [whole_units(rows * bytes_each) + _SPARE_BYTES for rows in told.num_rows]
         if any(free < size for free, size in zip(told.free_bytes, wanted, strict=True)):
-            self._window.grow(align(max(wanted), _GROWTH_BYTES))
+            self._window.grow(align(max(wanted), GROWTH_BYTES))
 
     # Ordinary memory -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def outputs(self, frame: Frame) -> Iterator[None]:
+    def outputs(self, frame: Frame) -> AbstractContextManager[None]:
         """Tensors made inside are the caller's, unless its stream may be behind the call (an event came before)."""
-        with self._stream.lent(frame.caller if frame.order.after is None else self._stream.raw):
-            yield
+        return self._stream.lent(frame.caller if frame.order.after is None else self._stream.raw)
 
     def handle(self, routing: Routing, num_rows: int, num_channels: int, prefix: torch.Tensor) -> Handle:
         """A handle to be filled."""
@@ -121,9 +121,7 @@ class Room:
                 self._zeros[num_channels] = zeros
         return empty_handle(routing, num_rows, zeros, prefix)
 
-    def received(
-        self, sections: list[torch.Tensor | None], routing: Routing | None, handle: Handle, num_rows: int
-    ) -> Received:
+    def received(self, sections: Sections, routing: Routing | None, handle: Handle, num_rows: int) -> Received:
         """What a dispatch returns, of which `num_rows` rows are the caller's."""
         x, scales, records = (None if part is None else part[:num_rows] for part in sections)
         assert x is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,8 +59,9 @@ class Signals:
         self._ticket = 0
         self._failure: str | None = None
         self._is_announced = False
-        num_host_words = exchange.STATE_WORDS + num_ranks + num_ranks * num_ranks + max_experts // num_ranks
-        self._host = torch.zeros(num_host_words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self._host = torch.zeros(
+            Places.host_room(num_ranks, max_experts), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+        )
         self._ticket_word = ctypes.c_int64.from_address(self._host.data_ptr())
         self._failed_word = ctypes.c_int64.from_address(self._host.data_ptr() + 8 * exchange.STATE_FAILED)
         self.places = Places(
@@ -90,7 +91,7 @@ class Signals:
         """Announce a full dispatch, with an offer that may not suffice; `wait_for_counts` tells."""
         self._ticket += 1
         post = post._replace(ticket=self._ticket)
-        self.meet(post, True, True, counts, given, num_tokens_per_expert, prefix)
+        self.meet(post, counts, given, num_tokens_per_expert, prefix)
 
     def meet(self, post: Post, *args: Any, **kwargs: Any) -> None:
         """As `exchange.meet`: from now on, what goes wrong goes wrong for all ranks."""
@@ -131,7 +132,8 @@ class Signals:
             if elapsed > 2 * self._limit_secs + 10:
                 raise EPTimeout(
                     f"dispatch: the GPU did not come to this call within {elapsed:.0f} s "
-                    f"({self._me()}). Something queued before it does not end"
+                    f"(rank {self.places.rank}/{self.places.num_ranks}). Something that this process launched before "
+                    "does not end: look for a kernel that hangs"
                 )
 
     @contextmanager
@@ -170,17 +172,10 @@ class Signals:
     def _error(self, record: Record) -> Exception:
         return record.error(self.places.rank, self.places.num_ranks, self._limit_secs, self._differences(record))
 
-    def _differences(self, record: Record):  # type: ignore[no-untyped-def]
+    def _differences(self, record: Record) -> Callable[[int], str]:
         """A function that says what a rank's header of a call has differently from that of the rank that noticed."""
-        num_ranks, num_words = self.places.num_ranks, self.places.header_words
 
         def header(rank: int) -> Agreement:
-            words = self._board.view(torch.int64)
-            start = 16 * num_ranks + ((record.epoch & 1) * num_ranks + rank) * num_words
-            _, a, b, handle = words[start : start + 4].tolist()
-            return unpack(a, b, handle)
+            return unpack(*self.places.said(self._board, record.epoch, rank))
 
         return lambda rank: header(record.origin).differences(header(rank)) or "nothing (it saw another difference)"
-
-    def _me(self) -> str:
-        return f"rank {self.places.rank}/{self.places.num_ranks}"

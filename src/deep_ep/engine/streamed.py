@@ -15,7 +15,6 @@ dispatch waits, for its counts. A call is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,15 +32,12 @@ from .combine import Combined
 from .digest import pack
 from .direct import Order
 from .parcel import Payload, Received, Routing, agreement_of
-from .room import Frame, Room, num_bytes_of
+from .room import Frame, Room, Sections, num_bytes_of
 from .shapes import Shapes
 from .signals import Signals
 from .stats import Stats
 
-_NOWHERE = nullcontext()
 _MOST_SCALE_BYTES = 8  # an integer of a kernel
-
-Sections = list[torch.Tensor | None]  # payload, scales, records; None: it does not travel
 
 
 class StreamedEngine:
@@ -84,7 +80,7 @@ class StreamedEngine:
         """Count where this rank's tokens go. Local: it takes no part in the order of the calls."""
         sizes = (num_experts, self.window.num_ranks, num_nodes)
         if order.after is None and not order.is_async:
-            with self.stream.on_device() or _NOWHERE:
+            with self.stream.on_device():
                 return layout.DispatchLayout(*counts.dispatch_layout(topk_idx, *sizes)), None
         frame = Frame(order, self.stream.caller())
         with self.stream.entered(order.after, order.is_async):
@@ -132,7 +128,7 @@ class StreamedEngine:
                 sections = self._sections(payload, routing, num_rows)
             if not told.fits:
                 self._reach(operation, "offer")
-                self.signals.meet(self._post(operation, OFFERED, payload, routing, sections), False, True)
+                self.signals.meet(self._post(operation, OFFERED, payload, routing, sections), is_new=False)
                 self._move(operation, payload, routing, slots, num_sms)
             with self._room.outputs(frame):
                 handle = handle._replace(recv_src_idx=prefix.new_empty(num_rows))
@@ -166,8 +162,6 @@ class StreamedEngine:
             self._reach(operation, "meet")
             self.signals.meet(
                 self._post(operation, OFFERED, payload, routing, sections),
-                True,
-                True,
                 num_tokens,
                 routing.num_tokens_per_rank,
                 routing.num_tokens_per_expert,
@@ -188,7 +182,7 @@ class StreamedEngine:
             sections = self._sections(payload, None, handle.num_rows)
             post = self._post(operation, OFFERED, payload, None, sections)
             self._reach(operation, "meet")
-            self.signals.meet(post, True, True, prefix=handle.rank_prefix_matrix.contiguous())
+            self.signals.meet(post, prefix=handle.rank_prefix_matrix.contiguous())
             self._move(operation, payload, None, (handle.send_head.contiguous(), None), num_sms)
             received = self._room.received(sections, None, handle, handle.num_rows)
         return self._dispatched(None, received, frame), self.stream.leave(order.is_async)
@@ -216,8 +210,7 @@ class StreamedEngine:
             bases = tuple(self._room.base(region) for region in regions)
             index = OPERATIONS.index(operation)
             self._reach(operation, "meet")
-            post = Post(READY, index, pack(agreement), handle.num_tokens, x.size(0), bases=bases)
-            self.signals.meet(post, True, True, prefix=prefix)
+            self.signals.meet(Post(READY, index, pack(agreement), x.size(0), bases=bases), prefix=prefix)
             self._reach(operation, "pull")
             slots, shape = handle.send_head.contiguous(), self.shapes.for_pull(num_sms)
             for section, out in enumerate(sums):
@@ -231,8 +224,7 @@ class StreamedEngine:
     def barrier(self) -> None:
         """Have the caller's stream go on when those of all ranks have come here. The host does not wait."""
         with self.signals.contagious("barrier"), self.stream.entered(None, False):
-            post = Post(TAKEN, OPERATIONS.index("barrier"), pack(Agreement("barrier")), 0)
-            self.signals.meet(post, True, True)
+            self.signals.meet(Post(TAKEN, OPERATIONS.index("barrier"), pack(Agreement("barrier"))))
         self.stream.leave(False)
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -265,8 +257,7 @@ class StreamedEngine:
         agreement = agreement_of(operation, payload, routing)
         num_rows = sections[0].size(0) if sections[0] is not None else 0
         bases = tuple(self._room.base(part) for part in sections)
-        index = OPERATIONS.index(operation)
-        return Post(step, index, pack(agreement), payload.x.size(0), num_rows, bases=bases)
+        return Post(step, OPERATIONS.index(operation), pack(agreement), num_rows, bases=bases)
 
     def _move(
         self,

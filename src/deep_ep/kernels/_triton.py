@@ -73,11 +73,12 @@ def launch(
     compiled[(num_blocks, 1, 1)](*numbers, *constants.values())
 
 
-def prepare(kernel: Any, num_blocks: int, args: Sequence[torch.Tensor | int], **options: Any) -> None:
-    """Compile and load a kernel of few warps as `launch` would, without launching it."""
+def prepare(
+    kernel: Any, num_blocks: int, args: Sequence[torch.Tensor | int], num_warps: int = 4, **constants: Any
+) -> None:
+    """Compile and load a kernel as `launch` would, without launching it."""
     if not INTERPRETED:
-        num_warps = options.pop("num_warps")
-        _compile(kernel, args, (), num_warps, 0, options)[(num_blocks, 1, 1)]
+        _compile(kernel, args, (), num_warps, 0, constants)[(num_blocks, 1, 1)]
 
 
 def _compile(

@@ -14,19 +14,21 @@ _MOST_TOKENS = 128  # of a program: enough programs to fill a GPU from a few tho
 _SCAN_TOKENS = 1024
 
 
-Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def empty_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> Layout:
-    """Room for what `dispatch_layout` finds: counts [R], [N] and [E] int32, side by side, and mask [T, R] bool."""
+def empty_layout(
+    topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for what `dispatch_layout` finds: counts [R + N + E] int32, and mask [T, R] bool."""
     counts = topk_idx.new_empty(num_ranks + num_nodes + num_experts, dtype=torch.int32)
-    mask = topk_idx.new_empty(topk_idx.size(0), num_ranks, dtype=torch.bool)
-    return *counts.split([num_ranks, num_nodes, num_experts]), mask
+    return counts, topk_idx.new_empty(topk_idx.size(0), num_ranks, dtype=torch.bool)
 
 
 def dispatch_layout(
-    topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int, out: Layout | None = None
-) -> Layout:
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    num_ranks: int,
+    num_nodes: int,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Count tokens per rank, node and expert, and mark which token goes to which rank. Twin: `layout.dispatch_layout`.
 
     Args:
@@ -40,12 +42,8 @@ def dispatch_layout(
         Counts [R], [N] and [E] int32, mask [T, R] bool.
     """
     num_tokens, num_topk = topk_idx.shape
-    if out is None:
-        counts = topk_idx.new_zeros(num_ranks + num_nodes + num_experts, dtype=torch.int32)
-        mask = topk_idx.new_empty(num_tokens, num_ranks, dtype=torch.bool)
-        out = *counts.split([num_ranks, num_nodes, num_experts]), mask
-    else:
-        counts, mask = out[0].as_strided((num_ranks + num_nodes + num_experts,), (1,)).zero_(), out[3]
+    counts, mask = out or empty_layout(topk_idx, num_experts, num_ranks, num_nodes)
+    counts.zero_()
     lanes = next_power_of_2(num_ranks)
     tile = max(1, min(_MOST_TOKENS, _TILE_ELEMENTS // max(lanes, next_power_of_2(num_topk))))
     if num_tokens:
@@ -59,7 +57,7 @@ def dispatch_layout(
             NODES=next_power_of_2(num_nodes),
             BINS=next_power_of_2(num_experts),
         )
-    return out
+    return *counts.split([num_ranks, num_nodes, num_experts]), mask
 
 
 @jit

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..sizing import align
 from ._triton import jit, launch, next_power_of_2, prepare, tl, triton
 from .primitives import clock_ns, load_acquire, store_release, tell_host, words_at
 
@@ -39,8 +40,8 @@ _COUNTS, _ASTRAY, _HOST = tl.constexpr(COUNTS), tl.constexpr(ASTRAY), tl.constex
 
 # Words of a header.
 HEADER_WORDS = 16
-_A, _B, _HANDLE, _TOKENS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
-_FREE, _OFFER, _HEADER = tl.constexpr(5), tl.constexpr(6), tl.constexpr(HEADER_WORDS)
+_A, _B, _HANDLE, _FREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_OFFER, _HEADER = tl.constexpr(4), tl.constexpr(HEADER_WORDS)
 # An offer is the rows that there is room for, and the base of each section. The second one of a call has words of its
 # own: a slow peer may still be looking at the first.
 _OFFER_WORDS, _BASES = tl.constexpr(1 + NUM_SECTIONS), tl.constexpr(1)
@@ -79,12 +80,22 @@ class Places:
     @staticmethod
     def header_room(num_ranks: int, max_experts: int) -> int:
         """H: words of a header, where `max_experts` are the most of any call."""
-        return -(-(HEADER_WORDS + num_ranks + max_experts // num_ranks) // 8) * 8
+        return align(HEADER_WORDS + num_ranks + max_experts // num_ranks, 8)
 
     @staticmethod
     def board_bytes(num_ranks: int, header_words: int) -> int:
         """Bytes of a board."""
         return 8 * (2 * 8 * num_ranks + 2 * num_ranks * header_words)
+
+    @staticmethod
+    def host_room(num_ranks: int, max_experts: int) -> int:
+        """Words of `host`."""
+        return STATE_WORDS + num_ranks + num_ranks * num_ranks + max_experts // num_ranks
+
+    def said(self, board: torch.Tensor, epoch: int, rank: int) -> list[int]:
+        """What a rank said in a call, as this rank's board has it: the two words of its agreement, and its handle's."""
+        start = 2 * 8 * self.num_ranks + ((epoch & 1) * self.num_ranks + rank) * self.header_words
+        return board.view(torch.int64)[start : start + 3].tolist()
 
 
 class Post(NamedTuple):
@@ -94,7 +105,6 @@ class Post(NamedTuple):
         step: The step that is signalled and waited for.
         operation: For the record of a failure.
         agreement: Two words that must be the same on all ranks.
-        num_tokens: T of this rank.
         num_rows: Rows it offers.
         free_bytes: The largest region that it could still take.
         bases: Where its sections are, at most `NUM_SECTIONS`; -1: nothing there.
@@ -105,7 +115,6 @@ class Post(NamedTuple):
     step: int
     operation: int
     agreement: tuple[int, int]
-    num_tokens: int
     num_rows: int = 0
     free_bytes: int = 0
     bases: tuple[int, ...] = ()
@@ -115,25 +124,24 @@ class Post(NamedTuple):
 def meet(
     places: Places,
     post: Post,
-    is_new: bool,
-    has_offer: bool,
     counts: torch.Tensor | None = None,
     given: torch.Tensor | None = None,
     num_tokens_per_expert: torch.Tensor | None = None,
     prefix: torch.Tensor | None = None,
+    *,
+    is_new: bool = True,
     run: Callable[..., None] = launch,
 ) -> None:
     """Say something to all peers, wait until all have said it, and work out what follows.
 
     Args:
         places: The words.
-        post: What to say.
-        is_new: A new call begins; otherwise this is the second meeting of one.
-        has_offer: The post has bases: resolve those of all peers into `places.table`.
+        post: What to say. The offers of all peers become addresses in `places.table`.
         counts: [R] int32, the tokens that go to each rank, counted; they are exchanged into `prefix`.
         given: [R] int32, what the caller says that they are.
         num_tokens_per_expert: [E] int32.
         prefix: [R, R] int32: written if there are counts, otherwise that of the handle that all ranks follow.
+        is_new: A new call begins; otherwise this is the second meeting of one.
         run: `launch`, or `prepare`.
     """
     nothing = places.state
@@ -160,7 +168,6 @@ def meet(
             post.step,
             post.operation,
             *post.agreement,
-            post.num_tokens,
             post.num_rows,
             post.free_bytes,
             *bases,
@@ -169,7 +176,6 @@ def meet(
         num_warps=1,
         IS_NEW=is_new,
         HAS_COUNTS=counts is not None,
-        HAS_OFFER=has_offer,
         HAS_PREFIX=prefix is not None,
         LANES=lanes,
         CHUNK=max(4, 256 // lanes),
@@ -188,11 +194,11 @@ def abort(places: Places, operation: int) -> None:
 
 def prepare_all(places: Places) -> None:
     """Compile and load every kernel that signals, so that no peer's limit passes while one is compiled."""
-    post, numbers = Post(0, 0, (0, 0), 0), places.state.to(torch.int32)
-    meet(places, post, True, True, numbers, numbers, numbers, numbers, run=prepare)
-    meet(places, post, True, True, prefix=numbers, run=prepare)
-    meet(places, post, True, True, run=prepare)
-    meet(places, post, False, True, run=prepare)
+    post, numbers = Post(0, 0, (0, 0)), places.state.to(torch.int32)
+    meet(places, post, numbers, numbers, numbers, numbers, run=prepare)
+    meet(places, post, prefix=numbers, run=prepare)
+    meet(places, post, run=prepare)
+    meet(places, post, is_new=False, run=prepare)
     _run_small(prepare, _finish_kernel, places, places.limit_ns, 0, 0)
     _run_small(prepare, _abort_kernel, places, 0)
 
@@ -229,7 +235,6 @@ def _meet_kernel(
     operation: tl.int32,
     word_a: tl.int64,
     word_b: tl.int64,
-    num_tokens: tl.int32,
     num_rows: tl.int64,
     free_bytes: tl.int64,
     base_0: tl.int64,
@@ -238,7 +243,6 @@ def _meet_kernel(
     ticket: tl.int64,
     IS_NEW: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
-    HAS_OFFER: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     LANES: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -256,13 +260,12 @@ def _meet_kernel(
         tl.store(state, epoch)
         _post(
             windows, counts, per_expert, prefix, num_ranks, rank, header_words, num_local, epoch, word_a, word_b,
-            num_tokens, num_rows, free_bytes, base_0, base_1, base_2,
-            IS_NEW, HAS_COUNTS, HAS_OFFER, HAS_PREFIX, LANES, CHUNK,
+            num_rows, free_bytes, base_0, base_1, base_2, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK,
         )  # fmt: skip
         is_well = _signal_and_wait(windows, state, host, num_ranks, rank, epoch, step, operation, limit_ns, LANES)
     if IS_NEW and is_well:
         is_well = _agree(windows, state, host, num_ranks, rank, header_words, epoch, operation, LANES)
-    if HAS_OFFER and is_well:
+    if is_well:
         tl.store(state + _HELD, 0)
         _take_offers(windows, table, num_ranks, rank, header_words, epoch, IS_NEW, HAS_COUNTS, LANES)
     if HAS_COUNTS and is_well:
@@ -303,8 +306,8 @@ def _headers(windows, num_ranks, rank, header_words, epoch):
 @triton.jit
 def _post(
     windows, counts, per_expert, prefix, num_ranks, rank, header_words, num_local, epoch, word_a, word_b,
-    num_tokens, num_rows, free_bytes, base_0, base_1, base_2,
-    IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_OFFER: tl.constexpr, HAS_PREFIX: tl.constexpr,
+    num_rows, free_bytes, base_0, base_1, base_2,
+    IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_PREFIX: tl.constexpr,
     LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write this rank's header on every board: one lane for each peer, the same words at the same place."""
@@ -320,18 +323,15 @@ def _post(
                 mixed = (row + lanes + 1) * 0x1E3779B97F4A7C15
                 mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
                 checksum = checksum * 1000003 + tl.sum(tl.where(is_rank, mixed ^ (mixed >> 32), 0))
-        tl.store(header, epoch, mask=is_rank)
         tl.store(header + _A, word_a, mask=is_rank)
         tl.store(header + _B, word_b, mask=is_rank)
         tl.store(header + _HANDLE, checksum, mask=is_rank)
-        tl.store(header + _TOKENS, num_tokens, mask=is_rank)
         tl.store(header + _FREE, free_bytes, mask=is_rank)
-    if HAS_OFFER:
-        offer = header + _OFFER + (1 - IS_NEW) * _OFFER_WORDS
-        tl.store(offer, num_rows, mask=is_rank)
-        tl.store(offer + _BASES, base_0, mask=is_rank)
-        tl.store(offer + _BASES + 1, base_1, mask=is_rank)
-        tl.store(offer + _BASES + 2, base_2, mask=is_rank)
+    offer = header + _OFFER + (1 - IS_NEW) * _OFFER_WORDS
+    tl.store(offer, num_rows, mask=is_rank)
+    tl.store(offer + _BASES, base_0, mask=is_rank)
+    tl.store(offer + _BASES + 1, base_1, mask=is_rank)
+    tl.store(offer + _BASES + 2, base_2, mask=is_rank)
     if HAS_COUNTS:
         for start in range(0, num_ranks, CHUNK):
             columns = start + tl.arange(0, CHUNK)

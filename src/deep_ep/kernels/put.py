@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..sizing import align
 from ._triton import jit, launch, next_power_of_2, tl, triton
 from .exchange import NUM_SECTIONS, STATE_FAILED, STATE_HELD, Places
 
@@ -43,7 +44,7 @@ class Shape:
 
 def record_words(num_topk: int) -> int:
     """Words of 4 bytes of a record."""
-    return -(-(1 + 2 * num_topk) // 4) * 4
+    return align(1 + 2 * num_topk, 4)
 
 
 def word_of(*rows: torch.Tensor) -> tuple[torch.dtype, bool]:
@@ -72,7 +73,7 @@ def put(
         places: Holds the peers' addresses, the rows that they offer, and the first slots.
         shape: How to launch.
         x: [T, H] contiguous.
-        scales: [T, S] of elements of 4 bytes (or of any if contiguous), any strides, or None.
+        scales: [T, S] of elements of at most 8 bytes, any strides, or None.
         slots: [T, R] int32, relative to the first slots; -1 where a token is not sent.
         send_head: [T, R] int32, written with the slots; None: `slots` are those of a handle, and no records travel.
         topk_idx: [T, K] or None.
@@ -350,21 +351,20 @@ def _unpack_kernel(
     # Where the call has failed nothing came: ids of -1 send nobody to memory that was never written.
     num_came = tl.load(prefix + (num_ranks - 1) * num_ranks + rank)
     num_came = tl.where(tl.load(state + _FAILED) == 0, num_came, 0)
-    if num_rows > 0:
-        columns = tl.arange(0, TOPK)
-        for start in range(tl.program_id(0) * TILE, num_rows, tl.num_programs(0) * TILE):
-            rows = start + tl.arange(0, TILE)
-            places = rows.to(tl.int64) * num_record_words
-            tl.store(recv_src_idx + rows, tl.load(records + places, mask=rows < num_came), mask=rows < num_came)
-            if HAS_TOPK:
-                cells = places[:, None] + 1 + columns[None, :]
-                is_topk = (columns < num_topk)[None, :]
-                came = (rows < num_came)[:, None] & is_topk
-                targets = rows.to(tl.int64)[:, None] * num_topk + columns[None, :]
-                tl.store(
-                    topk_idx + targets,
-                    tl.load(records + cells, mask=came, other=-1),
-                    mask=(rows < num_rows)[:, None] & is_topk,
-                )
-                weights = tl.load(records + cells + num_topk, mask=came, other=0).to(tl.float32, bitcast=True)
-                tl.store(topk_weights + targets, weights, mask=came)
+    columns = tl.arange(0, TOPK)
+    for start in range(tl.program_id(0) * TILE, num_rows, tl.num_programs(0) * TILE):
+        rows = start + tl.arange(0, TILE)
+        places = rows.to(tl.int64) * num_record_words
+        tl.store(recv_src_idx + rows, tl.load(records + places, mask=rows < num_came), mask=rows < num_came)
+        if HAS_TOPK:
+            cells = places[:, None] + 1 + columns[None, :]
+            is_topk = (columns < num_topk)[None, :]
+            came = (rows < num_came)[:, None] & is_topk
+            targets = rows.to(tl.int64)[:, None] * num_topk + columns[None, :]
+            tl.store(
+                topk_idx + targets,
+                tl.load(records + cells, mask=came, other=-1),
+                mask=(rows < num_rows)[:, None] & is_topk,
+            )
+            weights = tl.load(records + cells + num_topk, mask=came, other=0).to(tl.float32, bitcast=True)
+            tl.store(topk_weights + targets, weights, mask=came)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import EPError, EPTimeout, EPTransportError
+from ..errors import EPError, EPTimeout, EPTransportError, named
 from .arena import GROWTH_BYTES, Arena, Base, Segment
 from .board import Board, progress_of
 from .memory import Mapping, Memory, bytes_tensor
@@ -249,5 +249,4 @@ class _Where(NamedTuple):
 
 
 def _ranks(peers: list[Peer]) -> str:
-    names = ", ".join(str(peer.rank) for peer in peers)
-    return f"rank {names}" if len(peers) == 1 else f"ranks {names}"
+    return named([peer.rank for peer in peers])
