@@ -151,6 +151,11 @@ class LaunchStream:
         """The caller's stream."""
         return None
 
+    def behind(self, caller: Any) -> AbstractContextManager:
+        """Inside the block, an earlier caller's stream is the caller's."""
+        del caller
+        return nullcontext()
+
     @contextmanager
     def lent(self, stream: Any) -> Iterator[None]:
         """Allocations inside the block belong to a stream."""
@@ -208,14 +213,17 @@ class CudaStream(LaunchStream):
             if self._last_stream is self.raw:
                 self._last.record(self.raw)
             self.current.wait_event(self._last)
-        torch.cuda.set_stream(self.current)
+        is_elsewhere = self.current is not caller
+        if is_elsewhere or device != self._index:
+            torch.cuda.set_stream(self.current)
         try:
             with torch.no_grad():
                 if after is not None:
                     after.current_stream_wait()
                 yield
         finally:
-            torch.cuda.set_stream(caller)
+            if is_elsewhere:
+                torch.cuda.set_stream(caller)
             if device != self._index:
                 torch.cuda.set_device(device)  # setting a stream has set its device, too
             if not is_capturing:
@@ -226,6 +234,10 @@ class CudaStream(LaunchStream):
     def caller(self) -> torch.cuda.Stream:
         """The caller's stream."""
         return torch.cuda.current_stream(self._index)
+
+    def behind(self, caller: torch.cuda.Stream) -> AbstractContextManager:
+        """Inside the block, an earlier caller's stream is the caller's."""
+        return nullcontext() if caller == self.caller() else torch.cuda.stream(caller)
 
     @contextmanager
     def lent(self, stream: torch.cuda.Stream) -> Iterator[None]:

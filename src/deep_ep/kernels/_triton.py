@@ -27,7 +27,18 @@ except ImportError:
     triton = SimpleNamespace(jit=_jit, next_power_of_2=lambda number: 1 << (number - 1).bit_length())
     tl = SimpleNamespace(constexpr=lambda value: value)
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "is_usable", "jit", "launch", "next_power_of_2", "prepare", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRETED",
+    "Variant",
+    "is_usable",
+    "jit",
+    "launch",
+    "next_power_of_2",
+    "prepare",
+    "tl",
+    "triton",
+]
 
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -42,6 +53,55 @@ def is_usable(device_type: str) -> bool:
     return HAS_TRITON and (device_type == "cuda") != INTERPRETED
 
 
+class Variant:
+    """A kernel for one choice of its constants.
+
+    Triton looks at every argument anew at each launch, which takes longer than most of our kernels run. So our kernels
+    are compiled for their constants and for nothing else (`jit` below), and get plain numbers.
+
+    Args:
+        kernel: A function under `jit`.
+        constants: Its constants, in order.
+        num_warps: Warps of a block.
+        num_registers: Most registers of a thread; 0: as the compiler likes.
+    """
+
+    def __init__(self, kernel: Any, constants: dict[str, Any], num_warps: int, num_registers: int = 0):
+        self._kernel = kernel
+        self._constants = constants
+        self._values = tuple(constants.values())
+        self._options = {"num_warps": num_warps, **({"maxnreg": num_registers} if num_registers else {})}
+        self._loaded: dict[int, tuple] = {}
+
+    def __call__(self, num_blocks: int, *args: torch.Tensor | int) -> None:
+        """Launch it on the current stream.
+
+        Args:
+            num_blocks: The grid.
+            args: All its arguments but the constants, in order: tensors of one device, and integers.
+        """
+        if INTERPRETED:
+            self._kernel[(num_blocks,)](*args, **self._constants)
+            return
+        device = torch.cuda.current_device()
+        run, function, metadata = self._loaded.get(device) or self._load(device, args)
+        numbers = [arg if type(arg) is int else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *numbers, *self._values)
+
+    def prepare(self, *args: torch.Tensor | int) -> None:
+        """Compile and load it for such arguments, without launching it."""
+        if not INTERPRETED:
+            self._load(torch.cuda.current_device(), args)
+
+    def _load(self, device: int, args: Sequence[torch.Tensor | int]) -> tuple:
+        compiled = self._kernel.warmup(*args, grid=(1,), **self._options, **self._constants)
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        run = compiled.run  # loads it
+        self._loaded[device] = run, compiled.function, compiled.packed_metadata
+        return self._loaded[device]
+
+
 def launch(
     kernel: Any,
     num_blocks: int,
@@ -53,9 +113,6 @@ def launch(
 ) -> None:
     """Launch a kernel on the current stream.
 
-    Triton looks at every argument anew at each launch, which takes longer than most of our kernels run. So our kernels
-    are compiled for their constants and for nothing else (`jit` below), looked up by those, and get plain numbers.
-
     Args:
         kernel: A function under `jit`.
         num_blocks: The grid.
@@ -65,40 +122,28 @@ def launch(
         num_registers: Most registers of a thread; 0: as the compiler likes.
         constants: Its constants, in order.
     """
-    if INTERPRETED:
-        kernel[(num_blocks,)](*args, **constants)
-        return
-    compiled = _compile(kernel, args, types, num_warps, num_registers, constants)
-    numbers = [arg if type(arg) is int else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
-    compiled[(num_blocks, 1, 1)](*numbers, *constants.values())
+    _variant(kernel, types, num_warps, num_registers, constants)(num_blocks, *args)
 
 
 def prepare(
     kernel: Any, num_blocks: int, args: Sequence[torch.Tensor | int], num_warps: int = 4, **constants: Any
 ) -> None:
     """Compile and load a kernel as `launch` would, without launching it."""
-    if not INTERPRETED:
-        _compile(kernel, args, (), num_warps, 0, constants)[(num_blocks, 1, 1)]
+    del num_blocks
+    _variant(kernel, (), num_warps, 0, constants).prepare(*args)
 
 
-def _compile(
-    kernel: Any,
-    args: Sequence[torch.Tensor | int],
-    types: tuple[torch.dtype, ...],
-    num_warps: int,
-    num_registers: int,
-    constants: dict[str, Any],
-) -> Any:
-    key = (id(kernel), torch.cuda.current_device(), num_warps, num_registers, types, *constants.values())
-    compiled = _compiled.get(key)
-    if compiled is None:
-        options = {"num_warps": num_warps, **({"maxnreg": num_registers} if num_registers else {})}
-        compiled = kernel.warmup(*args, grid=(1,), **options, **constants)
-        compiled = _compiled[key] = compiled.result() if hasattr(compiled, "result") else compiled
-    return compiled
+def _variant(
+    kernel: Any, types: tuple[torch.dtype, ...], num_warps: int, num_registers: int, constants: dict[str, Any]
+) -> Variant:
+    key = (id(kernel), num_warps, num_registers, types, *constants.values())
+    variant = _variants.get(key)
+    if variant is None:
+        variant = _variants[key] = Variant(kernel, constants, num_warps, num_registers)
+    return variant
 
 
-_compiled: dict[tuple, Any] = {}
+_variants: dict[tuple, Variant] = {}
 
 
 def jit(function: Callable) -> Any:
