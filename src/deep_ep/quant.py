@@ -97,17 +97,29 @@ def cast_fp8(x: torch.Tensor, round_scale: bool = False, use_ue8m0: bool = False
     groups = _split_groups(x)
     # One NaN must not spoil the scale of its 127 neighbours.
     magnitudes = torch.nan_to_num(groups.abs(), nan=0.0, posinf=float("inf"))
-    amax = magnitudes.amax(dim=-1).clamp(min=AMAX_FLOOR)
-    # A product, not a quotient: amax / 448 differs from it in the last bit.
-    inverse = amax * (1.0 / FP8_MAX)
-    if round_scale:
-        exponent = _exponent_rounded_up(inverse)
-        # 2**-p has the biased exponent 254 minus that of 2**p; only an infinite amax gets below 0.
-        scale, inverse = _power_of_two((254 - exponent).clamp(min=0)), _power_of_two(exponent)
-    else:
-        scale = torch.full_like(amax, FP8_MAX) / amax
+    inverse, scale = scales_of(magnitudes.amax(dim=-1), round_scale)
     q = _scaled_to_fp8(groups, scale, x.shape[-1])
     return q, pack_ue8m0(inverse) if use_ue8m0 else inverse
+
+
+def scales_of(amax: torch.Tensor, round_scale: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales that `cast_fp8` gives groups.
+
+    Args:
+        amax: `[...]` float32, the largest magnitudes; no NaN.
+        round_scale: make every scale a power of two.
+
+    Returns:
+        What is stored, and what values are multiplied with, `[...]` float32 each.
+    """
+    amax = amax.clamp(min=AMAX_FLOOR)
+    # A product, not a quotient: amax / 448 differs from it in the last bit.
+    inverse = amax * (1.0 / FP8_MAX)
+    if not round_scale:
+        return inverse, torch.full_like(amax, FP8_MAX) / amax
+    exponent = _exponent_rounded_up(inverse)
+    # 2**-p has the biased exponent 254 minus that of 2**p; only an infinite amax gets below 0.
+    return _power_of_two(exponent), _power_of_two((254 - exponent).clamp(min=0))
 
 
 def pack_ue8m0(scales: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The oracle: what `dispatch` and `combine` must return, for all ranks at once.
 
-`dispatch` and `combine` take the inputs of all ranks as lists (item r belongs to rank r) and return the
-outputs of all ranks. They are written to be read: plain loops over ranks, tokens and top-k slots, no
-communication, nothing shared with the rest of the package. Tests compare everything else with them.
+`dispatch` and `combine`, and their low-latency forms, take the inputs of all ranks as lists (item r belongs
+to rank r) and return the outputs of all ranks. They are written to be read: plain loops over ranks, tokens
+and top-k slots, no communication, nothing shared with the rest of the package. Tests compare everything else with them.
 
 Letters: R ranks, E experts, L = E / R experts per rank, T_r tokens of rank r, K top-k slots, H hidden size,
 n_d rows that rank d receives. Expert e lives on rank e // L. Rank d's rows are ordered by source rank, then
@@ -11,7 +11,7 @@ by token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -69,6 +69,24 @@ class Combined(NamedTuple):
 
     combined_x: torch.Tensor
     combined_topk_weights: torch.Tensor | None
+
+
+class LowLatencyDispatched(NamedTuple):
+    """What the experts of rank d have received in low-latency mode. Rows beyond an expert's count are zeros here.
+
+    Attributes:
+        recv_x: `[L, R * M, H]`, by expert, then source rank, then token.
+        recv_scales: `[L, R * M, S]`; None if none were sent.
+        recv_count: `[L]` int32, rows of each expert.
+        src_info: `[L, R * M]` int32, the token of each row at its source.
+        layout_range: `[L, R]` int64, rows from each rank in the low and the first of them in the high 32 bits.
+    """
+
+    recv_x: torch.Tensor
+    recv_scales: torch.Tensor | None
+    recv_count: torch.Tensor
+    src_info: torch.Tensor
+    layout_range: torch.Tensor
 
 
 def layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ranks_per_node: int | None = None) -> Layout:
@@ -190,6 +208,117 @@ def combine(
             combined_weights = _reduce(topk_weights, where, zeros, ranks_per_node, torch.float32)
         combined.append(Combined(combined_x, combined_weights))
     return combined
+
+
+def low_latency_dispatch(
+    xs: Sequence[torch.Tensor],
+    topk_idx: Sequence[torch.Tensor],
+    max_tokens: int,
+    num_experts: int,
+    scales: Sequence[torch.Tensor] | None = None,
+    masked: Sequence[Collection[int]] | None = None,
+) -> list[LowLatencyDispatched]:
+    """Send every token to each of its experts once. Each argument holds one item per rank.
+
+    Example: 2 ranks with an expert each, M = 2. Ids `[[0, 0], [1, -1]]` and `[[0, 1]]`: expert 0 gets token 0 of rank 0
+    in row 0 and token 0 of rank 1 in row 1, expert 1 gets token 1 of rank 0 and token 0 of rank 1.
+
+    Args:
+        xs: `[T_r, H]`, any dtype; rows are copied bit for bit.
+        topk_idx: `[T_r, K]`, global expert ids; others select nothing.
+        max_tokens: M, the most tokens of a rank.
+        num_experts: E.
+        scales: `[T_r, S]`, copied likewise.
+        masked: for each rank the ranks that it takes nothing from.
+
+    Returns:
+        One `LowLatencyDispatched` per rank.
+    """
+    num_ranks = len(xs)
+    return [
+        _received(rank, xs, topk_idx, max_tokens, num_experts, scales, masked[rank] if masked else ())
+        for rank in range(num_ranks)
+    ]
+
+
+def low_latency_combine(
+    ys: Sequence[torch.Tensor],
+    topk_idx: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor],
+    dispatched: Sequence[LowLatencyDispatched],
+    masked: Sequence[Collection[int]] | None = None,
+) -> list[torch.Tensor]:
+    """Return to every token the weighted sum of its experts' rows, in float32, k ascending, rounded once.
+
+    Args:
+        ys: `[L, R * M, H]` BF16: the results of rank d's experts, where they received the tokens.
+        topk_idx: `[T_r, K]`, those of the dispatch.
+        topk_weights: `[T_r, K]` float32.
+        dispatched: what `low_latency_dispatch` returned.
+        masked: for each rank the ranks whose experts it skips.
+
+    Returns:
+        `[T_r, H]` in the dtype of `ys`, per rank.
+    """
+    num_local = ys[0].shape[0]
+    combined = []
+    for source, (ids, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
+        total = torch.zeros((ids.shape[0], ys[0].shape[-1]), dtype=torch.float32, device=ys[0].device)
+        for token, experts in enumerate(ids.tolist()):
+            for k, expert in enumerate(experts):
+                owner, local = expert // num_local, expert % num_local
+                if not 0 <= owner < len(ys) or (masked and owner in masked[source]):
+                    continue
+                row = _row_of_token(dispatched[owner], local, source, token)
+                if row is not None:  # else the owner had masked this rank, and has nothing for it
+                    total[token] += weights[token, k] * ys[owner][local, row].to(torch.float32)
+        combined.append(total.to(ys[0].dtype))
+    return combined
+
+
+def _received(
+    rank: int,
+    xs: Sequence[torch.Tensor],
+    topk_idx: Sequence[torch.Tensor],
+    max_tokens: int,
+    num_experts: int,
+    scales: Sequence[torch.Tensor] | None,
+    masked: Collection[int],
+) -> LowLatencyDispatched:
+    """What `rank` receives in a low-latency dispatch."""
+    num_ranks, device = len(xs), xs[0].device
+    num_local, num_rows = _num_local_experts(num_experts, num_ranks), num_ranks * max_tokens
+    recv_x = torch.zeros((num_local, num_rows, xs[0].shape[1]), dtype=torch.float32, device=device).to(xs[0].dtype)
+    recv_scales = None
+    if scales is not None:
+        shape = (num_local, num_rows, scales[0].shape[1])
+        recv_scales = torch.zeros(shape, dtype=scales[0].dtype, device=device)
+    count = torch.zeros(num_local, dtype=torch.int32, device=device)
+    src_info = torch.zeros((num_local, num_rows), dtype=torch.int32, device=device)
+    layout_range = torch.zeros((num_local, num_ranks), dtype=torch.int64, device=device)
+    chosen = [[set(ids) for ids in tokens.tolist()] for tokens in topk_idx]
+    for local in range(num_local):
+        row = 0
+        for source in range(num_ranks):
+            first = row
+            for token, experts in enumerate(chosen[source]):
+                if rank * num_local + local in experts and source not in masked:
+                    recv_x[local, row].copy_(xs[source][token])
+                    if recv_scales is not None and scales is not None:
+                        recv_scales[local, row].copy_(scales[source][token])
+                    src_info[local, row] = token
+                    row += 1
+            layout_range[local, source] = (row - first) | first << 32
+        count[local] = row
+    return LowLatencyDispatched(recv_x, recv_scales, count, src_info, layout_range)
+
+
+def _row_of_token(dispatched: LowLatencyDispatched, local: int, source: int, token: int) -> int | None:
+    """Which row of a local expert is a source's token, if any."""
+    span = int(dispatched.layout_range[local, source])
+    count, first = span & 0xFFFFFFFF, span >> 32
+    tokens = dispatched.src_info[local, first : first + count].tolist()
+    return first + tokens.index(token) if token in tokens else None
 
 
 def _sources(masks: Sequence[torch.Tensor], rank: int) -> list[tuple[int, int]]:

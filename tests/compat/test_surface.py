@@ -196,6 +196,42 @@ SIGNATURES: dict[str, tuple[Callable, list[tuple[str, Any]]]] = {
         Buffer.combine,
         [*required("x", "handle"), ("topk_weights", None), ("bias", None), ("config", None), *EVENT_ARGUMENTS],
     ),
+    "low_latency_dispatch": (
+        Buffer.low_latency_dispatch,
+        [
+            *required("x", "topk_idx", "num_max_dispatch_tokens_per_rank", "num_experts"),
+            ("cumulative_local_expert_recv_stats", None),
+            ("dispatch_wait_recv_cost_stats", None),
+            ("use_fp8", True),
+            ("round_scale", False),
+            ("use_ue8m0", False),
+            ("async_finish", False),
+            ("return_recv_hook", False),
+        ],
+    ),
+    "low_latency_combine": (
+        Buffer.low_latency_combine,
+        [
+            *required("x", "topk_idx", "topk_weights", "handle"),
+            ("use_logfmt", False),
+            ("zero_copy", False),
+            ("async_finish", False),
+            ("return_recv_hook", False),
+            ("out", None),
+            ("combine_wait_recv_cost_stats", None),
+        ],
+    ),
+    "get_next_low_latency_combine_buffer": (Buffer.get_next_low_latency_combine_buffer, required("handle")),
+    "clean_low_latency_buffer": (
+        Buffer.clean_low_latency_buffer,
+        required("num_max_dispatch_tokens_per_rank", "hidden", "num_experts"),
+    ),
+    "low_latency_update_mask_buffer": (
+        Buffer.low_latency_update_mask_buffer,
+        [("rank_to_mask", REQUIRED), ("mask", False)],
+    ),
+    "low_latency_query_mask_buffer": (Buffer.low_latency_query_mask_buffer, required("mask_status")),
+    "low_latency_clean_mask_buffer": (Buffer.low_latency_clean_mask_buffer, []),
     "Config": (
         Config,
         [
@@ -352,13 +388,6 @@ X, IDS = torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torc
 @pytest.mark.parametrize(
     ("name", "args", "kwargs"),
     [
-        ("low_latency_dispatch", (X, IDS, 16, 4), {"use_fp8": False, "async_finish": False, "return_recv_hook": True}),
-        ("low_latency_combine", (X, IDS, IDS.float(), ()), {"zero_copy": False, "out": X}),
-        ("get_next_low_latency_combine_buffer", ((),), {}),
-        ("clean_low_latency_buffer", (16, 128, 4), {}),
-        ("low_latency_update_mask_buffer", (0,), {"mask": True}),
-        ("low_latency_query_mask_buffer", (torch.zeros(1, dtype=torch.int32),), {}),
-        ("low_latency_clean_mask_buffer", (), {}),
         ("internode_dispatch", (X,), {"config": Config()}),
         ("internode_combine", (X, ()), {"config": Config()}),
     ],

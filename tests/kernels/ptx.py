@@ -13,6 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deep_ep.kernels import counts, exchange, pull, put
+from deep_ep.kernels.low_latency import combine, dispatch
+from deep_ep.kernels.low_latency import words as ll_words
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -90,5 +92,47 @@ def moving() -> dict[str, str]:
     return ptx
 
 
+def low_latency() -> tuple[dict[str, str], dict[str, str]]:
+    """Kernels that signal or wait, and those that do neither."""
+    words = dict.fromkeys(("windows", "ll", "seen", "ll_host", "stats", "boards", "state", "host"), "*i64")
+    words |= {"ranks_mask": "*i32", "topk_idx": "*i64", "topk_weights": "*fp32", "earlier": "*i32"}
+    rows = {"x": "*bf16", "out": "*bf16", "layout_range": "*i64", "src_info": "*i32", "count": "*i32"}
+    signal, move = {}, {}
+    for name in ("dispatch", "combine"):
+        kernel = getattr(ll_words, f"_{name}_wait_kernel")
+        signal[f"{name} wait"] = ptx_of(kernel, words, {"HAS_STATS": True, "LANES": 32}, 1)
+    signal["barrier"] = ptx_of(ll_words._signal_kernel, words, {"LANES": 8}, 1)
+    tile = {"WAITS": True, "HAS_STATS": True, "TOPK": 8, "TOKENS": 128, "LANES": 8}
+    for use_fp8, is_rounded in ((True, False), (True, True), (False, False)):
+        constants = {"USE_FP8": use_fp8, "ROUND": is_rounded, "VECTOR": 16, "WHOLE": 8, "GROUPS": 64} | tile
+        name = f"dispatch send fp8={use_fp8} rounded={is_rounded}"
+        signal[name] = ptx_of(dispatch._dispatch_send_kernel, words | rows, constants, 8)
+    for is_copied, use_logfmt in ((True, False), (True, True), (False, False)):
+        pointers = words | rows | ({} if use_logfmt or not is_copied else {"x": "*i32"})
+        constants = {"IS_COPIED": is_copied, "USE_LOGFMT": use_logfmt, "UNIT": 1024, "VECTOR": 16, "BLOCK": 2048}
+        name = f"combine send copied={is_copied} logfmt={use_logfmt}"
+        signal[name] = ptx_of(combine._combine_send_kernel, pointers, constants | tile, 4)
+    for scales in ("*fp32", "*i32"):
+        pointers = words | rows | {"x": "*i32", "scales": scales, "stats": "*i32"}
+        constants = {"HAS_SCALES": True, "HAS_STATS": True, "VECTOR": 16, "BLOCK": 2048, "GROUPS": 64}
+        constants |= {"TOPK": 8, "LANES": 8}
+        move[f"dispatch receive {scales}"] = ptx_of(dispatch._dispatch_receive_kernel, pointers, constants, 4)
+    for use_logfmt, block in ((False, 2048), (True, 1024)):
+        constants = {
+            "USE_LOGFMT": use_logfmt,
+            "WHOLE": 8,
+            "VECTOR": 16,
+            "BLOCK": block,
+            "AT_ONCE": 8,
+            "TOPK": 8,
+            "LANES": 8,
+        }
+        move[f"combine receive logfmt={use_logfmt}"] = ptx_of(
+            combine._combine_receive_kernel, words | rows, constants, 8
+        )
+    return signal, move
+
+
 if __name__ == "__main__":
-    print(json.dumps(signalling() | moving()))
+    low_latency_signal, low_latency_move = low_latency()
+    print(json.dumps(signalling() | moving() | low_latency_signal | low_latency_move))

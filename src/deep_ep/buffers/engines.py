@@ -10,6 +10,7 @@ import torch.distributed as dist
 from .. import env
 from ..control import Control
 from ..engine.direct import DirectEngine
+from ..engine.low_latency.direct import DirectLowLatency
 from ..errors import EPUnsupported
 from ..stream import CommStream, CudaStream, LaunchStream
 from ..transport import MAX_EXPERTS, WindowSizes, choose
@@ -49,27 +50,45 @@ def make_engine(
     device: torch.device,
     sizes: WindowSizes,
     device_limit_secs: float,
+    enable_shrink: bool = False,
 ) -> tuple[Engine, str]:
-    """The engine of a buffer inside one node, and a line that says how it reaches its peers. All ranks call it."""
+    """The engine of a buffer inside one node, and a line that says how it reaches its peers. All ranks call it.
+
+    Args:
+        control: The group.
+        group: The same, as torch knows it.
+        device: Where tensors live.
+        sizes: Of the window.
+        device_limit_secs: Seconds that a wait on a GPU may take.
+        enable_shrink: Low-latency calls mask ranks that stay silent.
+    """
     if device.type == "cuda":
         reason = why_not(group, control.num_ranks)
         if reason is not None:
             raise EPUnsupported(f"transport symm: {reason}")
         memory: DeviceMemory = SymmMemory(control, group, device)
         how = "solo (a group of one rank)" if control.num_ranks == 1 else "symm (CUDA symmetric memory of one node)"
-        return _streamed(control, memory, CudaStream(device), sizes, device_limit_secs), how
+        return _streamed(control, memory, CudaStream(device), sizes, device_limit_secs, enable_shrink), how
     if env.TRANSPORT.get() == INTERPRETED:
         memory, how = InterpretedMemory(control), f"{INTERPRETED} ({env.TRANSPORT.name}={INTERPRETED})"
-        return _streamed(control, memory, LaunchStream(), sizes, device_limit_secs), how
+        return _streamed(control, memory, LaunchStream(), sizes, device_limit_secs, enable_shrink), how
     choice = choose(control.num_ranks)
     engine = DirectEngine(choice.make_window(control, sizes), CommStream(f"deep_ep-comm-{control.rank}"))
+    if sizes.low_latency_bytes:
+        engine.low_latency = DirectLowLatency(engine.chain, engine.stream, sizes.low_latency_bytes, enable_shrink)
     return engine, f"{choice.name} ({choice.reason})"
 
 
 def _streamed(
-    control: Control, memory: DeviceMemory, stream: LaunchStream, sizes: WindowSizes, limit_secs: float
+    control: Control,
+    memory: DeviceMemory,
+    stream: LaunchStream,
+    sizes: WindowSizes,
+    limit_secs: float,
+    enable_shrink: bool,
 ) -> StreamedEngine:
     # Not before a buffer needs them: they import Triton, and importing us must not.
+    from ..engine.low_latency.streamed import StreamedLowLatency
     from ..engine.shapes import load_shapes
     from ..engine.signals import Signals
     from ..engine.streamed import StreamedEngine
@@ -80,18 +99,22 @@ def _streamed(
         what = "Triton is not installed" if not _triton.HAS_TRITON else f"TRITON_INTERPRET does not fit {device_type}"
         raise EPUnsupported(f"Buffer: kernels cannot run on {device_type}: {what}")
     # Memory is symmetric: the largest wish is everybody's, and a limit of one rank is a limit of all.
-    wishes = control.gather((sizes.arena_bytes, sizes.arena_limit_bytes), "comparing sizes")
-    limits = [limit for _, limit in wishes if limit]
+    wish = (sizes.arena_bytes, sizes.arena_limit_bytes, sizes.low_latency_bytes)
+    wishes = control.gather(wish, "comparing sizes")
+    limits = [limit for _, limit, _ in wishes if limit]
     window = DeviceWindow(
         control.rank,
         control.num_ranks,
         memory,
         Signals.board_bytes(control.num_ranks, MAX_EXPERTS),
-        max(_LEAST_ARENA_BYTES, *(wish for wish, _ in wishes)),
+        max(_LEAST_ARENA_BYTES, *(arena for arena, _, _ in wishes)),
         min(limits, default=0),
     )
     shapes = load_shapes(control.num_ranks)
     engine = StreamedEngine(window, stream, limit_secs, MAX_EXPERTS, shapes, sizes.scratch_bytes)
     exchange.prepare_all(engine.signals.places)
+    low_latency_bytes = max(size for _, _, size in wishes)
+    if low_latency_bytes:
+        engine.low_latency = StreamedLowLatency(engine.signals, window, stream, low_latency_bytes, enable_shrink)
     control.gather(None, "compiling kernels")
     return engine

@@ -23,6 +23,7 @@ from ..topology import Topology, find_topology
 from ..transport import WindowSizes
 from . import checks
 from .engines import Engine, find_device, make_engine
+from .low_latency import LowLatencyMethods
 
 topk_idx_t = torch.int64
 
@@ -57,7 +58,7 @@ class Runtime:
         return self._device.index or 0
 
 
-class Buffer:
+class Buffer(LowLatencyMethods):
     """The expert-parallel communication buffer of one rank: dispatch tokens to experts, combine their results.
 
     All ranks of the group construct it together, and then make the same calls in the same order.
@@ -67,7 +68,7 @@ class Buffer:
         num_nvl_bytes: Size of the window inside a node, a multiple of 128. It is reserved at once, used as needed,
             and grows.
         num_rdma_bytes: Size of the window across nodes, a multiple of 128.
-        low_latency_mode: Whether low-latency calls will be made.
+        low_latency_mode: Whether low-latency calls will be made, in memory of `num_rdma_bytes`.
         num_qps_per_rank: Accepted for DeepEP's callers; there are no queue pairs here.
         allow_nvlink_for_low_latency_mode: Accepted likewise.
         allow_mnnvl: Accepted likewise.
@@ -118,6 +119,7 @@ class Buffer:
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self._lock = threading.RLock()
+        self._known_calls: dict[tuple, Any] = {}
         self._topology = find_topology(control)
         self._engine, self.transport = self._make_engine(control, gpu_limit_secs)
         self._last_rows: tuple[int, torch.dtype] | None = None
@@ -134,8 +136,9 @@ class Buffer:
             arena_limit_bytes=env.ARENA_BYTES.get(),
             # Twice what `get_local_buffer_tensor` shows: its length does not shrink with its offset.
             scratch_bytes=max(2 * (self.num_nvl_bytes + self.num_rdma_bytes), _LEAST_SCRATCH_BYTES),
+            low_latency_bytes=self.num_rdma_bytes if self.low_latency_mode else 0,
         )
-        return make_engine(control, self.group, self.device, sizes, gpu_limit_secs)
+        return make_engine(control, self.group, self.device, sizes, gpu_limit_secs, self.enable_shrink)
 
     def __repr__(self) -> str:
         return f"Buffer(rank {self.rank}/{self.group_size}, {self.device}, transport {self.transport})"
@@ -528,36 +531,6 @@ class Buffer:
             if self._engine is not None:
                 self._engine.stop()
 
-    # Low latency -----------------------------------------------------------------------------------------------------
-
-    def low_latency_dispatch(self, *args: Any, **kwargs: Any) -> None:
-        """Dispatch for decoding, which is not there yet."""
-        raise _not_yet("low_latency_dispatch", "low-latency mode")
-
-    def low_latency_combine(self, *args: Any, **kwargs: Any) -> None:
-        """Combine for decoding, which is not there yet."""
-        raise _not_yet("low_latency_combine", "low-latency mode")
-
-    def get_next_low_latency_combine_buffer(self, handle: object) -> None:
-        """Room for zero-copy combine, which is not there yet."""
-        raise _not_yet("get_next_low_latency_combine_buffer", "low-latency mode")
-
-    def clean_low_latency_buffer(self, *args: Any, **kwargs: Any) -> None:
-        """Barrier of low-latency mode, which is not there yet."""
-        raise _not_yet("clean_low_latency_buffer", "low-latency mode")
-
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Mask a rank, which is not there yet."""
-        raise _not_yet("low_latency_update_mask_buffer", "low-latency mode")
-
-    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Query the masks, which are not there yet."""
-        raise _not_yet("low_latency_query_mask_buffer", "low-latency mode")
-
-    def low_latency_clean_mask_buffer(self) -> None:
-        """Clear the masks, which are not there yet."""
-        raise _not_yet("low_latency_clean_mask_buffer", "low-latency mode")
-
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _require_open(self, where: str) -> None:
@@ -576,7 +549,7 @@ class Buffer:
 
 
 def _not_yet(where: str, what: str) -> EPUnsupported:
-    return EPUnsupported(f"{where}: {what} is not there yet in this version. Normal mode inside one node is")
+    return EPUnsupported(f"{where}: {what} is not there yet in this version. One node is")
 
 
 def _release(engine: Engine | None, should_have_been_destroyed: bool) -> None:

@@ -24,7 +24,17 @@ ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4
 
 STEP_NAMES = {ANNOUNCED: "announced", OFFERED: "offered", READY: "ready", TAKEN: "taken"}
 
-OPERATIONS = ("dispatch", "worst-case dispatch", "cached dispatch", "combine", "barrier")
+LOW_LATENCY = "low-latency"
+OPERATIONS = (
+    "dispatch",
+    "worst-case dispatch",
+    "cached dispatch",
+    "combine",
+    "barrier",
+    f"{LOW_LATENCY} dispatch",
+    f"{LOW_LATENCY} combine",
+    f"{LOW_LATENCY} barrier",
+)
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _WORDS: dict[Any, int] = {None: 0, **{name: word for word, name in enumerate(OPERATIONS)}}
@@ -46,6 +56,7 @@ class Agreement(NamedTuple):
         num_scales: Scales of a row.
         scale_dtype: Their type.
         idx_dtype: Type of the expert ids.
+        max_tokens: Most tokens of a rank (low latency).
         handle: Checksum of the handle's counts, so that a handle of another dispatch is noticed.
     """
 
@@ -57,6 +68,7 @@ class Agreement(NamedTuple):
     num_scales: int = 0
     scale_dtype: torch.dtype | None = None
     idx_dtype: torch.dtype | None = None
+    max_tokens: int = 0
     handle: int = 0
 
     def words(self) -> list[int]:

@@ -20,6 +20,7 @@ from ..transport import Window, ordinary_tensor
 from .call import Chain
 from .combine import Combine, Combined
 from .dispatch import Dispatch
+from .low_latency.direct import DirectLowLatency
 from .parcel import Payload, Received, Routing
 
 T = TypeVar("T")
@@ -54,7 +55,12 @@ class DirectEngine:
     Args:
         window: The window.
         stream: Where communication runs.
+
+    Attributes:
+        low_latency: Low-latency calls; None: the buffer has no memory for them.
     """
+
+    low_latency: DirectLowLatency | None = None
 
     def __init__(self, window: Window, stream: CommStream):
         self.window = window
@@ -144,7 +150,8 @@ class DirectEngine:
 
     def trim(self) -> int:
         """Give memory that nobody uses back to the system. Returns the bytes given back."""
-        return self.window.arena.trim() + self.chain.results.trim()
+        results = self.low_latency.trim() if self.low_latency is not None else 0
+        return self.window.arena.trim() + self.chain.results.trim() + results
 
     def numbers(self) -> dict[str, Any]:
         """What was counted so far."""

@@ -16,7 +16,7 @@ from ..kernels import exchange
 from ..kernels.exchange import Places, Post
 from ..stream import LaunchStream
 from ..transport.device import DeviceWindow
-from .call import OPERATIONS, Agreement
+from .call import LOW_LATENCY, OPERATIONS, Agreement
 from .digest import unpack
 from .failure import Record
 
@@ -49,7 +49,13 @@ class Signals:
         stream: Where calls are launched.
         limit_secs: Seconds that a wait may take.
         max_experts: Most experts of a call.
+
+    Attributes:
+        is_announced: Peers may know of the call that is being made: what goes wrong in it goes wrong for all ranks.
+        low_latency_words: [R, 2] int64, what the ranks said in a low-latency call that they disagree in.
     """
+
+    low_latency_words: torch.Tensor | None = None
 
     def __init__(self, window: DeviceWindow, stream: LaunchStream, limit_secs: float, max_experts: int):
         num_ranks, device = window.num_ranks, window.device
@@ -58,7 +64,7 @@ class Signals:
         self._board = window.board
         self._ticket = 0
         self._failure: str | None = None
-        self._is_announced = False
+        self.is_announced = False
         self._host = torch.zeros(
             Places.host_room(num_ranks, max_experts), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
         )
@@ -95,7 +101,7 @@ class Signals:
 
     def meet(self, post: Post, *args: Any, **kwargs: Any) -> None:
         """As `exchange.meet`: from now on, what goes wrong goes wrong for all ranks."""
-        self._is_announced = True
+        self.is_announced = True
         exchange.meet(self.places, post, *args, **kwargs)
 
     def wait_for_counts(self, num_experts: int) -> Counts:
@@ -113,7 +119,7 @@ class Signals:
         record = Record(*words[exchange.STATE_RECORD : exchange.STATE_RECORD + 7])
         if record.code == exchange.COUNTS and record.origin == self.places.rank and not words[exchange.STATE_FAILED]:
             self._host[exchange.STATE_RECORD] = 0
-            self._is_announced = False  # the kernel has said nothing
+            self.is_announced = False  # the kernel has said nothing
             raise self._error(record)
         return Counts(
             words[last - num_ranks : last],
@@ -140,11 +146,11 @@ class Signals:
     def contagious(self, operation: str) -> Iterator[None]:
         """Around a call. What goes wrong on the host is told to the peers, but a wrong argument that none heard of."""
         self.require_working()
-        self._is_announced = False
+        self.is_announced = False
         try:
             yield
         except BaseException as error:
-            is_refused = not self._is_announced and isinstance(error, (ValueError, TypeError, AssertionError))
+            is_refused = not self.is_announced and isinstance(error, (ValueError, TypeError, AssertionError))
             if not is_refused and self._failure is None and not self._failed_word.value:
                 self._failure = f"{operation}: {type(error).__name__}: {error}"
                 with self._stream.aside():
@@ -176,6 +182,10 @@ class Signals:
         """A function that says what a rank's header of a call has differently from that of the rank that noticed."""
 
         def header(rank: int) -> Agreement:
+            if OPERATIONS[record.operation].startswith(LOW_LATENCY) and self.low_latency_words is not None:
+                with self._stream.aside():
+                    first, second = self.low_latency_words[rank].tolist()
+                return unpack(first, second, 0)
             return unpack(*self.places.said(self._board, record.epoch, rank))
 
         return lambda rank: header(record.origin).differences(header(rank)) or "nothing (it saw another difference)"

@@ -31,6 +31,7 @@ from .call import ANNOUNCED, OFFERED, OPERATIONS, READY, TAKEN, Agreement
 from .combine import Combined
 from .digest import pack
 from .direct import Order
+from .low_latency.calls import LowLatency
 from .parcel import Payload, Received, Routing, agreement_of
 from .room import Frame, Room, Sections, num_bytes_of
 from .shapes import Shapes
@@ -50,7 +51,12 @@ class StreamedEngine:
         max_experts: Most experts of a call.
         shapes: How bulk kernels are launched.
         num_local_bytes: What the caller may see of the raw buffer.
+
+    Attributes:
+        low_latency: Low-latency calls; None: the buffer has no memory for them.
     """
+
+    low_latency: LowLatency | None = None
 
     def __init__(
         self,

@@ -35,6 +35,17 @@ if INTERPRETED:
             return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
         return values.to(dtype)
 
+    @triton.jit
+    def to_fp8(values):
+        """FP32 values of at most 448 as FP8 E4M3, to the nearest, ties to even. The interpreter's own cuts bits off."""
+        bits = tl.abs(values).to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # The last place of 2**14 is 2**-9, as that of the smallest FP8 numbers.
+        small = (tl.abs(values) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(bits < 0x3C800000, small, normal)
+        code = tl.where(values == values, code, 0x7F) | tl.where(values.to(tl.int32, bitcast=True) < 0, 0x80, 0)
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
 else:
 
     @triton.jit
@@ -76,6 +87,11 @@ else:
     def rounded(values, dtype):
         """Round to the nearest, ties to even."""
         return values.to(dtype)
+
+    @triton.jit
+    def to_fp8(values):
+        """FP32 values of at most 448 as FP8 E4M3, rounded to the nearest, ties to even."""
+        return values.to(tl.float8e4nv)
 
 
 @triton.jit

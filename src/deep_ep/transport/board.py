@@ -19,11 +19,14 @@ STEP_BITS = 24  # of `progress`; the other 40 bits are the epoch's, enough for 3
 MAX_EXPERTS = 1 << 14  # counts per expert that a header has room for
 
 HEADER, OFFER = 0, 1  # the kinds of posts
+NUM_SENT_POSTS = 8  # of low-latency calls, by their number
 
 _NUM_POST_WORDS = 32
 _POST_BYTES = 8 * _NUM_POST_WORDS
 _TEXT = Span(4 * LINE_BYTES, 2048)
 _POSTS = 2048  # 2 kinds x 2 parities of `_POST_BYTES` each
+_SENT_POSTS = 3072  # `NUM_SENT_POSTS` of `_SENT_POST_BYTES` each
+_SENT_POST_BYTES = 128
 _VALUES = 4096
 
 
@@ -46,10 +49,12 @@ class Board:
         self.progress = word(mapping.memory, 0)
         self.failed = word(mapping.memory, LINE_BYTES)
         self.closed = word(mapping.memory, 2 * LINE_BYTES)
+        self.sent = word(mapping.memory, 3 * LINE_BYTES)
         self._text = mapping.view(_TEXT)
         self._posts = [
             [mapping.view(_post_span(kind, parity)).cast("q") for parity in (0, 1)] for kind in (HEADER, OFFER)
         ]
+        self._sent_posts = [mapping.view(_sent_post_span(slot)).cast("q") for slot in range(NUM_SENT_POSTS)]
         num_bytes = _values_bytes(num_ranks)
         self._values = [
             bytes_tensor(mapping.view(Span(_VALUES + parity * num_bytes, _VALUES + (parity + 1) * num_bytes))).view(
@@ -79,6 +84,14 @@ class Board:
         """Values `[start, stop)` of a header, where they lie: good until the call ends."""
         return self._values[epoch & 1][start:stop]
 
+    def post_sent(self, number: int, words: Sequence[int]) -> None:
+        """Write the words of a low-latency call. Peers see them with the next release of `sent`."""
+        self._sent_posts[number % NUM_SENT_POSTS][: len(words)] = memoryview(array("q", words))
+
+    def read_sent(self, number: int) -> list[int]:
+        """The words of a low-latency call; the rest of the slot follows them."""
+        return self._sent_posts[number % NUM_SENT_POSTS].tolist()
+
     def write_text(self, text: str) -> None:
         """Write why this rank failed, cut to the room there is."""
         room = self._text.nbytes - 8
@@ -95,6 +108,11 @@ class Board:
 def _post_span(kind: int, parity: int) -> Span:
     start = _POSTS + (2 * kind + parity) * _POST_BYTES
     return Span(start, start + _POST_BYTES)
+
+
+def _sent_post_span(slot: int) -> Span:
+    start = _SENT_POSTS + slot * _SENT_POST_BYTES
+    return Span(start, start + _SENT_POST_BYTES)
 
 
 def _values_bytes(num_ranks: int) -> int:

@@ -104,6 +104,14 @@ class DeviceWindow:
             return False
         return True
 
+    def set_aside(self, num_bytes: int) -> Part:
+        """A piece of memory on every rank that is not the arena's. All ranks call it together, with the same number.
+
+        Raises:
+            EPTransportError: Some rank cannot have it; all ranks raise.
+        """
+        return self._memory.grow(whole_units(num_bytes))
+
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured in a graph."""
         return self._memory.is_capturing()

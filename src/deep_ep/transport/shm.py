@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import select
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..control import Control
 from ..errors import EPTransportError, EPUnsupported
@@ -23,11 +23,12 @@ from .window import Peer, Window, WindowSizes
 
 @dataclass(frozen=True)
 class Address:
-    """How a peer finds a rank's memory."""
+    """How a peer finds a rank's memory, and how much of it the rank wants for low-latency calls."""
 
     pid: int
     fd: int
     identity: tuple[int, int]
+    low_latency_bytes: int = 0
 
 
 class Process(Peer):
@@ -73,7 +74,7 @@ def make_window(control: Control, sizes: WindowSizes) -> Window:
         memory = SharedMemory.create()
         board_span = memory.grow(board_bytes)
         memory.commit(board_span)
-        address = Address(os.getpid(), memory.fd, memory.identity())
+        address = Address(os.getpid(), memory.fd, memory.identity(), sizes.low_latency_bytes)
     except (OSError, EPTransportError) as error:
         problem, address = str(error), None
     addresses = all_well(control, address, problem, "making shared memory")
@@ -90,6 +91,8 @@ def make_window(control: Control, sizes: WindowSizes) -> Window:
     except (OSError, EPTransportError) as error:
         problem = str(error)
     all_well(control, None, problem, "mapping shared memory")
+    # Everybody must divide this memory alike: the largest wish is everybody's. Only what is used is taken.
+    sizes = replace(sizes, low_latency_bytes=max(address.low_latency_bytes for address in addresses))
     return Window(control.rank, peers, memory, sizes, control.limit_secs)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,14 +21,18 @@ import torch
 
 from ..errors import EPError, EPTimeout, EPTransportError, named
 from .arena import GROWTH_BYTES, Arena, Base, Segment
-from .board import Board, progress_of
+from .board import MAX_EXPERTS, NUM_SENT_POSTS, Board, progress_of
 from .memory import Mapping, Memory, bytes_tensor
 from .spans import Span
+from .sparse import SparseSegment
 
 # Between two looks of a wait. A small call is over in a few milliseconds, and long pauses would be most of it; who
 # waits longer than that looks less often.
 _SHORTEST_PAUSE_SECS, _SHORT_PAUSE_SECS, _LONGEST_PAUSE_SECS = 20e-6, 80e-6, 1e-3
 _SHORT_WAIT_SECS = 4e-3
+SENT_TABLE_BYTES = 8 * MAX_EXPERTS  # of a low-latency call: a number for each expert
+SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the low-latency memory
+
 _PULSE_SECS = 0.02  # how often a wait asks whether the peers' processes live
 
 
@@ -48,8 +52,19 @@ class Peer:
 
     def rows(self, base: Base, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
         """A [num_rows, num_columns] tensor over the peer's memory behind a base."""
+        stop = base.offset + num_rows * num_columns * dtype.itemsize
+        mapping = self.mapping(base, stop)
+        mapping.populate(stop)
+        return mapping.rows(base.offset, num_rows, num_columns, dtype)
+
+    def mapping(self, base: Base, stop: int) -> Mapping:
+        """The peer's segment behind a base, mapped.
+
+        Args:
+            base: What the peer offered.
+            stop: Where the bytes end that begin there.
+        """
         segment, offset = base
-        stop = offset + num_rows * num_columns * dtype.itemsize
         if not segment.start <= offset <= stop <= segment.stop:
             raise EPTransportError(
                 f"window: rank {self.rank} offered bytes {offset} to {stop}, not inside its {segment}"
@@ -57,8 +72,7 @@ class Peer:
         mapping = self._mappings.get(segment.start)
         if mapping is None:
             mapping = self._mappings[segment.start] = self._memory.map(segment)
-        mapping.populate(stop)
-        return mapping.rows(offset, num_rows, num_columns, dtype)
+        return mapping
 
     def is_alive(self) -> bool:
         """Whether its process lives, as far as can be told."""
@@ -77,11 +91,13 @@ class WindowSizes:
         arena_bytes: The first arena segment.
         arena_limit_bytes: All arena segments together; 0: no limit.
         scratch_bytes: The scratch.
+        low_latency_bytes: Memory of low-latency calls.
     """
 
     arena_bytes: int
     arena_limit_bytes: int
     scratch_bytes: int
+    low_latency_bytes: int = 0
 
 
 class Window:
@@ -95,6 +111,7 @@ class Window:
         limit_secs: Seconds that a wait may take.
 
     Attributes:
+        low_latency: Memory of low-latency calls; None: there is none.
         failure: Why this rank has failed; None: it has not.
         fault: Told of every fault point, where tests stop or kill the rank, or delay it; None: nobody is.
     """
@@ -111,6 +128,10 @@ class Window:
         self._scratch = Segment(memory, max(sizes.scratch_bytes, GROWTH_BYTES))
         peers[rank].adopt(self._scratch.mapping)
         self.arena = Arena(memory, sizes.arena_bytes, sizes.arena_limit_bytes, peers[rank].adopt)
+        self.low_latency: SparseSegment | None = None
+        if sizes.low_latency_bytes:
+            self.low_latency = SparseSegment(memory, SENT_TABLES_BYTES + sizes.low_latency_bytes)
+            peers[rank].adopt(self.low_latency.mapping)
 
     def scratch(self, num_bytes: int) -> tuple[Base, torch.Tensor]:
         """The first bytes of the scratch: `(base, uint8 tensor)`. What lies there lasts until the call ends."""
@@ -177,6 +198,57 @@ class Window:
         self._raise_if_failed(where)
         self._raise_if_astray(where)
 
+    def wait_sent(self, number: int, ranks: Sequence[int], operation: str, *, may_lose: bool) -> Arrivals:
+        """Wait until every one of these ranks has sent low-latency call `number`.
+
+        Args:
+            number: Of the call.
+            ranks: To wait for.
+            operation: The call, for errors.
+            may_lose: Go on without a rank that is silent past the limit, dead or closed, and say so; else raise.
+
+        Raises:
+            EPTimeout: A rank will not send.
+            EPError: A peer failed.
+        """
+        where, waited_ns, lost = _Where(operation, number), [0] * len(self.peers), {}
+        peers = [self.peers[rank] for rank in ranks if rank != self.rank]
+        pending = [peer for peer in peers if peer.board.sent.load_acquire() < number]
+        begin = pulse = time.monotonic()
+        pause = _SHORTEST_PAUSE_SECS
+        while pending:
+            time.sleep(pause)
+            now = time.monotonic()
+            pause = min(2 * pause, _SHORT_PAUSE_SECS if now - begin < _SHORT_WAIT_SECS else _LONGEST_PAUSE_SECS)
+            for peer in pending:
+                waited_ns[peer.rank] = int((now - begin) * 1e9)
+            self._raise_if_failed(where, peers)
+            # Reasons first, words second: a peer may have sent and then left.
+            reasons = self._reasons_not_to_wait(pending, now - begin, now - pulse > _PULSE_SECS)
+            pulse = now if now - pulse > _PULSE_SECS else pulse
+            pending = [peer for peer in pending if peer.board.sent.load_acquire() < number]
+            gone = {peer.rank: reasons[peer.rank] for peer in pending if peer.rank in reasons}
+            if gone and not may_lose:
+                raise EPTimeout(f"{where}: {told(gone)} ({self._me()}). Look at its output, and make a new buffer")
+            lost.update(gone)
+            pending = [peer for peer in pending if peer.rank not in gone]
+        for rank, nanoseconds in enumerate(waited_ns):
+            self.peers[rank].wait_secs += nanoseconds * 1e-9
+        self._raise_if_failed(where, [peer for peer in peers if peer.rank not in lost])
+        return Arrivals(waited_ns, lost)
+
+    def _reasons_not_to_wait(self, pending: list[Peer], waited_secs: float, looks_at_processes: bool) -> dict[int, str]:
+        """Which ranks will not send, and why."""
+        reasons = {}
+        for peer in pending:
+            if peer.board.closed.load_acquire():
+                reasons[peer.rank] = ", which has destroyed its buffer"
+            elif looks_at_processes and not peer.is_alive():
+                reasons[peer.rank] = ", whose process has ended"
+            elif waited_secs > self.limit_secs:
+                reasons[peer.rank] = f" after {self.limit_secs:g} s"
+        return reasons
+
     # Failure --------------------------------------------------------------------------------------------------------
 
     def fail(self, cause: str) -> None:
@@ -194,8 +266,8 @@ class Window:
         for peer in self.peers:
             peer.close()
 
-    def _raise_if_failed(self, where: _Where) -> None:
-        for peer in self._others:
+    def _raise_if_failed(self, where: _Where, peers: list[Peer] | None = None) -> None:
+        for peer in self._others if peers is None else peers:
             if peer.board.failed.load_acquire():
                 raise EPPeerFailed(peer.rank, peer.board.read_text(), f"{where}: rank {peer.rank} failed", self._me())
 
@@ -227,6 +299,23 @@ class Window:
 
     def _me(self) -> str:
         return f"rank {self.rank}/{len(self.peers)}"
+
+
+class Arrivals(NamedTuple):
+    """How a wait for low-latency calls went.
+
+    Attributes:
+        waited_ns: For each rank, the nanoseconds waited for it.
+        lost: The ranks that did not come, and why.
+    """
+
+    waited_ns: list[int]
+    lost: dict[int, str]
+
+
+def told(reasons: dict[int, str]) -> str:
+    """Ranks that did not come, for a message."""
+    return "; ".join(f"no signal from rank {rank}{reason}" for rank, reason in reasons.items())
 
 
 class EPPeerFailed(EPError):

@@ -1,0 +1,341 @@
+"""The low-latency half of `Buffer`: arguments, checks and docstrings. The algorithm is the engine's."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from ..engine.low_latency.calls import Hook, LowLatency, Rows, Way
+from ..engine.low_latency.geometry import MOST_TOKENS, Form, Geometry
+from ..event import EventHandle, EventOverlap
+from . import checks
+from .engines import Engine
+
+_MOST_TOPK = 32
+_HANDLE_ITEMS = 5  # packed_recv_src_info, packed_recv_layout_range, M, hidden, num_experts
+
+
+class LowLatencyMethods:
+    """Methods of `Buffer` for decoding: no exchange of counts, no wait of the host, receive hooks, rank masks."""
+
+    rank: int
+    group_size: int
+    device: torch.device
+    low_latency_mode: bool
+    enable_shrink: bool
+    _lock: threading.RLock
+    _known_calls: dict[tuple, Any]
+
+    def _require_engine(self, where: str) -> Engine:
+        raise NotImplementedError
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, tuple, EventOverlap, Hook | None]:
+        """Send each token to each of its experts, packed expert by expert on the other side.
+
+        L experts of this rank, R ranks, M = `num_max_dispatch_tokens_per_rank`. Results are ordinary memory.
+
+        Args:
+            x: [T, H] BF16, contiguous, T at most M; any H.
+            topk_idx: [T, K] int32 or int64, contiguous, K at most 32; ids outside [0, num_experts) select nothing. An
+                expert that a token names twice gets it once.
+            num_max_dispatch_tokens_per_rank: M, the same on all ranks; it may change from call to call.
+            num_experts: E, a multiple of the number of ranks.
+            cumulative_local_expert_recv_stats: [L] int32; the rows of each expert are added to it.
+            dispatch_wait_recv_cost_stats: [R] int64; the nanoseconds spent waiting for each rank are added to it.
+            use_fp8: Cast to FP8, with one scale for each 128 channels.
+            round_scale: Make scales powers of two.
+            use_ue8m0: Return scales as exponent bytes, four to an int32; needs `round_scale`.
+            async_finish: Return an event instead of waiting.
+            return_recv_hook: Only send, and return a function that receives. Not together with `async_finish`.
+
+        Returns:
+            `recv_x` [L, R * M, H] (BF16, or FP8 in a tuple with scales [L, R * M, S] whose rows lie side by side in
+            memory), `recv_count` [L] int32 (rows from there on are garbage), the handle, the event, the hook or None.
+            The handle is (`packed_recv_src_info` [L, R * M] int32, `packed_recv_layout_range` [L, R] int64 with counts
+            in the low and first rows in the high 32 bits, M, H, E).
+        """
+        # A decoding loop makes the same calls again and again: what was checked once is not checked again.
+        look = ("dispatch", num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
+        tensors = (x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+        key = (*look, async_finish, return_recv_hook, *map(_look_of, tensors))
+        known = self._known_calls.get(key)
+        if known is None:
+            known = self._check_dispatch(*look[1:], async_finish, return_recv_hook, *tensors)
+            self._known_calls[key] = known
+        geometry, form, way = known
+        with self._lock:
+            packed, event, hook = self._require_low_latency("low_latency_dispatch").dispatch(
+                x, topk_idx, geometry, form, way, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+            )
+        recv_x = packed.x if packed.scales is None else (packed.x, packed.scales)
+        handle = (packed.src_info, packed.layout_range, geometry.max_tokens, geometry.hidden, geometry.num_experts)
+        overlap = _overlap(event, x, topk_idx, *packed, cumulative_local_expert_recv_stats)
+        return recv_x, packed.num_rows, handle, overlap, self._locked(hook)
+
+    def _check_dispatch(
+        self,
+        max_tokens: int,
+        num_experts: int,
+        use_fp8: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
+        async_finish: bool,
+        return_recv_hook: bool,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        recv_stats: torch.Tensor | None,
+        wait_stats: torch.Tensor | None,
+    ) -> tuple[Geometry, Form, Way]:
+        where = "low_latency_dispatch"
+        way = _check_way(where, async_finish, return_recv_hook)
+        if use_ue8m0 and not round_scale:
+            raise ValueError(f"{where}: `use_ue8m0` needs round_scale=True: exponents are all that is kept of a scale")
+        form = Form(bool(use_fp8), bool(round_scale and use_fp8), bool(use_ue8m0 and use_fp8))
+        checks.check_tensor(where, "x", x, (None, None), (torch.bfloat16,), device=self.device)
+        shape = (x.size(0), None)
+        checks.check_tensor(where, "topk_idx", topk_idx, shape, checks.IDX_DTYPES, device=self.device)
+        geometry = self._geometry(where, max_tokens, x.size(1), num_experts, topk_idx.size(1), x.size(0))
+        num_local = geometry.num_local_experts
+        self._check_stats(where, "cumulative_local_expert_recv_stats", recv_stats, num_local, torch.int32)
+        self._check_stats(where, "dispatch_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
+        return geometry, form, way
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: tuple,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Bring the experts' results back, weighted and summed in FP32, k ascending, rounded once.
+
+        Args:
+            x: [L, R * M, H] BF16, contiguous: results where dispatch put the inputs.
+            topk_idx: [T, K], as dispatched.
+            topk_weights: [T, K] float32, contiguous.
+            handle: Of the dispatch.
+            use_logfmt: Send magnitudes as 10-bit logarithms where a block of channels allows it: lossy, fewer bytes.
+            zero_copy: The results are in the tensor of `get_next_low_latency_combine_buffer(handle)`; `x` is not read.
+            async_finish: Return an event instead of waiting.
+            return_recv_hook: Only send, and return a function that receives. Not together with `async_finish`.
+            out: [T, H] BF16 to write into and to return; default: a new one.
+            combine_wait_recv_cost_stats: [R] int64; the nanoseconds spent waiting for each rank are added to it.
+
+        Returns:
+            `combined_x` [T, H] BF16, the event, the hook or None. A token without experts gives zeros.
+        """
+        tensors = (x, topk_idx, topk_weights, out, combine_wait_recv_cost_stats)
+        look = ("combine", use_logfmt, zero_copy, async_finish, return_recv_hook, *map(_look_of, tensors))
+        key = (*look, *map(_look_of, handle)) if isinstance(handle, (tuple, list)) else None
+        known = self._known_calls.get(key) if key is not None else None
+        if known is None:
+            known = self._check_combine(handle, use_logfmt, zero_copy, async_finish, return_recv_hook, *tensors)
+            self._known_calls[key] = known
+        geometry, way = known
+        src_info, layout_range = handle[:2]
+        with self._lock:
+            given = Rows(x, topk_idx, topk_weights, src_info, layout_range, bool(use_logfmt), bool(zero_copy))
+            engine = self._require_low_latency("low_latency_combine")
+            combined, event, hook = engine.combine(given, geometry, way, out, combine_wait_recv_cost_stats)
+        overlap = _overlap(event, x, topk_idx, topk_weights, src_info, layout_range, combined)
+        return combined, overlap, self._locked(hook)
+
+    def _check_combine(
+        self,
+        handle: Any,
+        use_logfmt: bool,
+        zero_copy: bool,
+        async_finish: bool,
+        return_recv_hook: bool,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None,
+        wait_stats: torch.Tensor | None,
+    ) -> tuple[Geometry, Way]:
+        where, device = "low_latency_combine", self.device
+        way = _check_way(where, async_finish, return_recv_hook)
+        assert not (use_logfmt and zero_copy), f"{where}: `use_logfmt` and `zero_copy` exclude each other"
+        checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES, device=device)
+        shape = num_tokens, num_topk = tuple(topk_idx.shape)
+        checks.check_tensor(where, "topk_weights", topk_weights, shape, (torch.float32,), device=device)
+        _, _, geometry = self._parse_handle(where, handle, num_topk, num_tokens)
+        rows = (geometry.num_local_experts, geometry.num_rows, geometry.hidden)
+        checks.check_tensor(where, "x", x, rows, (torch.bfloat16,), contiguous=not zero_copy, device=device)
+        if out is not None:
+            result = (num_tokens, geometry.hidden)
+            checks.check_tensor(where, "out", out, result, (torch.bfloat16,), device=device)
+        self._check_stats(where, "combine_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
+        return geometry, way
+
+    def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
+        """Window memory for the experts to write into, so that combine need not copy (`zero_copy=True`).
+
+        It belongs to the handle: two handles may have theirs at the same time.
+
+        Args:
+            handle: Of the dispatch whose rows will be combined.
+
+        Returns:
+            [L, R * M, H] BF16, uninitialised. Its rows are a few bytes apart, so it is not contiguous.
+        """
+        where = "get_next_low_latency_combine_buffer"
+        src_info, _, geometry = self._parse_handle(where, handle, 0, 0)
+        with self._lock:
+            return self._require_low_latency(where).combine_buffer(src_info, geometry)
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """A barrier over all ranks that are not masked. There is nothing to clean: words are never used twice.
+
+        A rank that stays away past the limit is masked (`enable_shrink`), or raises `EPTimeout`.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: M of the calls to come.
+            hidden: Their H.
+            num_experts: Their E.
+        """
+        where = "clean_low_latency_buffer"
+        self._geometry(where, num_max_dispatch_tokens_per_rank, hidden, num_experts, 0, 0)
+        with self._lock:
+            self._require_low_latency(where).clean()
+
+    # Rank masks ------------------------------------------------------------------------------------------------------
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Mask a rank: nothing is sent to it, it is not waited for, and its experts contribute nothing. Local.
+
+        Args:
+            rank_to_mask: The rank.
+            mask: Whether to mask it, or to take it in again.
+        """
+        where = "low_latency_update_mask_buffer"
+        rank = checks.check_int(where, "rank_to_mask", rank_to_mask, 0)
+        if rank >= self.group_size:
+            raise ValueError(f"{where}: `rank_to_mask` must be below {self.group_size}, got {rank}")
+        with self._lock:
+            self._require_masks(where).update_mask(rank, bool(mask))
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Write this rank's masks.
+
+        Args:
+            mask_status: [R] int32, written: 1 where a rank is masked.
+        """
+        where = "low_latency_query_mask_buffer"
+        shape = (self.group_size,)
+        checks.check_tensor(where, "mask_status", mask_status, shape, (torch.int32,), device=self.device)
+        with self._lock:
+            self._require_masks(where).query_mask(mask_status)
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Mask nobody any more."""
+        with self._lock:
+            self._require_masks("low_latency_clean_mask_buffer").clean_mask()
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _require_low_latency(self, where: str) -> LowLatency:
+        engine = self._require_engine(where).low_latency
+        if engine is None:
+            raise ValueError(
+                f"{where}: the buffer must be made with low_latency_mode=True and num_rdma_bytes from "
+                "Buffer.get_low_latency_rdma_size_hint(...)"
+            )
+        return engine
+
+    def _require_masks(self, where: str) -> LowLatency:
+        if not self.enable_shrink:
+            raise ValueError(f"{where}: ranks can be masked only where the buffer was made with enable_shrink=True")
+        return self._require_low_latency(where)
+
+    def _geometry(
+        self, where: str, max_tokens: int, hidden: int, num_experts: int, num_topk: int, num_tokens: int
+    ) -> Geometry:
+        max_tokens = checks.check_int(where, "num_max_dispatch_tokens_per_rank", max_tokens, 1)
+        hidden = checks.check_int(where, "hidden", hidden, 1)
+        num_experts = checks.check_num_experts(where, "num_experts", num_experts, self.group_size)
+        if max_tokens > MOST_TOKENS:
+            raise ValueError(
+                f"{where}: `num_max_dispatch_tokens_per_rank` must be at most {MOST_TOKENS}, got {max_tokens}"
+            )
+        if num_tokens > max_tokens:
+            raise ValueError(
+                f"{where}: at most num_max_dispatch_tokens_per_rank={max_tokens} tokens can be sent, "
+                f"there are {num_tokens}"
+            )
+        if num_topk > _MOST_TOPK:
+            raise ValueError(
+                f"{where}: a token may have at most {_MOST_TOPK} experts, `topk_idx` has {num_topk} columns"
+            )
+        return Geometry(self.group_size, num_experts, max_tokens, hidden, num_topk)
+
+    def _parse_handle(
+        self, where: str, handle: Any, num_topk: int, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Geometry]:
+        if not isinstance(handle, (tuple, list)) or len(handle) != _HANDLE_ITEMS:
+            what = f"{len(handle)} items" if isinstance(handle, (tuple, list)) else type(handle).__name__
+            raise ValueError(
+                f"{where}: `handle` must be the tuple of {_HANDLE_ITEMS} items that low_latency_dispatch returned, "
+                f"got {what}"
+            )
+        src_info, layout_range, max_tokens, hidden, num_experts = handle
+        geometry = self._geometry(where, max_tokens, hidden, num_experts, num_topk, num_tokens)
+        shape = (geometry.num_local_experts, geometry.num_rows)
+        checks.check_tensor(where, "handle[0]", src_info, shape, (torch.int32,), device=self.device)
+        shape = (geometry.num_local_experts, self.group_size)
+        checks.check_tensor(where, "handle[1]", layout_range, shape, (torch.int64,), device=self.device)
+        return src_info, layout_range, geometry
+
+    def _check_stats(self, where: str, name: str, stats: torch.Tensor | None, size: int, dtype: torch.dtype) -> None:
+        if stats is not None:
+            checks.check_tensor(where, name, stats, (size,), (dtype,), device=self.device)
+
+    def _locked(self, hook: Hook | None) -> Hook | None:
+        if hook is None:
+            return None
+
+        def receive() -> None:
+            with self._lock:
+                hook()
+
+        return receive
+
+
+def _look_of(value: Any) -> Any:
+    """What of an argument is checked, as a key: nothing of a tensor's contents is."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.device, value.is_contiguous()
+    return value
+
+
+def _check_way(where: str, async_finish: bool, return_recv_hook: bool) -> Way:
+    assert not (async_finish and return_recv_hook), (
+        f"{where}: `async_finish` and `return_recv_hook` exclude each other: the hook is the end of the call"
+    )
+    return Way(bool(async_finish), bool(return_recv_hook))
+
+
+def _overlap(event: EventHandle | None, *tensors: torch.Tensor | None) -> EventOverlap:
+    """The event, with the tensors that must outlive the call; no event: nothing to keep."""
+    return EventOverlap(event, tuple(tensors) if event is not None else None)

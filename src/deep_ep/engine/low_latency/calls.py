@@ -1,0 +1,123 @@
+"""What low-latency calls take and give, on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ...event import EventHandle
+from .geometry import Form, Geometry
+
+Hook = Callable[[], None]
+
+
+class Way(NamedTuple):
+    """How a call stands to the caller's stream.
+
+    Attributes:
+        is_async: The caller gets an event and does not wait.
+        has_hook: The call only sends; the caller gets a hook that receives.
+    """
+
+    is_async: bool = False
+    has_hook: bool = False
+
+
+class Packed(NamedTuple):
+    """What a dispatch returns. R ranks, L local experts, M tokens of a rank at most, H channels, S scales.
+
+    Attributes:
+        x: [L, R * M, H], rows of each expert from its first row on.
+        scales: [L, R * M, S], the rows side by side in memory; None for BF16.
+        num_rows: [L] int32, rows of each expert.
+        src_info: [L, R * M] int32, each row's token at its source.
+        layout_range: [L, R] int64, `count | first row << 32` of the rows from each rank.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    num_rows: torch.Tensor
+    src_info: torch.Tensor
+    layout_range: torch.Tensor
+
+
+class Rows(NamedTuple):
+    """What a combine takes.
+
+    Attributes:
+        x: [L, R * M, H] BF16, the experts' rows where dispatch put their inputs.
+        topk_idx: [T, K], as dispatched.
+        topk_weights: [T, K] float32.
+        src_info: Of the handle.
+        layout_range: Of the handle.
+        use_logfmt: Compress rows on their way.
+        zero_copy: The rows lie in the handle's zero-copy tensor, `x` is not read.
+    """
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    src_info: torch.Tensor
+    layout_range: torch.Tensor
+    use_logfmt: bool = False
+    zero_copy: bool = False
+
+
+class LowLatency(Protocol):
+    """Low-latency calls of a buffer."""
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        geometry: Geometry,
+        form: Form,
+        way: Way,
+        recv_stats: torch.Tensor | None,
+        wait_stats: torch.Tensor | None,
+    ) -> tuple[Packed, EventHandle | None, Hook | None]:
+        """Send each token to its experts.
+
+        Args:
+            x: [T, H] BF16.
+            topk_idx: [T, K] int32 or int64.
+            geometry: The sizes of the call.
+            form: How rows travel.
+            way: How the call stands to the caller's stream.
+            recv_stats: [L] int32; the rows of each expert are added. Or None.
+            wait_stats: [R] int64; the nanoseconds waited for each rank are added. Or None.
+        """
+        ...
+
+    def combine(
+        self,
+        rows: Rows,
+        geometry: Geometry,
+        way: Way,
+        out: torch.Tensor | None,
+        wait_stats: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:
+        """Bring the experts' rows back: weighted sums in FP32, k ascending, rounded once. `out` is [T, H] BF16."""
+        ...
+
+    def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+        """The zero-copy tensor of a handle."""
+        ...
+
+    def clean(self) -> None:
+        """A barrier over the ranks that are not masked."""
+        ...
+
+    def update_mask(self, rank: int, is_masked: bool) -> None:
+        """Mask a rank for this rank's calls, or no longer."""
+        ...
+
+    def query_mask(self, status: torch.Tensor) -> None:
+        """Write the masks into [R] int32: 1 where a rank is masked."""
+        ...
+
+    def clean_mask(self) -> None:
+        """Mask nobody."""
+        ...

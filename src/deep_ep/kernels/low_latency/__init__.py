@@ -1,0 +1,1 @@
+"""Kernels of low-latency mode (`docs/low-latency.md`)."""

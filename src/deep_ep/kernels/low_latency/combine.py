@@ -1,0 +1,401 @@
+"""Low-latency combine on a GPU: publish the experts' rows, then sum those of this rank's tokens.
+
+Shape letters as in `dispatch.py`; n = R * M rows of an expert. A row that travels has `slot_bytes`: H BF16 values, and
+behind them the ranges of LogFMT. FP32 accumulation, k ascending, one rounding at the end: the result does not depend on
+the grid.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from .._triton import Variant, jit, next_power_of_2, tl, triton
+from ..primitives import rounded
+from .dispatch import number_tokens, tile_of, valid_ids
+from .logfmt import decode, encode_row, unit_of
+from .words import (
+    Call,
+    Patience,
+    Spots,
+    await_all,
+    awaiting,
+    is_last_block,
+    is_working,
+    memories_of,
+    one_of,
+    set_offset,
+    sets_at,
+    signal_all,
+    some_of,
+    table_at,
+)
+
+_WORDS_AT_ONCE = 2048  # of 4 bytes, that a block copies
+_CHANNELS_AT_ONCE = 2048  # that a block sums
+_MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
+_SHARES = 2  # blocks that share the rows of an expert for a rank
+_MOST_IDLE_BLOCKS = 64  # where no row is copied
+
+
+class Sizes(NamedTuple):
+    """Of a combine's rows, as they travel.
+
+    Attributes:
+        hidden: H.
+        num_topk: K.
+        num_experts: E.
+        max_tokens: M.
+        slot_bytes: From one row of a set to the next.
+        ranges_offset: Where in a row the ranges of LogFMT are.
+        use_logfmt: Rows are compressed.
+    """
+
+    hidden: int
+    num_topk: int
+    num_experts: int
+    max_tokens: int
+    slot_bytes: int
+    ranges_offset: int
+    use_logfmt: bool
+
+
+def send(
+    spots: Spots,
+    call: Call,
+    sizes: Sizes,
+    x: torch.Tensor,
+    layout_range: torch.Tensor,
+    topk_idx: torch.Tensor,
+    earlier: torch.Tensor,
+    zero_copy_offset: int | None,
+    patience: Patience | None = None,
+) -> None:
+    """Publish the rows of this rank's experts: one kernel, whose last block signals.
+
+    Args:
+        spots: The words.
+        call: The call.
+        sizes: Of the rows.
+        x: [L, n, H] BF16; not read where there is a zero-copy tensor.
+        layout_range: [L, R] int64, of the handle.
+        topk_idx: [T, K], of this rank's own tokens.
+        earlier: [T, K] int32, written: how many tokens before have the same expert. The receive half needs it.
+        zero_copy_offset: Where the zero-copy tensor begins behind the words; None: copy.
+        patience: The last block then waits for the peers, in this way; None: it does not.
+    """
+    places, num_tokens = spots.places, topk_idx.size(0)
+    is_copied = zero_copy_offset is None
+    word, vector = _words_of(x, sizes)
+    num_blocks = min(sizes.num_experts, _MOST_IDLE_BLOCKS)
+    if is_copied:
+        num_blocks = sizes.num_experts * _SHARES
+    tile = tile_of(sizes.num_topk, num_tokens)
+    waits = (patience is not None, patience is not None and patience.stats is not None)
+    _send_variant(sizes, topk_idx.dtype, is_copied, word, vector, *waits, *tile, spots.num_lanes)(
+        num_blocks,
+        x.view(word) if is_copied else layout_range,
+        layout_range,
+        topk_idx,
+        earlier,
+        spots.windows,
+        spots.state,
+        places.state,
+        num_tokens,
+        places.num_ranks * sizes.max_tokens,
+        sizes.hidden * 2 // vector,
+        sizes.num_topk,
+        sizes.num_experts,
+        places.num_ranks,
+        places.rank,
+        spots.max_experts,
+        sizes.slot_bytes // 16,
+        sizes.ranges_offset,
+        zero_copy_offset or 0,
+        *call.numbers,
+        *awaiting(spots, call, patience or Patience()),
+    )
+
+
+@functools.cache
+def _send_variant(
+    sizes: Sizes,
+    idx_dtype: torch.dtype,
+    is_copied: bool,
+    word: torch.dtype,
+    vector: int,
+    waits: bool,
+    has_stats: bool,
+    topk: int,
+    tokens: int,
+    lanes: int,
+) -> Variant:
+    del idx_dtype  # another type is another variant
+    constants = {
+        "IS_COPIED": is_copied,
+        "USE_LOGFMT": sizes.use_logfmt,
+        "UNIT": unit_of(sizes.hidden),
+        "VECTOR": vector,
+        "BLOCK": min(_WORDS_AT_ONCE * 4 // word.itemsize, next_power_of_2(sizes.hidden * 2 // word.itemsize)),
+        "WAITS": waits,
+        "HAS_STATS": has_stats,
+        "TOPK": topk,
+        "TOKENS": tokens,
+        "LANES": lanes,
+    }
+    return Variant(_combine_send_kernel, constants, num_warps=4)
+
+
+def _words_of(x: torch.Tensor, sizes: Sizes) -> tuple[torch.dtype, int]:
+    """What rows are read in: a type, and the bytes of a vector."""
+    vector = 16 if sizes.hidden % 8 == 0 and x.data_ptr() % 16 == 0 else 2
+    if sizes.use_logfmt:
+        return torch.bfloat16, vector
+    return (torch.int32, 16) if vector == 16 else (torch.int16, 2)
+
+
+@jit
+def _combine_send_kernel(
+    x,
+    layout_range,
+    topk_idx,
+    earlier,
+    windows,
+    ll,
+    state,
+    num_tokens: tl.int32,
+    num_rows: tl.int32,
+    row_vectors: tl.int32,
+    num_topk: tl.int32,
+    num_experts: tl.int32,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    max_experts: tl.int32,
+    slot_lines: tl.int32,
+    ranges_offset: tl.int32,
+    zero_copy_offset: tl.int64,
+    word_a: tl.int64,
+    word_b: tl.int64,
+    quarter_bytes: tl.int64,
+    set_bytes: tl.int64,
+    sets_per_quarter: tl.int32,
+    ranks_mask,
+    seen,
+    ll_host,
+    stats,
+    boards,
+    host,
+    limit_ns: tl.int64,
+    operation: tl.int32,
+    can_mask: tl.int32,
+    IS_COPIED: tl.constexpr,
+    USE_LOGFMT: tl.constexpr,
+    UNIT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WAITS: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Pairs of a local expert and a rank are shared by the blocks, and so are this rank's own tokens.
+
+    Example: the range of pair (expert 1, rank 0) is rows 5 and 6 of 16: rows 21 and 22 of the set are theirs, and the
+    table says where row 21 is.
+    """
+    number = tl.load(ll) + 1
+    memories = memories_of(windows, num_ranks, LANES)
+    if is_working(state):
+        memory = one_of(memories, rank, LANES)
+        if IS_COPIED:
+            offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_per_quarter)
+        else:
+            offset = sets_at(num_ranks, max_experts) + zero_copy_offset
+        table = table_at(memory, num_ranks, number, max_experts)
+        block = tl.program_id(0)
+        share = block // num_experts  # of a pair's rows, where several blocks share them
+        num_shares = tl.maximum(tl.num_programs(0) // num_experts, 1)
+        for pair in range(block % num_experts, num_experts, tl.minimum(tl.num_programs(0), num_experts)):
+            rows = tl.load(layout_range + pair)
+            first = (pair // num_ranks) * num_rows + (rows >> 32)
+            if share == 0:
+                tl.store(table + pair, offset + first * slot_lines * 16)
+            if IS_COPIED:
+                last = first + (rows & 0xFFFFFFFF)
+                slots = memory + offset
+                if USE_LOGFMT:
+                    hidden = row_vectors * (VECTOR // 2)
+                    for row in range(first + share, last, num_shares):
+                        slot = slots + row * slot_lines * 16
+                        encode_row(tl.multiple_of(x + row * hidden, VECTOR), slot, hidden, ranges_offset, UNIT)
+                else:
+                    _copy_rows(x, slots, first + share, last, num_shares, row_vectors, slot_lines, VECTOR, BLOCK)
+        # From the last block on: those beyond the pairs have nothing else to do.
+        for expert in range(tl.num_programs(0) - 1 - block, num_experts, tl.num_programs(0)):
+            number_tokens(topk_idx, earlier, expert, num_tokens, num_topk, num_experts, False, TOPK, TOKENS)
+        if is_last_block(ll):
+            signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, num_tokens, LANES)
+            if WAITS:
+                await_all(
+                    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask,
+                    num_ranks, rank, number, number, word_a, word_b, HAS_STATS, LANES,
+                )  # fmt: skip
+
+
+@triton.jit
+def _copy_rows(
+    x, slots, first, last, step, row_vectors, slot_lines, VECTOR: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Copy every so many rows."""
+    WORD_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    row_words = row_vectors * (VECTOR // WORD_BYTES)
+    for row in range(first, last, step):
+        source = tl.multiple_of(x + row * row_words, VECTOR)
+        target = tl.multiple_of((slots + row * slot_lines * 16).to(x.dtype), 16)
+        for start in range(0, row_words, BLOCK):
+            words = start + tl.arange(0, BLOCK)
+            values = tl.load(source + words, mask=words < row_words, other=0)
+            tl.store(target + words, values, mask=words < row_words)
+
+
+# Receive -------------------------------------------------------------------------------------------------------------
+
+
+def receive(
+    spots: Spots,
+    sizes: Sizes,
+    age: int,
+    out: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    earlier: torch.Tensor,
+) -> None:
+    """Sum each token's rows.
+
+    `out[t] = sum over k of topk_weights[t, k] * the row of token t at expert topk_idx[t, k]`
+
+    Args:
+        spots: The words; `wait_for` came before.
+        sizes: Of the rows.
+        age: How many calls this rank has sent since.
+        out: [T, H] BF16, written.
+        topk_idx: [T, K].
+        topk_weights: [T, K] float32.
+        earlier: [T, K] int32, from `send`.
+    """
+    num_tokens = out.size(0)
+    if num_tokens == 0:
+        return
+    places = spots.places
+    is_aligned = sizes.hidden % 8 == 0 and out.data_ptr() % 16 == 0
+    variant, num_pieces = _receive_variant(sizes, topk_idx.dtype, is_aligned, spots.num_lanes)
+    variant(
+        num_tokens * num_pieces,
+        out,
+        topk_idx,
+        topk_weights,
+        earlier,
+        spots.windows,
+        spots.state,
+        spots.mask,
+        places.state,
+        sizes.hidden // (8 if sizes.hidden % 8 == 0 else 1),
+        sizes.num_topk,
+        sizes.num_experts // places.num_ranks,
+        places.num_ranks,
+        places.rank,
+        spots.max_experts,
+        age,
+        sizes.slot_bytes // 16,
+        sizes.ranges_offset,
+    )
+
+
+@functools.cache
+def _receive_variant(sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool, lanes: int) -> tuple[Variant, int]:
+    """The kernel, and the pieces that it cuts a row into."""
+    del idx_dtype  # another type is another variant
+    hidden = sizes.hidden
+    block = unit_of(hidden) if sizes.use_logfmt else min(_CHANNELS_AT_ONCE, next_power_of_2(hidden))
+    constants = {
+        "USE_LOGFMT": sizes.use_logfmt,
+        "WHOLE": 8 if hidden % 8 == 0 else 1,
+        "VECTOR": 16 if is_aligned else 2,
+        "BLOCK": block,
+        "AT_ONCE": min(_MOST_AT_ONCE, next_power_of_2(max(1, sizes.num_topk))),
+        "TOPK": next_power_of_2(max(1, sizes.num_topk)),
+        "LANES": lanes,
+    }
+    return Variant(_combine_receive_kernel, constants, num_warps=max(1, min(16, block // 256))), -(-hidden // block)
+
+
+@jit
+def _combine_receive_kernel(
+    out,
+    topk_idx,
+    topk_weights,
+    earlier,
+    windows,
+    ll,
+    ranks_mask,
+    state,
+    row_vectors: tl.int32,
+    num_topk: tl.int32,
+    num_local: tl.int32,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    max_experts: tl.int32,
+    age: tl.int32,
+    slot_lines: tl.int32,
+    ranges_offset: tl.int32,
+    USE_LOGFMT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    TOPK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Block t * pieces + c sums piece c of token t.
+
+    Example: experts `[1, 0]`, weights `[0.5, 2]`, rows `[4, 8]` of expert 1 and `[1, 1]` of expert 0: out is `[4, 6]`.
+    """
+    hidden = row_vectors * WHOLE
+    num_pieces = tl.cdiv(hidden, BLOCK)
+    token = tl.program_id(0) // num_pieces
+    first_channel = (tl.program_id(0) % num_pieces) * BLOCK
+    channels = first_channel + tl.arange(0, BLOCK)
+    ks = tl.arange(0, TOPK)
+    lanes = tl.arange(0, LANES)
+    number = tl.load(ll) - age
+    memories = memories_of(windows, num_ranks, LANES)
+    is_masked = tl.load(ranks_mask + lanes, mask=lanes < num_ranks, other=1)
+    ids = valid_ids(topk_idx, token * num_topk + ks, ks < num_topk, num_local * num_ranks)
+    index = tl.load(earlier + token * num_topk + ks, mask=ks < num_topk, other=0)
+    weights = tl.load(topk_weights + token * num_topk + ks, mask=ks < num_topk, other=0.0)
+    if is_working(state):
+        peer = tl.where(ids >= 0, ids // num_local, 0)
+        is_there = (ids >= 0) & (some_of(is_masked, peer, LANES) == 0)
+        memory = some_of(memories, peer, LANES)
+        pair = (ids - peer * num_local) * num_ranks + rank
+        start = tl.load(table_at(memory, num_ranks, number, max_experts) + pair, mask=is_there, other=0)
+        rows = tl.where(is_there, memory + start + tl.cast(index, tl.int64) * slot_lines * 16, 0)
+        weights = tl.where(is_there, weights, 0.0)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, num_topk, AT_ONCE):
+            for turn in tl.static_range(AT_ONCE):
+                row = tl.sum(tl.where(ks == start + turn, rows, 0))
+                weight = tl.sum(tl.where(ks == start + turn, weights, 0.0))
+                if USE_LOGFMT:
+                    if row != 0:
+                        total += weight * decode(row, first_channel, hidden, ranges_offset, BLOCK)
+                else:
+                    pointer = tl.multiple_of(row.to(tl.pointer_type(tl.bfloat16)), 16)
+                    mask = channels < tl.where(row != 0, hidden, 0)
+                    # Where there is no row, 0 times 0: an infinite weight of a masked expert must not reach the sum.
+                    total += weight * tl.load(pointer + channels, mask=mask, other=0.0).to(tl.float32)
+        target = tl.multiple_of(out + tl.cast(token, tl.int64) * hidden, VECTOR)
+        tl.store(target + channels, rounded(total, tl.bfloat16), mask=channels < hidden)

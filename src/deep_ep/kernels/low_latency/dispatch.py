@@ -1,0 +1,538 @@
+"""Low-latency dispatch on a GPU: cast and publish rows, then fetch those of this rank's experts.
+
+Shape letters: T tokens, M the most of a rank, K selections of a token, R ranks, E experts, L = E / R, H channels, G
+groups of 128 channels, S scales of a received row.
+
+A *place* is `expert << 16 | n` for a selection, where n earlier tokens of the same rank chose that expert; -1: the
+selection counts for nothing. With the counts of the ranks before, it says where a row goes. The CPU's twin is
+`engine/low_latency/direct.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from .._triton import Variant, jit, next_power_of_2, tl, triton
+from ..primitives import to_fp8
+from .words import (
+    Call,
+    Patience,
+    Spots,
+    await_all,
+    awaiting,
+    is_last_block,
+    is_working,
+    memories_of,
+    one_of,
+    posted_tokens,
+    set_offset,
+    signal_all,
+    table_at,
+)
+
+GROUP = 128
+_GROUP = tl.constexpr(GROUP)
+_FP8_MAX = tl.constexpr(448.0)
+_AMAX_FLOOR = tl.constexpr(1e-4)
+_MOST_GROUPS = 32  # of a row that a block casts at once
+_MOST_CELLS = 2048  # selections that a block looks at together
+_MOST_NUMBERING_BLOCKS = 256  # beyond those that have a token
+_SEND_WARPS = 8
+_WORDS_AT_ONCE = 2048  # of 4 bytes, that a block fetches
+
+
+class Sizes(NamedTuple):
+    """Of a dispatch's rows, as they travel.
+
+    Attributes:
+        hidden: H.
+        num_topk: K.
+        num_experts: E.
+        max_tokens: M.
+        row_bytes: From one row of a set to the next.
+        scales_offset: Where the scales are in a row.
+        places_offset: Where the places are in a set, [T, K] int32.
+        use_fp8: Rows are FP8; otherwise BF16.
+        round_scale: Scales are powers of two.
+    """
+
+    hidden: int
+    num_topk: int
+    num_experts: int
+    max_tokens: int
+    row_bytes: int
+    scales_offset: int
+    places_offset: int
+    use_fp8: bool
+    round_scale: bool
+
+
+def send(
+    spots: Spots, call: Call, sizes: Sizes, x: torch.Tensor, topk_idx: torch.Tensor, patience: Patience | None = None
+) -> None:
+    """Publish a rank's rows: one kernel, whose last block signals.
+
+    Args:
+        spots: The words.
+        call: The call.
+        sizes: Of the rows.
+        x: [T, H] BF16.
+        topk_idx: [T, K].
+        patience: The last block then waits for the peers, in this way; None: it does not.
+    """
+    places, num_tokens = spots.places, x.size(0)
+    whole = 8 if sizes.hidden % 8 == 0 else 1  # channels of a vector
+    is_aligned = whole > 1 and x.data_ptr() % 16 == 0
+    waits = (patience is not None, patience is not None and patience.stats is not None)
+    tile = tile_of(sizes.num_topk, num_tokens)
+    _send_variant(sizes, topk_idx.dtype, is_aligned, *waits, *tile, spots.num_lanes)(
+        num_tokens + min(_MOST_NUMBERING_BLOCKS, sizes.num_experts),
+        x,
+        topk_idx,
+        spots.windows,
+        spots.state,
+        places.state,
+        num_tokens,
+        sizes.hidden // whole,
+        sizes.num_topk,
+        sizes.num_experts,
+        places.num_ranks,
+        places.rank,
+        spots.max_experts,
+        sizes.row_bytes // 16,
+        sizes.scales_offset,
+        sizes.places_offset,
+        *call.numbers,
+        *awaiting(spots, call, patience or Patience()),
+    )
+
+
+@functools.cache
+def _send_variant(
+    sizes: Sizes,
+    idx_dtype: torch.dtype,
+    is_aligned: bool,
+    waits: bool,
+    has_stats: bool,
+    topk: int,
+    tokens: int,
+    lanes: int,
+) -> Variant:
+    del idx_dtype  # another type is another variant
+    constants = {
+        "USE_FP8": sizes.use_fp8,
+        "ROUND": sizes.round_scale,
+        "VECTOR": 16 if is_aligned else 2,
+        "WHOLE": 8 if sizes.hidden % 8 == 0 else 1,
+        "GROUPS": min(_MOST_GROUPS, next_power_of_2(-(-sizes.hidden // GROUP))),
+        "WAITS": waits,
+        "HAS_STATS": has_stats,
+        "TOPK": topk,
+        "TOKENS": tokens,
+        "LANES": lanes,
+    }
+    return Variant(_dispatch_send_kernel, constants, num_warps=_SEND_WARPS)
+
+
+@functools.cache
+def tile_of(num_topk: int, num_tokens: int) -> tuple[int, int]:
+    """Selections of a token, and tokens, that are looked at together; powers of two."""
+    topk = next_power_of_2(max(1, num_topk))
+    return topk, max(1, min(next_power_of_2(max(1, num_tokens)), _MOST_CELLS // topk))
+
+
+@jit
+def _dispatch_send_kernel(
+    x,
+    topk_idx,
+    windows,
+    ll,
+    state,
+    num_tokens: tl.int32,
+    row_vectors: tl.int32,
+    num_topk: tl.int32,
+    num_experts: tl.int32,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    max_experts: tl.int32,
+    row_lines: tl.int32,
+    scales_offset: tl.int32,
+    places_offset: tl.int64,
+    word_a: tl.int64,
+    word_b: tl.int64,
+    quarter_bytes: tl.int64,
+    set_bytes: tl.int64,
+    sets_per_quarter: tl.int32,
+    ranks_mask,
+    seen,
+    ll_host,
+    stats,
+    boards,
+    host,
+    limit_ns: tl.int64,
+    operation: tl.int32,
+    can_mask: tl.int32,
+    USE_FP8: tl.constexpr,
+    ROUND: tl.constexpr,
+    VECTOR: tl.constexpr,
+    WHOLE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WAITS: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Block t publishes token t; the blocks beyond the tokens share the experts, whose tokens they number.
+
+    Example: tokens with experts `[3, 1]`, `[1, -1]`, `[3, 3]`: places are `[3<<16, 1<<16]`, `[1<<16|1, -1]`,
+    `[3<<16|1, -1]`; the counts are 2 of expert 1 and 2 of expert 3.
+    """
+    number = tl.load(ll) + 1
+    memories = memories_of(windows, num_ranks, LANES)
+    if is_working(state):
+        memory = one_of(memories, rank, LANES)
+        offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_per_quarter)
+        places = (memory + offset + places_offset).to(tl.pointer_type(tl.int32))
+        hidden = row_vectors * WHOLE
+        token = tl.program_id(0)
+        if token < num_tokens:
+            source = tl.multiple_of(x + tl.cast(token, tl.int64) * hidden, VECTOR)
+            row = memory + offset + tl.cast(token, tl.int64) * row_lines * 16
+            if USE_FP8:
+                _cast_row(source, row, hidden, scales_offset, ROUND, GROUPS)
+            else:
+                _copy_row(source, row, hidden, GROUPS)
+            _drop_selections(topk_idx, places, token, num_topk, num_experts, TOPK)
+        table = table_at(memory, num_ranks, number, max_experts)
+        if token >= num_tokens:
+            for expert in range(token - num_tokens, num_experts, tl.num_programs(0) - num_tokens):
+                count = number_tokens(topk_idx, places, expert, num_tokens, num_topk, num_experts, True, TOPK, TOKENS)
+                tl.store(table + expert, count.to(tl.int64))
+        if is_last_block(ll):
+            signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, num_tokens, LANES)
+            if WAITS:
+                await_all(
+                    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask,
+                    num_ranks, rank, number, number, word_a, word_b, HAS_STATS, LANES,
+                )  # fmt: skip
+
+
+@triton.jit
+def _cast_row(source, row, hidden, scales_offset, ROUND: tl.constexpr, GROUPS: tl.constexpr):
+    """Cast one row to FP8, group by group. To the bit what `quant.cast_fp8` makes of it."""
+    target = tl.multiple_of(row.to(tl.pointer_type(tl.float8e4nv)), 16)
+    scales = (row + scales_offset).to(tl.pointer_type(tl.float32))
+    num_groups = tl.cdiv(hidden, _GROUP)
+    for first in range(0, num_groups, GROUPS):
+        groups = first + tl.arange(0, GROUPS)
+        channels = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        values = tl.load(source + channels, mask=channels < hidden, other=0.0).to(tl.float32)
+        magnitudes = tl.where(values == values, tl.abs(values), 0.0)  # a NaN must not spoil its neighbours' scale
+        amax = tl.maximum(tl.max(magnitudes, 1), _AMAX_FLOOR)
+        inverse = amax * (1.0 / _FP8_MAX)
+        if ROUND:
+            bits = inverse.to(tl.int32, bitcast=True)
+            exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+            inverse = (exponent << 23).to(tl.float32, bitcast=True)
+            scale = (tl.maximum(254 - exponent, 0) << 23).to(tl.float32, bitcast=True)
+        else:
+            scale = tl.div_rn(tl.full([GROUPS], _FP8_MAX, tl.float32), amax)
+        scaled = values * scale[:, None]
+        clamped = tl.minimum(tl.maximum(scaled, -_FP8_MAX), _FP8_MAX)
+        result = tl.where(scaled == scaled, clamped, scaled)
+        tl.store(target + channels, to_fp8(result), mask=channels < hidden)
+        tl.store(scales + groups, inverse, mask=groups < num_groups)
+
+
+@triton.jit
+def _copy_row(source, row, hidden, GROUPS: tl.constexpr):
+    """Copy one row as it is."""
+    target = tl.multiple_of(row.to(source.dtype), 16)
+    for first in range(0, hidden, GROUPS * _GROUP):
+        channels = first + tl.arange(0, GROUPS * _GROUP)
+        tl.store(target + channels, tl.load(source + channels, mask=channels < hidden), mask=channels < hidden)
+
+
+@triton.jit
+def valid_ids(topk_idx, cells, is_cell, num_experts):
+    """Experts at cells of [T, K], int32; -1 where there is none."""
+    ids = tl.load(topk_idx + cells, mask=is_cell, other=-1)
+    return tl.where((ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
+
+
+@triton.jit
+def number_tokens(
+    topk_idx, numbers, expert, num_tokens, num_topk, num_experts, IS_PLACE: tl.constexpr, TOPK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write, for each selection of an expert, how many earlier tokens have it. Returns how many tokens have it.
+
+    Args:
+        topk_idx: [T, K].
+        numbers: [T, K] int32, written where `topk_idx` is the expert.
+        expert: The expert.
+        num_tokens: T.
+        num_topk: K.
+        num_experts: E.
+        IS_PLACE: Write places, for the first selection of a token only; otherwise plain numbers.
+        TOPK: K, or the next power of two.
+        TOKENS: Tokens that are looked at together.
+    """
+    total = tl.zeros((), tl.int32)
+    ks = tl.arange(0, TOPK)[None, :]
+    for first in range(0, num_tokens, TOKENS):
+        tokens = first + tl.arange(0, TOKENS)
+        cells = tokens[:, None] * num_topk + ks
+        is_cell = (tokens < num_tokens)[:, None] & (ks < num_topk)
+        is_chosen = valid_ids(topk_idx, cells, is_cell, num_experts) == expert
+        has = tl.max(is_chosen.to(tl.int32), 1)
+        earlier = (total + tl.cumsum(has, 0) - has)[:, None] + tl.zeros([TOKENS, TOPK], tl.int32)
+        if IS_PLACE:
+            is_first = is_chosen & (tl.cumsum(is_chosen.to(tl.int32), 1) == 1)
+            tl.store(numbers + cells, tl.where(is_first, (expert << 16) | earlier, -1), mask=is_chosen)
+        else:
+            tl.store(numbers + cells, earlier, mask=is_chosen)
+        total += tl.sum(has)
+    return total
+
+
+@triton.jit
+def _drop_selections(topk_idx, places, token, num_topk, num_experts, TOPK: tl.constexpr):
+    """Mark what a token selects outside of the experts."""
+    cells = token * num_topk + tl.arange(0, TOPK)
+    is_cell = tl.arange(0, TOPK) < num_topk
+    ids = valid_ids(topk_idx, cells, is_cell, num_experts)
+    tl.store(places + cells, tl.full([TOPK], -1, tl.int32), mask=is_cell & (ids < 0))
+
+
+# Receive -------------------------------------------------------------------------------------------------------------
+
+
+def receive(
+    spots: Spots,
+    call: Call,
+    sizes: Sizes,
+    age: int,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    count: torch.Tensor,
+    src_info: torch.Tensor,
+    layout_range: torch.Tensor,
+    stats: torch.Tensor | None,
+) -> None:
+    """Fetch the rows of this rank's experts.
+
+    Args:
+        spots: The words; `wait_for` came before.
+        call: The call.
+        sizes: Of the rows.
+        age: How many calls this rank has sent since.
+        x: [L, R * M, H], written.
+        scales: [L, R * M, S] over memory [L, S, R * M], written: float32, or int32 with four exponents each; or None.
+        count: [L] int32, written.
+        src_info: [L, R * M] int32, written.
+        layout_range: [L, R] int64, written.
+        stats: [L] int32, the counts are added; or None.
+    """
+    places = spots.places
+    num_local = sizes.num_experts // places.num_ranks
+    scale_dtype = scales.dtype if scales is not None else None
+    variant, word, num_vectors = _receive_variant(sizes, scale_dtype, stats is not None, spots.num_lanes)
+    variant(
+        places.num_ranks * sizes.max_tokens + num_local,
+        x.view(word),
+        scales if scales is not None else count,
+        count,
+        src_info,
+        layout_range,
+        stats if stats is not None else count,
+        spots.windows,
+        spots.state,
+        spots.mask,
+        places.state,
+        sizes.max_tokens,
+        num_vectors,
+        sizes.num_topk,
+        num_local,
+        places.num_ranks,
+        places.rank,
+        spots.max_experts,
+        age,
+        sizes.row_bytes // 16,
+        sizes.scales_offset,
+        sizes.places_offset,
+        -(-sizes.hidden // GROUP),
+        *call.numbers[2:],
+    )
+
+
+@functools.cache
+def _receive_variant(
+    sizes: Sizes, scale_dtype: torch.dtype | None, has_stats: bool, lanes: int
+) -> tuple[Variant, torch.dtype, int]:
+    """The kernel, the words that it moves rows in, and the vectors of a row."""
+    used_bytes = sizes.hidden * (1 if sizes.use_fp8 else 2)
+    word = torch.int32 if used_bytes % 4 == 0 else torch.int8
+    vector = 16 if used_bytes % 16 == 0 else word.itemsize
+    constants = {
+        "HAS_SCALES": scale_dtype is not None,
+        "HAS_STATS": has_stats,
+        "VECTOR": vector,
+        "BLOCK": min(_WORDS_AT_ONCE * 4 // word.itemsize, next_power_of_2(used_bytes // word.itemsize)),
+        "GROUPS": next_power_of_2(-(-sizes.hidden // (4 * GROUP)) * 4),
+        "TOPK": next_power_of_2(max(1, sizes.num_topk)),
+        "LANES": lanes,
+    }
+    return Variant(_dispatch_receive_kernel, constants, num_warps=4), word, used_bytes // vector
+
+
+@jit
+def _dispatch_receive_kernel(
+    x,
+    scales,
+    count,
+    src_info,
+    layout_range,
+    stats,
+    windows,
+    ll,
+    ranks_mask,
+    state,
+    max_tokens: tl.int32,
+    row_vectors: tl.int32,
+    num_topk: tl.int32,
+    num_local: tl.int32,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    max_experts: tl.int32,
+    age: tl.int32,
+    row_lines: tl.int32,
+    scales_offset: tl.int32,
+    places_offset: tl.int64,
+    num_groups: tl.int32,
+    quarter_bytes: tl.int64,
+    set_bytes: tl.int64,
+    sets_per_quarter: tl.int32,
+    HAS_SCALES: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOPK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The first L blocks write the counts, block L + p * M + t fetches token t of rank p.
+
+    Example: expert 0 has 2 tokens of rank 0 and 1 of rank 1: its rows 0 and 1 are rank 0's, row 2 is rank 1's.
+    """
+    number = tl.load(ll) - age
+    memories = memories_of(windows, num_ranks, LANES)
+    lanes = tl.arange(0, LANES)
+    is_masked = tl.load(ranks_mask + lanes, mask=lanes < num_ranks, other=1)
+    if is_working(state):
+        item = tl.program_id(0) - num_local
+        if item < 0:
+            _write_layout(
+                count, layout_range, stats, memories, is_masked, tl.program_id(0), num_local, num_ranks, rank,
+                max_experts, number, HAS_STATS, LANES,
+            )  # fmt: skip
+        else:
+            source = item % num_ranks  # neighbours fetch from different ranks
+            token = item // num_ranks
+            offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_per_quarter)
+            _fetch_row(
+                x, scales, src_info, memories, is_masked, offset, source, token, max_tokens, row_vectors, num_topk,
+                num_local, num_ranks, rank, max_experts, number, row_lines, scales_offset, places_offset, num_groups,
+                HAS_SCALES, VECTOR, BLOCK, GROUPS, TOPK, LANES,
+            )  # fmt: skip
+
+
+@triton.jit
+def _write_layout(
+    count, layout_range, stats, memories, is_masked, expert, num_local, num_ranks, rank, max_experts, number,
+    HAS_STATS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """How many rows of one expert come from each rank, and where they begin."""
+    lanes = tl.arange(0, LANES)
+    tables = table_at(memories, num_ranks, number, max_experts)
+    counts = tl.load(tables + rank * num_local + expert, mask=is_masked == 0, other=0)
+    ends = tl.cumsum(counts, 0)
+    tl.store(layout_range + expert * num_ranks + lanes, counts | ((ends - counts) << 32), mask=lanes < num_ranks)
+    total = tl.sum(counts).to(tl.int32)
+    tl.store(count + expert, total)
+    if HAS_STATS:
+        tl.store(stats + expert, tl.load(stats + expert) + total)
+
+
+@triton.jit
+def _fetch_row(
+    x, scales, src_info, memories, is_masked, offset, source, token, max_tokens, row_vectors, num_topk, num_local,
+    num_ranks, rank, max_experts, number, row_lines, scales_offset, places_offset, num_groups,
+    HAS_SCALES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TOPK: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Read a token's row once, and write it to each of its experts here."""
+    WORD_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    ks = tl.arange(0, TOPK)
+    lanes = tl.arange(0, LANES)
+    # Memory is far: everything that does not wait for another answer is asked for at once. What a rank without this
+    # token has in its place is not looked at.
+    memory = one_of(memories, source, LANES)
+    begin = memory + offset
+    cells = (begin + places_offset).to(tl.pointer_type(tl.int32)) + token * num_topk + ks
+    place = tl.load(cells, mask=ks < num_topk, other=-1)
+    num_tokens = tl.where(one_of(is_masked, source, LANES) == 0, posted_tokens(memory, num_ranks, number), 0)
+    expert = place >> 16
+    local = expert - rank * num_local
+    is_mine = (place >= 0) & (local >= 0) & (local < num_local) & (token + ks * 0 < num_tokens)
+    if tl.sum(is_mine.to(tl.int32)) > 0:
+        row = begin + tl.cast(token, tl.int64) * row_lines * 16
+        row_words = row_vectors * (VECTOR // WORD_BYTES)
+        words_of_row = tl.multiple_of(row.to(x.dtype), VECTOR)
+        words = tl.arange(0, BLOCK)
+        piece = tl.load(words_of_row + words, mask=words < row_words, other=0)
+        # Rows of the ranks before come first.
+        is_before = (lanes < source) & (is_masked == 0)
+        tables = table_at(memories, num_ranks, number, max_experts)
+        is_cell = is_mine[:, None] & is_before[None, :]
+        before = tl.sum(tl.load(tables[None, :] + expert[:, None], mask=is_cell, other=0), 1).to(tl.int32)
+        num_rows = num_ranks * max_tokens
+        index = before + (place & 0xFFFF)
+        rows = tl.cast(local, tl.int64) * num_rows + index
+        tl.store(src_info + rows, token, mask=is_mine)
+        for first in range(0, row_words, BLOCK):
+            words = first + tl.arange(0, BLOCK)
+            following = words + BLOCK
+            next_piece = tl.load(words_of_row + following, mask=following < row_words, other=0)
+            for k in range(num_topk):
+                target = tl.sum(tl.where((ks == k) & is_mine, rows + 1, 0)) - 1
+                if target >= 0:
+                    pointer = tl.multiple_of(x + target * row_words, VECTOR)
+                    tl.store(pointer + words, piece, mask=words < row_words)
+            piece = next_piece
+        if HAS_SCALES:
+            _fetch_scales(scales, row + scales_offset, local, index, is_mine, num_rows, num_groups, GROUPS)
+
+
+@triton.jit
+def _fetch_scales(scales, row, local, index, is_mine, num_rows, num_groups, GROUPS: tl.constexpr):
+    """Write a row's scales to each of its experts: in columns, as they are or as exponents, four to a word."""
+    source = row.to(tl.pointer_type(tl.float32))
+    if scales.dtype.element_ty == tl.int32:
+        groups = tl.arange(0, GROUPS)
+        bits = tl.load(source + groups, mask=groups < num_groups, other=0.0).to(tl.int32, bitcast=True)
+        byte = ((bits >> 23) & 0xFF) << ((groups % 4) * 8)
+        value = tl.sum(tl.reshape(byte, [GROUPS // 4, 4]), 1)
+        num_scales = tl.cdiv(num_groups, 4)
+        columns = tl.arange(0, GROUPS // 4)
+    else:
+        columns = tl.arange(0, GROUPS)
+        value = tl.load(source + columns, mask=columns < num_groups, other=0.0)
+        num_scales = num_groups
+    start = tl.cast(local, tl.int64) * num_scales * num_rows + index
+    cells = scales + start[:, None] + tl.cast(columns, tl.int64)[None, :] * num_rows
+    tl.store(cells, value[None, :], mask=is_mine[:, None] & (columns < num_scales)[None, :])

@@ -1,0 +1,390 @@
+"""The words of low-latency calls on a GPU: where they are, how a call is sent, how a receive half waits.
+
+Shape letters: R ranks, E experts, L = E / R. The low-latency memory of a rank begins with
+
+    sent    [R, 8] int64             line p: the last call that rank p has sent; rank p writes it
+    posts   [8, 8] int64             by number of the call modulo 8: two words of agreement, and its tokens
+    tables  [8, MAX_EXPERTS] int64   likewise: counts [E] of a dispatch, where first rows are [L, R] of a combine
+
+and then come the sets. The last block of a *send* kernel signals, and, where no hook comes between, waits for the
+peers. Behind a hook a kernel of one warp waits.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .._triton import Variant, jit, next_power_of_2, tl, triton
+from ..exchange import STATE_FAILED, Places, _fail, _mask_of
+from ..primitives import clock_ns, load_acquire, store_release, tell_host, words_at
+
+NUM_KEPT = 8  # calls whose posts and tables are kept
+_POST_WORDS = 8
+STATE_SENT, STATE_ARRIVED, STATE_WORDS = (
+    0,
+    1,
+    8,
+)  # of a rank's private words: calls sent; blocks of a send that are done
+
+_ASTRAY, _DISAGREE, _TIMEOUT = tl.constexpr(5), tl.constexpr(2), tl.constexpr(1)
+_FAILED = tl.constexpr(STATE_FAILED)
+_LINE = tl.constexpr(8)
+_KEPT, _POST = tl.constexpr(NUM_KEPT), tl.constexpr(_POST_WORDS)
+_ARRIVED = tl.constexpr(STATE_ARRIVED)
+_SAW = tl.constexpr(8)  # what a wait saw at last, [2, R]
+# Words of a post.
+_A, _B, _TOKENS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@dataclass(frozen=True)
+class Spots:
+    """Where a rank's low-latency words are. Made once for a buffer.
+
+    Attributes:
+        places: Of the buffer: peers, failure, limit.
+        windows: [R] int64, addresses of the ranks' low-latency memory.
+        state: [state_room(R)] int64, private.
+        mask: [R] int32, private: 1 where a rank is masked.
+        seen: [R, 2] int64, private: what the ranks said when they disagreed.
+        host: [R] int64 in memory that the host reads: the call in which a rank was masked.
+        max_experts: Room of a table.
+    """
+
+    places: Places
+    windows: torch.Tensor
+    state: torch.Tensor
+    mask: torch.Tensor
+    seen: torch.Tensor
+    host: torch.Tensor
+    max_experts: int
+
+    @staticmethod
+    def board_bytes(num_ranks: int, max_experts: int) -> int:
+        """Bytes in front of the sets."""
+        return 8 * 8 * num_ranks + NUM_KEPT * 8 * (_POST_WORDS + max_experts)
+
+    @staticmethod
+    def state_room(num_ranks: int) -> int:
+        """Words of `state`."""
+        return 8 + 2 * num_ranks
+
+    @functools.cached_property
+    def num_lanes(self) -> int:
+        """A lane for each rank."""
+        return next_power_of_2(self.places.num_ranks)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, for its kernels.
+
+    Attributes:
+        agreement: Two words that must be the same on all ranks.
+        quarter_bytes: As the plan of its sizes says.
+        set_bytes: Likewise.
+        sets_per_quarter: Likewise; a power of two.
+        operation: For the record of a failure.
+    """
+
+    agreement: tuple[int, int]
+    quarter_bytes: int
+    set_bytes: int
+    sets_per_quarter: int
+    operation: int
+
+    @functools.cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """As a kernel takes them."""
+        return (*self.agreement, self.quarter_bytes, self.set_bytes, self.sets_per_quarter)
+
+
+class Patience(NamedTuple):
+    """How a call is waited for.
+
+    Attributes:
+        stats: [R] int64, nanoseconds waited are added; or None.
+        can_mask: Mask who is silent past the limit; otherwise fail.
+    """
+
+    stats: torch.Tensor | None = None
+    can_mask: bool = False
+
+
+def wait_for(spots: Spots, call: Call, age: int, patience: Patience, *, is_dispatch: bool) -> None:
+    """Wait until every rank that is not masked has sent a call, and compare what they say.
+
+    Args:
+        spots: The words.
+        call: The call.
+        age: How many calls this rank has sent since.
+        patience: How to wait.
+        is_dispatch: For the kernel's name in a profile.
+    """
+    variant = _wait_variant(is_dispatch, patience.stats is not None, spots.num_lanes)
+    variant(1, *_wait_arguments(spots, call, age, patience))
+
+
+def _wait_arguments(spots: Spots, call: Call, age: int, patience: Patience) -> tuple[torch.Tensor | int, ...]:
+    places = spots.places
+    words = (spots.windows, spots.state, places.state, *awaiting(spots, call, patience))
+    return *words, places.num_ranks, places.rank, age, *call.agreement
+
+
+def awaiting(spots: Spots, call: Call, patience: Patience) -> tuple[torch.Tensor | int, ...]:
+    """What `await_all` needs, as a kernel takes it."""
+    places = spots.places
+    return (
+        spots.mask,
+        spots.seen,
+        spots.host,
+        patience.stats if patience.stats is not None else spots.state,
+        places.windows,
+        places.host,
+        places.limit_ns,
+        call.operation,
+        int(patience.can_mask),
+    )
+
+
+@functools.cache
+def _wait_variant(is_dispatch: bool, has_stats: bool, lanes: int) -> Variant:
+    kernel = _dispatch_wait_kernel if is_dispatch else _combine_wait_kernel
+    # What decides a loop must be one value for all threads: one warp, with no fewer lanes than it has.
+    return Variant(kernel, {"HAS_STATS": has_stats, "LANES": max(32, lanes)}, num_warps=1)
+
+
+def signal(spots: Spots, call: Call) -> None:
+    """Send a call that has no rows: a barrier's."""
+    _signal_variant(spots.num_lanes)(1, *_signal_arguments(spots, call))
+
+
+def _signal_arguments(spots: Spots, call: Call) -> tuple[torch.Tensor | int, ...]:
+    places = spots.places
+    return spots.windows, spots.state, places.state, places.num_ranks, places.rank, *call.agreement
+
+
+@functools.cache
+def _signal_variant(lanes: int) -> Variant:
+    return Variant(_signal_kernel, {"LANES": lanes}, num_warps=1)
+
+
+def prepare_all(spots: Spots) -> None:
+    """Compile and load the kernels that wait, so that no peer's limit passes while one is compiled."""
+    call = Call((0, 0), 16, 16, 1, 0)
+    for is_dispatch in (True, False):
+        for stats in (None, spots.state):
+            arguments = _wait_arguments(spots, call, 0, Patience(stats))
+            _wait_variant(is_dispatch, stats is not None, spots.num_lanes).prepare(*arguments)
+    _signal_variant(spots.num_lanes).prepare(*_signal_arguments(spots, call))
+
+
+# What kernels share --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def is_working(state):
+    """Whether the buffer has not failed. `state` is the buffer's.
+
+    Memory is far, and a branch waits for its condition: kernels ask for everything they need at once, and then look.
+    """
+    return tl.load(state + _FAILED) == 0
+
+
+@triton.jit
+def post_at(memory, num_ranks, number):
+    """A rank's post of a call."""
+    return words_at(memory) + _LINE * num_ranks + (number % _KEPT) * _POST
+
+
+@triton.jit
+def table_at(memory, num_ranks, number, max_experts):
+    """A rank's table of a call."""
+    return words_at(memory) + _LINE * num_ranks + _KEPT * _POST + (number % _KEPT) * max_experts
+
+
+@triton.jit
+def set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_per_quarter):
+    """Where the set of a call begins, behind the words."""
+    index = (number >> 1) & (sets_per_quarter - 1)
+    return sets_at(num_ranks, max_experts) + (number & 1) * quarter_bytes + index * set_bytes
+
+
+@triton.jit
+def sets_at(num_ranks, max_experts):
+    """Where the first set begins."""
+    return tl.zeros((), tl.int64) + 8 * (_LINE * num_ranks + _KEPT * (_POST + max_experts))
+
+
+@triton.jit
+def is_last_block(ll):
+    """End a block of a send: whether all others have ended.
+
+    The last one acquires what the others released, so that its own release, the signal, carries all of it.
+    """
+    tl.debug_barrier()
+    is_last = tl.atomic_add(ll + _ARRIVED, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+    if is_last:
+        tl.store(ll + _ARRIVED, 0)
+    return is_last
+
+
+@triton.jit
+def signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, num_tokens, LANES: tl.constexpr):
+    """Post, and store the call's number at every peer."""
+    post = post_at(one_of(memories, rank, LANES), num_ranks, number)
+    tl.store(post + _A, word_a)
+    tl.store(post + _B, word_b)
+    tl.store(post + _TOKENS, tl.cast(num_tokens, tl.int64))
+    tl.store(ll, number)
+    lanes = tl.arange(0, LANES)
+    store_release(words_at(memories) + rank * _LINE, tl.zeros_like(lanes).to(tl.int64) + number, lanes < num_ranks)
+
+
+@triton.jit
+def posted_tokens(memory, num_ranks, number):
+    """Tokens of a rank in a call."""
+    return tl.load(post_at(memory, num_ranks, number) + _TOKENS)
+
+
+@triton.jit
+def memories_of(windows, num_ranks, LANES: tl.constexpr):
+    """Addresses of the ranks' memory, [LANES]."""
+    lanes = tl.arange(0, LANES)
+    return tl.load(windows + lanes, mask=lanes < num_ranks, other=0)
+
+
+@triton.jit
+def one_of(values, index, LANES: tl.constexpr):
+    """The value of one lane."""
+    return tl.sum(tl.where(tl.arange(0, LANES) == index, values, 0))
+
+
+@triton.jit
+def some_of(values, indices, LANES: tl.constexpr):
+    """The values of some lanes."""
+    lanes = tl.arange(0, LANES)
+    return tl.sum(tl.where(lanes[None, :] == indices[:, None], values[None, :], 0), 1)
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _signal_kernel(
+    windows, ll, state, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64, LANES: tl.constexpr
+):
+    """Send a call that has no rows."""
+    number = tl.load(ll) + 1
+    memories = memories_of(windows, num_ranks, LANES)
+    if is_working(state):
+        signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, 0, LANES)
+
+
+@jit
+def _dispatch_wait_kernel(
+    windows, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns: tl.int64, operation: tl.int32,
+    can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, age: tl.int32, word_a: tl.int64, word_b: tl.int64,
+    HAS_STATS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Wait for a dispatch to be sent by all."""
+    last = tl.load(ll)
+    memories = memories_of(windows, num_ranks, LANES)
+    if is_working(state):
+        await_all(
+            memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask,
+            num_ranks, rank, last, last - age, word_a, word_b, HAS_STATS, LANES,
+        )  # fmt: skip
+
+
+@jit
+def _combine_wait_kernel(
+    windows, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns: tl.int64, operation: tl.int32,
+    can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, age: tl.int32, word_a: tl.int64, word_b: tl.int64,
+    HAS_STATS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Wait for a combine, or a barrier, to be sent by all."""
+    last = tl.load(ll)
+    memories = memories_of(windows, num_ranks, LANES)
+    if is_working(state):
+        await_all(
+            memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask,
+            num_ranks, rank, last, last - age, word_a, word_b, HAS_STATS, LANES,
+        )  # fmt: skip
+
+
+@triton.jit
+def await_all(
+    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask, num_ranks, rank,
+    last, number, word_a, word_b, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Poll the words that the peers write here, until all have come, one has failed, or the limit has passed.
+
+    One block does it: of a kernel of its own, or the last of a send. Its warps poll each for itself, without a barrier
+    between two looks, so they may leave the loop at different times and with different answers. What one of them saw
+    last is then made everybody's.
+    """
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    is_awaited = is_rank & (tl.load(ranks_mask + lanes, mask=is_rank, other=1) == 0)
+    board = tl.load(boards + rank)
+    # Lanes beyond the ranks look at the last rank's words: a load that acquires cannot be masked.
+    line = tl.minimum(lanes, num_ranks - 1) * _LINE
+    words = words_at(one_of(memories, rank, LANES)) + line
+    failures = words_at(board) + num_ranks * _LINE + line
+    begin = tl.min(clock_ns(lanes))
+    sent = load_acquire(words)
+    failed = tl.zeros([LANES], tl.int64)
+    num_missing = tl.sum((is_awaited & (sent < number)).to(tl.int32))
+    num_failed = tl.zeros((), tl.int32)
+    elapsed = tl.zeros((), tl.int64)
+    waited = tl.zeros([LANES], tl.int64)
+    while (num_missing > 0) & (num_failed == 0) & (elapsed < limit_ns):
+        elapsed = tl.max(clock_ns(lanes)) - begin
+        waited = tl.where(sent < number, elapsed, waited)
+        failed = load_acquire(failures)
+        sent = load_acquire(words)
+        num_missing = tl.sum((is_awaited & (sent < number)).to(tl.int32))
+        num_failed = tl.sum((is_rank & (failed != 0)).to(tl.int32))
+    # A satisfied wait looks at the failures, too.
+    failed = load_acquire(failures)
+    tl.store(ll + _SAW + lanes, sent, mask=is_rank)
+    tl.store(ll + _SAW + num_ranks + lanes, failed, mask=is_rank)
+    tl.debug_barrier()
+    sent = tl.load(ll + _SAW + lanes, mask=is_rank, other=0, volatile=True)
+    failed = tl.load(ll + _SAW + num_ranks + lanes, mask=is_rank, other=0, volatile=True)
+    if HAS_STATS:
+        tl.store(stats + lanes, tl.load(stats + lanes, mask=is_awaited, other=0) + waited, mask=is_awaited)
+    posts = post_at(memories, num_ranks, number)
+    is_here = is_awaited & (sent >= number)
+    said_a = tl.load(posts + _A, mask=is_here, other=0)
+    said_b = tl.load(posts + _B, mask=is_here, other=0)
+    differs = is_here & ((said_a != word_a) | (said_b != word_b))
+    # Nobody can be further ahead of the calls that this rank has sent: who is, goes on without it.
+    is_silent = is_awaited & (sent < number)
+    is_lost = is_silent | (is_awaited & (sent > last + _KEPT))
+    if tl.sum((failed != 0).to(tl.int32)) > 0:
+        first = tl.min(tl.where(failed != 0, lanes, LANES))
+        record = words_at(board) + (num_ranks + first) * _LINE + 1
+        _fail(
+            boards, state, host, num_ranks, rank, tl.load(record), tl.load(record + 1), tl.load(record + 2),
+            tl.load(record + 3), tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), LANES,
+        )  # fmt: skip
+    elif tl.sum(is_lost.to(tl.int32)) > 0:
+        if can_mask != 0:
+            tl.store(ranks_mask + lanes, 1, mask=is_lost)
+            tl.store(ll_host + lanes, number, mask=is_lost)
+            tell_host(ll_host + num_ranks, number)
+        else:
+            code = tl.where(tl.sum(is_silent.to(tl.int32)) > 0, _TIMEOUT, _ASTRAY)
+            subject = _mask_of(is_lost, lanes)
+            _fail(boards, state, host, num_ranks, rank, code, number, operation, subject, 0, 0, rank, LANES)
+    elif tl.sum(differs.to(tl.int32)) > 0:
+        tl.store(seen + 2 * lanes, said_a, mask=is_here)
+        tl.store(seen + 2 * lanes + 1, said_b, mask=is_here)
+        tl.debug_barrier()
+        subject = _mask_of(differs, lanes)
+        _fail(boards, state, host, num_ranks, rank, _DISAGREE, number, operation, subject, 0, 0, rank, LANES)

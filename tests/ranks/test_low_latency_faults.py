@@ -1,0 +1,347 @@
+"""Low-latency ranks that are masked, late, stopped, killed or gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from low_latency import Case, Given, check_combine, check_dispatch, dispatch, experts_rows, inputs, make_buffer
+
+import deep_ep
+from common import error_of, run_ranks
+from deep_ep import reference
+
+LIMIT_SECS = 1.0
+CASE = Case()
+FORM = {"use_fp8": False}
+NUM_TOKENS = CASE.max_tokens
+
+
+class Round:
+    """All ranks' inputs of a dispatch and its combine, and what the oracle makes of them under masks."""
+
+    def __init__(self, rank: int, num_ranks: int, seed: int = 0, masked: list[set[int]] | None = None):
+        self.rank, self.num_experts = rank, CASE.experts_per_rank * num_ranks
+        self.every = [inputs(one, num_ranks, CASE._replace(seed=seed)) for one in range(num_ranks)]
+        self.masked = masked
+
+    @property
+    def mine(self) -> Given:
+        return self.every[self.rank]
+
+    def received(self) -> list[reference.LowLatencyDispatched]:
+        ids = [one.topk_idx for one in self.every]
+        return reference.low_latency_dispatch(
+            [one.x for one in self.every], ids, NUM_TOKENS, self.num_experts, masked=self.masked
+        )
+
+    def check_dispatch(self, got: tuple) -> torch.Tensor:
+        return experts_rows(check_dispatch(got, self.received()[self.rank], FORM), self.rank)
+
+    def check_combine(self, combined: torch.Tensor, masked: list[set[int]] | None = None) -> None:
+        check_combine(combined, self.every, self.received(), FORM, self.rank, masked=masked or self.masked)
+
+
+def mask_of(buffer: deep_ep.Buffer) -> list[int]:
+    status = torch.full((buffer.group_size,), -1, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    return status.tolist()
+
+
+def combine(buffer: deep_ep.Buffer, rows: torch.Tensor, mine: Given, handle: tuple, **more: Any) -> tuple:
+    return buffer.low_latency_combine(rows, mine.topk_idx, mine.topk_weights, handle, **more)
+
+
+def one_round(buffer: deep_ep.Buffer, rank: int, seed: int, masked: list[set[int]] | None = None) -> None:
+    this = Round(rank, buffer.group_size, seed, masked)
+    got = dispatch(buffer, this.mine, CASE, **FORM)
+    combined, *_ = combine(buffer, this.check_dispatch(got), this.mine, got[2])
+    this.check_combine(combined)
+
+
+# Masks of the caller -------------------------------------------------------------------------------------------------
+
+
+def caller_masks(rank: int, num_ranks: int) -> None:
+    buffer = make_buffer(num_ranks, CASE, enable_shrink=True)
+    assert mask_of(buffer) == [0] * num_ranks
+    one_round(buffer, rank, 0)
+    # Ranks 0 and 1 do without rank 2, and it without them: the masks of a rank are its own affair.
+    masked = [{2}, {2}, {0, 1}]
+    for other in masked[rank]:
+        buffer.low_latency_update_mask_buffer(other, True)
+    assert mask_of(buffer) == [int(one in masked[rank]) for one in range(num_ranks)]
+    for seed in (1, 2, 3):
+        one_round(buffer, rank, seed, masked)
+    buffer.clean_low_latency_buffer(CASE.max_tokens, CASE.hidden, CASE.experts_per_rank * num_ranks)
+    dist.barrier()
+    for other in masked[rank]:
+        buffer.low_latency_update_mask_buffer(other, False)
+    one_round(buffer, rank, 4)
+    buffer.low_latency_update_mask_buffer((rank + 1) % num_ranks, True)
+    buffer.low_latency_clean_mask_buffer()
+    assert mask_of(buffer) == [0] * num_ranks
+    one_round(buffer, rank, 5)
+    assert error_of(buffer.low_latency_update_mask_buffer, num_ranks, True)[0] == "ValueError"
+    buffer.destroy()
+
+
+def test_masks_of_the_caller(device: str) -> None:
+    run_ranks(caller_masks, 3)
+
+
+def one_sided_mask(rank: int, num_ranks: int) -> None:
+    buffer = make_buffer(num_ranks, CASE, enable_shrink=True)
+    this = Round(rank, num_ranks, 0, [{1}, set(), set()])
+    if rank == 0:
+        buffer.low_latency_update_mask_buffer(1, True)
+    got = dispatch(buffer, this.mine, CASE, **FORM)
+    combined, *_ = combine(buffer, this.check_dispatch(got), this.mine, got[2])
+    # Rank 1 gets nothing back from the rank that took nothing from it.
+    this.check_combine(combined, [{1}, {0}, set()])
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+def test_a_mask_of_one_side_only(device: str) -> None:
+    run_ranks(one_sided_mask, 3)
+
+
+# Silent peers --------------------------------------------------------------------------------------------------------
+
+
+def silent_peer(rank: int, num_ranks: int, enable_shrink: bool) -> tuple[list[str], list[tuple[str, str]], list[int]]:
+    one_round(make_buffer(num_ranks, CASE), rank, 0)  # what a process does only once takes longer
+    buffer = make_buffer(num_ranks, CASE, enable_shrink=enable_shrink, limit_secs=LIMIT_SECS)
+    one_round(buffer, rank, 1)
+    errors, mask = [], [0] * num_ranks
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank == 1:
+            time.sleep(2.5 * LIMIT_SECS)
+        elif enable_shrink:
+            for seed in (2, 3):
+                one_round(buffer, rank, seed, [{1}] * num_ranks)
+            mask = mask_of(buffer)
+        else:
+            this = Round(rank, num_ranks, 2)
+            for _ in range(2):
+                errors.append(error_of(lambda: (dispatch(buffer, this.mine, CASE, **FORM), buffer.check())))
+    dist.barrier()
+    buffer.destroy()
+    return [str(one.message) for one in caught if one.category is RuntimeWarning], errors, mask
+
+
+def test_a_silent_peer_is_masked(device: str) -> None:
+    results = run_ranks(silent_peer, 3, True)
+    for rank in (0, 2):
+        assert results[rank][2] == [0, 1, 0]
+
+
+@pytest.mark.cpu_only
+def test_a_mask_is_told_once(device: str) -> None:
+    results = run_ranks(silent_peer, 3, True)
+    for rank in (0, 2):
+        (text,) = results[rank][0]
+        assert "low-latency dispatch (call 3): no signal from rank 1 after 1 s" in text
+        assert f"(rank {rank}/3)" in text
+
+
+def test_a_silent_peer_closes_a_buffer_without_shrink(device: str) -> None:
+    results = run_ranks(silent_peer, 3, False)
+    for rank in (0, 2):
+        (first, text), (second, again) = results[rank][1]
+        assert first in ("EPTimeout", "EPPeerFailed")
+        assert "low-latency dispatch" in text
+        assert "from rank 1 after 1 s" in text
+        assert second == "EPClosed"
+        assert "from rank 1 after 1 s" in again
+
+
+def late_peer(rank: int, num_ranks: int) -> list[int]:
+    buffer, this = make_buffer(num_ranks, CASE, enable_shrink=True), Round(rank, num_ranks)
+    one_round(buffer, rank, 0)
+    waits = torch.zeros(num_ranks, dtype=torch.int64)
+    if rank == 1:
+        time.sleep(0.6)
+    got = dispatch(buffer, this.mine, CASE, dispatch_wait_recv_cost_stats=waits, **FORM)
+    if rank == 1:
+        time.sleep(0.6)
+    combined, *_ = combine(buffer, this.check_dispatch(got), this.mine, got[2], combine_wait_recv_cost_stats=waits)
+    this.check_combine(combined)
+    assert mask_of(buffer) == [0] * num_ranks
+    buffer.destroy()
+    return waits.tolist()
+
+
+def test_a_late_peer_is_waited_for_and_accounted(device: str) -> None:
+    results = run_ranks(late_peer, 3)
+    for punctual in (0, 2):
+        waits = results[punctual]
+        assert waits[1] > 8e8  # nanoseconds, of two waits
+        assert waits[punctual] < 1e8
+
+
+# Killed peers --------------------------------------------------------------------------------------------------------
+
+
+def killed_peer(rank: int, num_ranks: int, victim: int, moment: str) -> list[str]:
+    """The victim dies at a moment; the others make the calls to their end, and two rounds more."""
+    buffer = make_buffer(num_ranks, CASE, enable_shrink=True)
+    one_round(buffer, rank, 0)
+    told: list[str] = []
+    masked = [{victim}] * num_ranks
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        is_victim = rank == victim
+        if is_victim and moment == "before sent":
+            die_at(buffer, "low-latency dispatch: before sent")
+        if is_victim and moment == "before dispatch":
+            os.kill(os.getpid(), signal.SIGKILL)
+        # Who has sent before it died has sent: its rows are good.
+        this = Round(rank, num_ranks, 1, masked if moment in ("before dispatch", "before sent") else None)
+        got = dispatch(buffer, this.mine, CASE, return_recv_hook=moment == "before hook", **FORM)
+        if is_victim and moment in ("before hook", "between"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if got[4] is not None:
+            got[4]()
+        rows = this.check_dispatch(got)
+        if is_victim and moment == "combine sent":
+            die_at(buffer, "low-latency combine: before sent")
+        combined, *_ = combine(buffer, rows, this.mine, got[2])
+        this.check_combine(combined, masked)
+        for seed in (2, 3):
+            one_round(buffer, rank, seed, masked)
+        told = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    assert mask_of(buffer) == [int(one == victim) for one in range(num_ranks)]
+    buffer.destroy()
+    return told
+
+
+def die_at(buffer: deep_ep.Buffer, point: str) -> None:
+    def fault(reached: str) -> None:
+        if reached == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    buffer._engine.window.fault = fault
+
+
+@pytest.mark.parametrize("moment", ["before dispatch", "before sent", "before hook", "between", "combine sent"])
+@pytest.mark.cpu_only
+def test_the_others_go_on_without_a_killed_rank(device: str, moment: str) -> None:
+    victim = {"between": 0, "before hook": 3}.get(moment, 2)
+    results = run_ranks(killed_peer, 4, victim, moment, may_die=[victim], limit_secs=40)
+    operation = "dispatch (call 3)" if moment in ("before dispatch", "before sent") else "combine (call 4)"
+    for rank in {0, 1, 2, 3} - {victim}:
+        (text,) = results[rank]
+        assert f"low-latency {operation}: no signal from rank {victim}, whose process has ended" in text
+
+
+def killed_without_shrink(rank: int, num_ranks: int, has_hook: bool) -> tuple[str, str]:
+    buffer, this = make_buffer(num_ranks, CASE), Round(rank, num_ranks, 1)
+    one_round(buffer, rank, 0)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not has_hook:
+        return error_of(dispatch, buffer, this.mine, CASE, **FORM)
+    *_, hook = dispatch(buffer, this.mine, CASE, return_recv_hook=True, **FORM)
+    error = error_of(hook)
+    assert error_of(dispatch, buffer, this.mine, CASE)[0] == "EPClosed"
+    return error
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.cpu_only
+def test_a_killed_rank_is_a_timeout_without_shrink(device: str, has_hook: bool) -> None:
+    results = run_ranks(killed_without_shrink, 4, has_hook, may_die=[2], limit_secs=25)
+    kinds = [results[rank][0] for rank in (0, 1, 3)]
+    assert set(kinds) <= {"EPTimeout", "EPPeerFailed"}
+    assert "EPTimeout" in kinds
+    for rank in (0, 1, 3):
+        assert "low-latency dispatch (call 3): no signal from rank 2, whose process has ended" in results[rank][1]
+
+
+# Peers that stop, or leave -------------------------------------------------------------------------------------------
+
+
+def stopped_peer(rank: int, num_ranks: int) -> list[int]:
+    """Rank 1 is stopped until the others have masked it and made many calls more. It must not take their new rows."""
+    one_round(make_buffer(num_ranks, CASE), rank, 0)
+    buffer = make_buffer(num_ranks, CASE, enable_shrink=True, limit_secs=LIMIT_SECS)
+    one_round(buffer, rank, 0)
+    pids: list[Any] = [None] * num_ranks
+    dist.all_gather_object(pids, os.getpid())
+    masked = [{1}, {0, 2}, {1}]
+    if rank == 1:
+        time.sleep(0.2)  # here it is stopped
+        time.sleep(0.2)
+        one_round(buffer, rank, 1, masked)
+    elif rank == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+    if rank != 1:
+        for seed in range(1, 6):
+            one_round(buffer, rank, seed, masked)
+        if rank == 0:
+            os.kill(pids[1], signal.SIGCONT)
+    dist.barrier()
+    mask = mask_of(buffer)
+    buffer.destroy()
+    return mask
+
+
+@pytest.mark.cpu_only
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_stopped_rank_is_left_behind_and_notices(device: str) -> None:
+    assert run_ranks(stopped_peer, 3) == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
+
+
+def leaver(rank: int, num_ranks: int, enable_shrink: bool) -> tuple[tuple[str, str], list[int]]:
+    buffer = make_buffer(num_ranks, CASE, enable_shrink=enable_shrink)
+    one_round(buffer, rank, 0)
+    if rank == 0:
+        buffer.destroy()
+        return ("none", ""), []
+    if not enable_shrink:
+        return error_of(one_round, buffer, rank, 1), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one_round(buffer, rank, 1, [{0}] * num_ranks)
+    return ("none", ""), mask_of(buffer)
+
+
+@pytest.mark.cpu_only
+def test_a_rank_that_destroyed_its_buffer_is_masked(device: str) -> None:
+    results = run_ranks(leaver, 3, True)
+    assert [mask for _, mask in results[1:]] == [[1, 0, 0], [1, 0, 0]]
+
+
+@pytest.mark.cpu_only
+def test_a_rank_that_destroyed_its_buffer_is_named(device: str) -> None:
+    for (kind, text), _ in run_ranks(leaver, 3, False)[1:]:
+        assert kind in ("EPTimeout", "EPPeerFailed")
+        assert "no signal from rank 0, which has destroyed its buffer" in text
+
+
+def barrier_alone(rank: int, num_ranks: int) -> list[int]:
+    one_round(make_buffer(num_ranks, CASE), rank, 0)
+    buffer = make_buffer(num_ranks, CASE, enable_shrink=True, limit_secs=LIMIT_SECS)
+    clean = (CASE.max_tokens, CASE.hidden, CASE.experts_per_rank * num_ranks)
+    buffer.clean_low_latency_buffer(*clean)
+    if rank != 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            buffer.clean_low_latency_buffer(*clean)
+            one_round(buffer, rank, 1, [{1}] * num_ranks)
+    mask = mask_of(buffer)
+    dist.barrier()
+    return mask
+
+
+def test_a_barrier_masks_who_stays_away(device: str) -> None:
+    assert run_ranks(barrier_alone, 3) == [[0, 1, 0], [0, 0, 0], [0, 1, 0]]
