@@ -67,7 +67,7 @@ def rerouted(layer: Layer, seed: int) -> Layer:
     return Layer(layer.rank, xs, layer.ids, layer.weights)
 
 
-def replayed(rank: int, num_ranks: int, kind: str, has_eager_calls: bool) -> None:
+def replayed(rank: int, num_ranks: int, kind: str, has_eager_calls: bool) -> dict[str, Any]:
     buffer, first = make_buffer(), make_layer(rank, num_ranks, 10)
     handle = round_trip(buffer, first)
     captured = Captured(buffer, make_layer(rank, num_ranks, 10), handle if kind == "cached" else None)
@@ -78,13 +78,23 @@ def replayed(rank: int, num_ranks: int, kind: str, has_eager_calls: bool) -> Non
             round_trip(buffer, make_layer(rank, num_ranks, 30 + index))
         check()
     buffer.check()
+    numbers = buffer.stats()
     buffer.destroy()
+    return numbers
 
 
 @pytest.mark.parametrize("has_eager_calls", [False, True])
 @pytest.mark.parametrize("kind", ["worst case", "cached"])
 def test_a_graph_is_replayed_with_new_inputs(kind: str, has_eager_calls: bool) -> None:
     run_ranks(replayed, NUM_RANKS, kind, has_eager_calls)
+
+
+@pytest.mark.parametrize("has_eager_calls", [False, True])
+@pytest.mark.parametrize("kind", ["worst case", "cached"])
+def test_captured_calls_may_be_staged(kind: str, has_eager_calls: bool) -> None:
+    for numbers in run_ranks(replayed, NUM_RANKS, kind, has_eager_calls, env={"DEEP_EP_ARENA_BYTES": "16384"}):
+        assert set(numbers["calls"]) == {"dispatch/staged", "combine/staged"}
+        assert numbers["rounds"] > 3 * sum(numbers["calls"].values()), "replays go through rounds, too"
 
 
 def back_to_back(rank: int, num_ranks: int) -> None:

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deep_ep.kernels import counts, exchange, pull, put
+from deep_ep.kernels import counts, exchange, pull, put, staging
 from deep_ep.kernels.low_latency import combine, dispatch
 from deep_ep.kernels.low_latency import words as ll_words
 
@@ -35,9 +35,9 @@ def ptx_of(kernel, pointers: dict[str, str], constants: dict[str, object], num_w
 
 def signalling() -> dict[str, str]:
     words = dict.fromkeys(("windows", "state", "table", "host"), "*i64")
-    lists = dict.fromkeys(("counts", "given", "per_expert", "prefix"), "*i32")
+    lists = dict.fromkeys(("counts", "given", "per_expert", "prefix", "slots", "recv_src_idx"), "*i32")
     ptx = {}
-    # As `exchange.prepare_all` compiles them, for up to 32 ranks.
+    # As `prepare_all` compiles them, for up to 32 ranks.
     for is_new, has_counts, has_prefix in (
         (True, True, True),
         (True, False, True),
@@ -47,7 +47,8 @@ def signalling() -> dict[str, str]:
         constants = {"IS_NEW": is_new, "HAS_COUNTS": has_counts, "HAS_PREFIX": has_prefix, "LANES": 32, "CHUNK": 8}
         name = f"meet new={is_new} counts={has_counts} prefix={has_prefix}"
         ptx[name] = ptx_of(exchange._meet_kernel, words | lists, constants, 1)
-    ptx["finish"] = ptx_of(exchange._finish_kernel, words, {"LANES": 32}, 1)
+    ptx["finish dispatch"] = ptx_of(staging._finish_dispatch_kernel, words | lists, {"LANES": 32}, 1)
+    ptx["finish combine"] = ptx_of(staging._finish_combine_kernel, words | lists, {"LANES": 32}, 1)
     ptx["abort"] = ptx_of(exchange._abort_kernel, words, {"LANES": 32}, 1)
     return ptx
 

@@ -11,7 +11,7 @@ from deep_ep.kernels.exchange import NUM_SECTIONS, SEGMENT_BITS, STATE_EPOCH, ST
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
-ANNOUNCED, OFFERED, READY = 1, 2, 3
+ANNOUNCED, OFFERED = 1, 2
 SAME = (17, 4)
 
 
@@ -153,12 +153,24 @@ def test_a_rank_that_gave_up_ends_the_wait_of_the_others(device: str) -> None:
     assert boards.record(0) == [exchange.HOST, 0, 3, 0, 0, 0, 1]
 
 
-def test_finish_waits_for_the_step_of_all(device: str) -> None:
-    boards = Boards(2, device)
-    boards.meet(*[lambda places: exchange.finish(places, READY, 0)] * 2)
-    assert [boards.record(rank) for rank in range(2)] == [None, None]
-    exchange.finish(exchange.Places(**{**vars(boards.places[1]), "limit_ns": 1}), READY + 1, 0)
-    assert boards.record(1) == [exchange.TIMEOUT, 0, 0, 0b01, READY + 1, 0, 1]
+def test_staged_ranks_have_no_room_but_lanes(device: str) -> None:
+    boards = Boards(3, device)
+    prefix = int32([[1, 2, 0], [4, 6, 0], [4, 6, 1]], device)
+    offers = [Offer(7, (64,), prefix), Offer(9, (256, 512), prefix), Offer(5, (64,), prefix)]
+    offers[1].post = offers[1].post._replace(lane_rows=2)
+    for rank, one in enumerate(offers):
+        one.post = one.post._replace(num_tokens=10 + rank)
+    boards.meet(*offers)
+    for one in boards.places:
+        assert one.table[0, 1].item() == boards.boards[1].data_ptr() + 256
+        assert one.table[exchange.TABLE_ROOMS].tolist() == [7, 0, 5]
+        assert one.table[exchange.TABLE_LANES].tolist() == [0, 2, 0]
+        assert one.state[exchange.STATE_STAGED] == 1
+        assert one.state[exchange.STATE_TOKENS] == 12, "the most of any rank"
+    offers[1].post = offers[1].post._replace(lane_rows=0)
+    boards.meet(*offers)
+    assert boards.places[0].table[exchange.TABLE_ROOMS].tolist() == [7, 9, 5]
+    assert boards.places[0].state[exchange.STATE_STAGED] == 0
 
 
 def test_a_rank_two_calls_ahead_is_a_fault(device: str) -> None:
@@ -172,6 +184,5 @@ def test_after_a_failure_nothing_is_said_any_more(device: str) -> None:
     boards = Boards(2, device)
     boards.places[0].state[exchange.STATE_FAILED] = 1
     Announce([0, 0], [0, 0], device)(boards.places[0])
-    exchange.finish(boards.places[0], READY, 0)
     exchange.abort(boards.places[0], 0)
     assert all(not board.any() for board in boards.boards)

@@ -21,7 +21,8 @@ MEETINGS = (
     "meet new=True counts=False prefix=False",
     "meet new=False counts=False prefix=False",
 )
-WAITING = (*MEETINGS, "finish")
+FINISHING = ("finish dispatch", "finish combine")
+WAITING = (*MEETINGS, *FINISHING)
 SIGNALLING = (*WAITING, "abort")
 BULK = ("put", "pull", "copy_in")
 SENDING = (*BULK, "unpack")

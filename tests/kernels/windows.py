@@ -22,7 +22,7 @@ def make_places(rank: int, num_ranks: int, device: str) -> Places:
         num_ranks=num_ranks,
         windows=torch.zeros(1, num_ranks, dtype=torch.int64, device=device),
         state=torch.zeros(exchange.STATE_WORDS, dtype=torch.int64, device=device),
-        table=torch.zeros(exchange.NUM_SECTIONS + 2, num_ranks, dtype=torch.int64, device=device),
+        table=torch.zeros(exchange.TABLE_ROWS, num_ranks, dtype=torch.int64, device=device),
         host=torch.zeros(num_host_words, dtype=torch.int64, device="cpu", pin_memory=device == "cuda"),
         header_words=header_words,
         limit_ns=10**9,
@@ -34,11 +34,16 @@ def offer(
     sections: Sequence[Sequence[torch.Tensor] | None],
     num_rows: Sequence[int],
     first_slots: Sequence[int] | None = None,
+    lane_rows: Sequence[int] | None = None,
 ) -> None:
-    """Fill the table as a meeting does: addresses of the peers' rows, their number, and this rank's first slots."""
+    """Fill the table as a meeting does: addresses of the peers' rows, their number, and this rank's first slots.
+
+    If ranks are staged, with the rows of their lanes: `sections` are then their staging, and `num_rows` 0.
+    """
     rows = [[peer.data_ptr() for peer in peers] if peers else [0] * places.num_ranks for peers in sections]
     rows += [[0] * places.num_ranks] * (exchange.NUM_SECTIONS - len(rows))
-    rows += [list(num_rows), list(first_slots or [0] * places.num_ranks)]
+    rows += [list(num_rows), list(first_slots or [0] * places.num_ranks), list(lane_rows or [0] * places.num_ranks)]
+    places.state[exchange.STATE_STAGED] = sum(rows_of > 0 for rows_of in lane_rows or [])
     places.table.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
 
 

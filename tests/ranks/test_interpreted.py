@@ -100,18 +100,6 @@ def test_the_window_grows_and_nothing_moves() -> None:
         assert after > before
 
 
-def limited(rank: int, num_ranks: int) -> None:
-    buffer = make_buffer()
-    round_trip(buffer)
-    message = error_of(lambda: buffer.dispatch(**arguments(buffer, hidden=1 << 21, num_tokens=4)))
-    assert message[0] in ("EPTransportError", "EPError"), message
-    assert error_of(lambda: round_trip(buffer))[0] == "EPClosed"
-
-
-def test_a_window_that_may_not_grow_is_an_error_on_all_ranks() -> None:
-    run_ranks(limited, 2, env={**INTERPRETED, "DEEP_EP_ARENA_BYTES": str(16 << 20)})
-
-
 # Wrong calls ---------------------------------------------------------------------------------------------------------
 
 

@@ -89,10 +89,11 @@ def _streamed(
 ) -> StreamedEngine:
     # Not before a buffer needs them: they import Triton, and importing us must not.
     from ..engine.low_latency.streamed import StreamedLowLatency
+    from ..engine.room import staging_bytes
     from ..engine.shapes import load_shapes
     from ..engine.signals import Signals
     from ..engine.streamed import StreamedEngine
-    from ..kernels import _triton, exchange
+    from ..kernels import _triton, exchange, staging
 
     device_type = "cpu" if stream.raw is None else "cuda"
     if not _triton.is_usable(device_type):
@@ -109,10 +110,12 @@ def _streamed(
         Signals.board_bytes(control.num_ranks, MAX_EXPERTS),
         max(_LEAST_ARENA_BYTES, *(arena for arena, _, _ in wishes)),
         min(limits, default=0),
+        staging_bytes(control.num_ranks),
     )
     shapes = load_shapes(control.num_ranks)
     engine = StreamedEngine(window, stream, limit_secs, MAX_EXPERTS, shapes, sizes.scratch_bytes)
-    exchange.prepare_all(engine.signals.places)
+    for kernels in (exchange, staging):
+        kernels.prepare_all(engine.signals.places)
     low_latency_bytes = max(size for _, _, size in wishes)
     if low_latency_bytes:
         engine.low_latency = StreamedLowLatency(engine.signals, window, stream, low_latency_bytes, enable_shrink)

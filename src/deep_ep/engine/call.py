@@ -22,7 +22,7 @@ from .stats import Stats
 # Steps of a call, in order. Those of round j are `READY + 2j` and `TAKEN + 2j`.
 ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4
 
-STEP_NAMES = {ANNOUNCED: "announced", OFFERED: "offered", READY: "ready", TAKEN: "taken"}
+_STEP_NAMES = {ANNOUNCED: "announced", OFFERED: "offered", READY: "ready", TAKEN: "taken"}
 
 LOW_LATENCY = "low-latency"
 OPERATIONS = (
@@ -42,6 +42,22 @@ _WORDS.update({dtype: word for word, dtype in enumerate(_DTYPES, 1)})  # numbers
 _NO_BASE = [0, 0, 0]
 
 _LEAST_RECYCLED_BYTES = 1 << 20  # below, torch's own allocation is as good
+
+
+def step_name(step: int) -> str:
+    """What a step is called, in whichever round."""
+    return _STEP_NAMES[step if step < READY else READY + (step - READY) % 2]
+
+
+def warn_staged(operation: str, used_bytes: int, rank: int, num_ranks: int) -> None:
+    """Say that calls are slower than they could be."""
+    warnings.warn(
+        f"{operation}: the arena has no room for the rows ({used_bytes} bytes are in use), they go through staging "
+        f"in rounds (rank {rank}/{num_ranks}). Drop received tensors, or raise {env.ARENA_BYTES.name}. "
+        "This is said once",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 class Agreement(NamedTuple):
@@ -182,8 +198,7 @@ class Call:
 
     def _reach_fault(self, side: str, step: int) -> None:
         if self.window.fault is not None:
-            name = STEP_NAMES[step if step < READY else READY + (step - READY) % 2]
-            self.window.fault(f"{self.operation}: {side} {name}")
+            self.window.fault(f"{self.operation}: {side} {step_name(step)}")
 
     def wait(self, step: int) -> None:
         """Wait until all peers have done `step`."""
@@ -286,11 +301,5 @@ class Chain:
         """Say once that calls are slower than they could be."""
         if not self._has_warned:
             self._has_warned = True
-            used = self.window.arena.num_bytes()["used"]
-            warnings.warn(
-                f"{operation}: the arena has no room for the rows ({used} bytes are in use), they go through staging "
-                f"in rounds (rank {self.window.rank}/{len(self.window.peers)}). Drop received tensors, or raise "
-                f"{env.ARENA_BYTES.name}. This is said once",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            used_bytes = self.window.arena.num_bytes()["used"]
+            warn_staged(operation, used_bytes, self.window.rank, len(self.window.peers))

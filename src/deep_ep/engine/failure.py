@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import EPError, EPOverflow, EPTimeout, named
 from ..kernels import exchange
-from .call import OPERATIONS, STEP_NAMES
+from .call import OPERATIONS, step_name
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Record:
         if self.code == exchange.TIMEOUT:
             silent = named(_bits(self.subject))
             return EPTimeout(
-                f"{where}: no signal ({STEP_NAMES[self.seen]}) from {silent} after {limit_secs:g} s "
+                f"{where}: no signal ({step_name(self.seen)}) from {silent} after {limit_secs:g} s "
                 f"({_by(self.origin, rank)}{me}). It exited, hangs, or called in another order; look at its output"
             )
         if self.code == exchange.ASTRAY:

@@ -75,7 +75,7 @@ class Signals:
             num_ranks=num_ranks,
             windows=window.windows,
             state=torch.zeros(exchange.STATE_WORDS, dtype=torch.int64, device=device),
-            table=torch.zeros(exchange.NUM_SECTIONS + 2, num_ranks, dtype=torch.int64, device=device),
+            table=torch.zeros(exchange.TABLE_ROWS, num_ranks, dtype=torch.int64, device=device),
             host=self._host,
             header_words=Places.header_room(num_ranks, max_experts),
             limit_ns=int(limit_secs * 1e9),
@@ -141,6 +141,10 @@ class Signals:
                     f"(rank {self.places.rank}/{self.places.num_ranks}). Something that this process launched before "
                     "does not end: look for a kernel that hangs"
                 )
+
+    def num_more_rounds(self) -> int:
+        """Rounds beyond the first of all calls so far, replays of graphs included, as far as the device has come."""
+        return int(self._host[exchange.STATE_ROUNDS])
 
     @contextmanager
     def contagious(self, operation: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ from ..sizing import align
 from ..transport import Base, Window
 from .call import Offer
 
-_MOST_BYTES = 4 << 20  # what a staged call uses, unless one row of every rank needs more
+MOST_BYTES = 4 << 20  # what a staged call uses, unless one row of every rank needs more
 
 _LINE_BYTES = 64
 
@@ -28,9 +28,7 @@ class Staging:
 
     def __init__(self, window: Window, row_bytes: Sequence[int]):
         num_ranks = len(window.peers)
-        room = min(_MOST_BYTES, window.arena.limit_bytes or _MOST_BYTES)
-        lane_rows = max(1, room // (num_ranks * sum(row_bytes)))
-        self.num_rows = num_ranks * lane_rows
+        self.num_rows = num_ranks * lane_rows(num_ranks, sum(row_bytes), window.arena.limit_bytes)
         sizes = [align(self.num_rows * width, _LINE_BYTES) for width in row_bytes]
         scratch, memory = window.scratch(sum(sizes))
         bases: list[Base] = []
@@ -41,6 +39,17 @@ class Staging:
             self.sections.append(memory[start : start + self.num_rows * width].view(self.num_rows, width))
             start += size
         self.offer = Offer(self.num_rows, True, tuple(bases))
+
+
+def lane_rows(num_ranks: int, row_bytes: int, limit_bytes: int) -> int:
+    """Rows of staging that each source has: at least one.
+
+    Args:
+        num_ranks: R.
+        row_bytes: Of all sections together.
+        limit_bytes: Of the arena; 0: none. Staging is no larger, where a row of every rank allows it.
+    """
+    return max(1, min(MOST_BYTES, limit_bytes or MOST_BYTES) // (num_ranks * max(1, row_bytes)))
 
 
 def token_blocks(prefix: torch.Tensor) -> Blocks:

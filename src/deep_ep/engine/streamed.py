@@ -9,13 +9,14 @@ dispatch waits, for its counts. A call is
     dispatch, cached      meet (offers), put, finish
     combine               copy in unless the rows lie in the window, meet (offers), pull, finish
 
-`meet` and `finish` are one small block each, and the only kernels that wait.
+`meet` and `finish` are one small block each, and the only kernels that wait. A rank that finds no room in the window
+offers its staging instead; `finish` then brings its rows through it, in rounds (`kernels/staging.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,17 +24,17 @@ from .. import layout
 from ..errors import EPUnsupported
 from ..event import EventHandle
 from ..handle import Handle
-from ..kernels import counts, exchange, pull, put
+from ..kernels import counts, pull, put, staging
 from ..kernels.exchange import Post
 from ..stream import LaunchStream
 from ..transport.device import DeviceWindow
-from .call import ANNOUNCED, OFFERED, OPERATIONS, READY, TAKEN, Agreement
+from .call import ANNOUNCED, OFFERED, OPERATIONS, READY, TAKEN, Agreement, warn_staged
 from .combine import Combined
 from .digest import pack
 from .direct import Order
 from .low_latency.calls import LowLatency
 from .parcel import Payload, Received, Routing, agreement_of
-from .room import Frame, Room, Sections, num_bytes_of
+from .room import NO_SECTIONS, Frame, Lanes, Room, Sections
 from .shapes import Shapes
 from .signals import Signals
 from .stats import Stats
@@ -75,6 +76,7 @@ class StreamedEngine:
         self._places = self.signals.places
         self._room = Room(window, stream)
         self._guessed_rows = 0
+        self._has_warned = False
         self._num_local_bytes = num_local_bytes
         self._local: torch.Tensor | None = None
 
@@ -123,19 +125,19 @@ class StreamedEngine:
             post = self._post(operation, ANNOUNCED, payload, routing, sections)
             post = post._replace(free_bytes=self.window.arena.largest_free_bytes())
             self.signals.announce(post, num_tokens, routing.num_tokens_per_rank, routing.num_tokens_per_expert, prefix)
-            self._move(operation, payload, routing, slots, num_sms)
+            self._move(operation, payload, routing, slots, prefix, NO_SECTIONS, num_sms)
             told = self.signals.wait_for_counts(routing.num_experts)
             num_rows = told.num_rows[self.window.rank]
             self._guessed_rows = num_rows + num_rows // 16 + 64
             if not told.fits:
-                sections = [None, None, None]  # too small, here or elsewhere
+                sections = NO_SECTIONS  # too small, here or elsewhere
             self._room.grow_alike(told, payload, routing)
-            if sections[0] is None:  # also where nothing was offered, because nothing comes
-                sections = self._sections(payload, routing, num_rows)
+            if sections.parts[0] is None:  # also where nothing was offered, because nothing comes
+                sections = self._sections(frame, payload, routing, num_rows)
             if not told.fits:
                 self._reach(operation, "offer")
                 self.signals.meet(self._post(operation, OFFERED, payload, routing, sections), is_new=False)
-                self._move(operation, payload, routing, slots, num_sms)
+                self._move(operation, payload, routing, slots, prefix, sections, num_sms)
             with self._room.outputs(frame):
                 handle = handle._replace(recv_src_idx=prefix.new_empty(num_rows))
                 received = self._room.received(sections, routing, handle, num_rows)
@@ -160,20 +162,21 @@ class StreamedEngine:
         operation, frame = "worst-case dispatch", Frame(order, self.stream.caller())
         with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
             self._hold_inputs(frame, payload, routing)
-            sections = self._sections(payload, routing, num_rows)
+            sections = self._sections(frame, payload, routing, num_rows)
             numbers, num_tokens = counts.positions(routing.is_token_in_rank)
             with self._room.outputs(frame):
                 handle = self._room.handle(routing, num_rows, num_channels, self._empty_prefix(numbers))
                 received = self._room.received(sections, routing, handle, num_rows)
             self._reach(operation, "meet")
+            prefix = handle.rank_prefix_matrix
             self.signals.meet(
                 self._post(operation, OFFERED, payload, routing, sections),
                 num_tokens,
                 routing.num_tokens_per_rank,
                 routing.num_tokens_per_expert,
-                handle.rank_prefix_matrix,
+                prefix,
             )
-            self._move(operation, payload, routing, (numbers, handle.send_head), num_sms)
+            self._move(operation, payload, routing, (numbers, handle.send_head), prefix, sections, num_sms)
             self._unpack(received, num_sms)
         return self._dispatched(routing, received, frame), self.stream.leave(order.is_async)
 
@@ -185,11 +188,12 @@ class StreamedEngine:
         operation, frame = "cached dispatch", Frame(order, self.stream.caller())
         with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
             self._room.hold_inputs(frame, payload.x, payload.scales, *handle)
-            sections = self._sections(payload, None, handle.num_rows)
+            sections = self._sections(frame, payload, None, handle.num_rows)
             post = self._post(operation, OFFERED, payload, None, sections)
+            prefix = handle.rank_prefix_matrix.contiguous()
             self._reach(operation, "meet")
-            self.signals.meet(post, prefix=handle.rank_prefix_matrix.contiguous())
-            self._move(operation, payload, None, (handle.send_head.contiguous(), None), num_sms)
+            self.signals.meet(post, prefix=prefix)
+            self._move(operation, payload, None, (handle.send_head.contiguous(), None), prefix, sections, num_sms)
             received = self._room.received(sections, None, handle, handle.num_rows)
         return self._dispatched(None, received, frame), self.stream.leave(order.is_async)
 
@@ -210,21 +214,22 @@ class StreamedEngine:
             with self._room.outputs(frame):
                 sums = [part.new_empty(handle.num_tokens, part.size(1)) for part in parts]
             prefix = handle.rank_prefix_matrix.contiguous()
-            regions = self._supply(parts, prefix, num_sms)
+            supply = self._supply(parts, prefix, num_sms)
             num_topk = 0 if topk_weights is None else topk_weights.size(1)
             agreement = Agreement(operation, num_topk=num_topk, hidden=x.size(1), dtype=x.dtype)
-            bases = tuple(self._room.base(region) for region in regions)
-            index = OPERATIONS.index(operation)
+            index, tokens = OPERATIONS.index(operation), handle.num_tokens
+            post = Post(OFFERED, index, pack(agreement), x.size(0), supply.lane_rows, tokens, bases=supply.bases)
             self._reach(operation, "meet")
-            self.signals.meet(Post(READY, index, pack(agreement), x.size(0), bases=bases), prefix=prefix)
+            self.signals.meet(post, prefix=prefix)
             self._reach(operation, "pull")
             slots, shape = handle.send_head.contiguous(), self.shapes.for_pull(num_sms)
             for section, out in enumerate(sums):
                 pull.pull(self._places, shape, section, out, slots, biases if section == 0 else ())
             self._reach(operation, "finish")
-            exchange.finish(self._places, TAKEN, index)
+            source_idx = handle.recv_src_idx.contiguous()
+            staging.finish_combine(self._places, READY, index, parts, sums, biases, slots, prefix, source_idx)
         self._room.hold_outputs(frame, *sums)
-        self.stats.count_path(operation, "pulled" if regions[0] is x else "copied_in")
+        self.stats.count_path(operation, supply.path)
         return Combined(sums[0], sums[1] if topk_weights is not None else None), self.stream.leave(order.is_async)
 
     def barrier(self) -> None:
@@ -238,19 +243,26 @@ class StreamedEngine:
     def _guess(self, payload: Payload, routing: Routing) -> Sections:
         """Room for a few rows more than the last dispatch received, so that rows can move before counts are known."""
         sections = self._room.sections(payload, routing, self._guessed_rows) if self._guessed_rows else None
-        return sections if sections is not None else [None, None, None]
+        return sections if sections is not None else NO_SECTIONS
 
-    def _sections(self, payload: Payload, routing: Routing | None, num_rows: int) -> Sections:
-        """Room for exactly so many rows.
+    def _sections(self, frame: Frame, payload: Payload, routing: Routing | None, num_rows: int) -> Sections:
+        """Room for exactly so many rows: in the window, or elsewhere, by way of the staging.
 
         Raises:
-            EPTransportError: There is none.
+            EPTransportError: The staging cannot hold a row of every rank.
         """
         sections = self._room.sections(payload, routing, num_rows)
         if sections is None:
-            parts = [part for part in (payload.x, payload.scales) if part is not None]
-            raise self._room.lack(sum(num_bytes_of((num_rows, part.size(1)), part.dtype) for part in parts))
+            self._warn_staged("dispatch")
+            sections = self._room.staged_sections(frame, payload, routing, num_rows)
         return sections
+
+    def _warn_staged(self, operation: str) -> None:
+        """Say once that calls are slower than they could be."""
+        if not self._has_warned:
+            self._has_warned = True
+            used_bytes = self.window.arena.num_bytes()["used"]
+            warn_staged(operation, used_bytes, self.window.rank, self.window.num_ranks)
 
     def _hold_inputs(self, frame: Frame, payload: Payload, routing: Routing) -> None:
         given = (routing.num_tokens_per_rank, routing.num_tokens_per_expert, routing.is_token_in_rank)
@@ -260,10 +272,11 @@ class StreamedEngine:
         return numbers.new_empty(self.window.num_ranks, self.window.num_ranks)
 
     def _post(self, operation: str, step: int, payload: Payload, routing: Routing | None, sections: Sections) -> Post:
-        agreement = agreement_of(operation, payload, routing)
-        num_rows = sections[0].size(0) if sections[0] is not None else 0
-        bases = tuple(self._room.base(part) for part in sections)
-        return Post(step, OPERATIONS.index(operation), pack(agreement), num_rows, bases=bases)
+        agreement, lanes = agreement_of(operation, payload, routing), sections.lanes
+        if lanes is None:
+            lanes = Lanes(0, tuple(self._room.base(part) for part in sections.parts))
+        index = OPERATIONS.index(operation)
+        return Post(step, index, pack(agreement), sections.num_rows, lanes.num_rows, bases=lanes.bases)
 
     def _move(
         self,
@@ -271,22 +284,21 @@ class StreamedEngine:
         payload: Payload,
         routing: Routing | None,
         slots: tuple[torch.Tensor, torch.Tensor | None],
+        prefix: torch.Tensor,
+        sections: Sections,
         num_sms: int | None,
     ) -> None:
         """Put this rank's rows, and wait for the peers' to be there."""
+        topk_idx = routing.topk_idx if routing is not None else None
+        topk_weights = routing.topk_weights if routing is not None else None
+        num_local = routing.num_experts // self.window.num_ranks if routing is not None else 0
+        sent = (payload.x, payload.scales)
         self._reach(operation, "put")
-        put.put(
-            self._places,
-            self.shapes.for_put(num_sms),
-            payload.x,
-            payload.scales,
-            *slots,
-            routing.topk_idx if routing is not None else None,
-            routing.topk_weights if routing is not None else None,
-            routing.num_experts // self.window.num_ranks if routing is not None else 0,
-        )
+        put.put(self._places, self.shapes.for_put(num_sms), *sent, *slots, topk_idx, topk_weights, num_local)
         self._reach(operation, "finish")
-        exchange.finish(self._places, READY, OPERATIONS.index(operation))
+        outgoing = staging.Outgoing(*sent, slots[0], topk_idx, topk_weights, num_local, routing is not None)
+        index = OPERATIONS.index(operation)
+        staging.finish_dispatch(self._places, READY, index, outgoing, prefix, sections.parts)
 
     def _unpack(self, received: Received, num_sms: int | None) -> None:
         assert received.records is not None
@@ -304,12 +316,13 @@ class StreamedEngine:
     def _dispatched(self, routing: Routing | None, received: Received, frame: Frame) -> Received:
         made = () if routing is None else [item for item in received.handle if item is not routing.is_token_in_rank]
         self._room.hold_outputs(frame, received.x, received.scales, received.topk_idx, received.topk_weights, *made)
-        self.stats.count_path("dispatch", "direct")
+        self.stats.count_path("dispatch", "staged" if received.is_staged else "direct")
         return received
 
-    def _supply(self, parts: list[torch.Tensor], prefix: torch.Tensor, num_sms: int | None) -> list[torch.Tensor]:
-        """The rows to give, in the arena: found there, or copied there."""
+    def _supply(self, parts: list[torch.Tensor], prefix: torch.Tensor, num_sms: int | None) -> _Supply:
+        """The rows to give: found in the arena, or copied there, or, where it has no room, by way of the staging."""
         regions: list[torch.Tensor] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for part in parts:
             # Peers read vectors: a view that begins between two of them is copied like anything outside the window.
             is_whole = part.data_ptr() % put.VECTOR_BYTES == 0
@@ -318,10 +331,21 @@ class StreamedEngine:
                 continue
             region = self._room.region(part.shape, part.dtype)
             if region is None:
-                raise self._room.lack(num_bytes_of(part.shape, part.dtype))
-            pull.copy_in(self._places, self.shapes.for_copy(num_sms), region, part, prefix)
+                return self._staged_supply(parts, [taken for taken, _ in copies])
             regions.append(region)
-        return regions
+            copies.append((region, part))
+        for region, part in copies:
+            pull.copy_in(self._places, self.shapes.for_copy(num_sms), region, part, prefix)
+        path = "pulled" if regions[0] is parts[0] else "copied_in"
+        return _Supply(path, tuple(self._room.base(region) for region in regions), regions)
+
+    def _staged_supply(self, parts: list[torch.Tensor], taken: list[torch.Tensor]) -> _Supply:
+        """All parts by way of the staging: what was taken for some of them goes back."""
+        self._warn_staged("combine")
+        for region in taken:
+            self.window.arena.give_up(region)
+        lanes = self._room.lanes([part.size(1) * part.element_size() for part in parts])
+        return _Supply("staged", lanes.bases, [], lanes.num_rows)
 
     def _reach(self, operation: str, step: str) -> None:
         """A fault point before a step is launched. Nothing happens unless `window.fault` is set."""
@@ -351,8 +375,10 @@ class StreamedEngine:
 
     def numbers(self) -> dict[str, Any]:
         """What was counted so far. Bytes and waits are the device's, and not counted."""
+        counted = self.stats.numbers()
         return {
-            **self.stats.numbers(),
+            **counted,
+            "rounds": counted["rounds"] + self.signals.num_more_rounds(),
             "wait_secs": [0.0] * self.window.num_ranks,
             "arena": self.window.arena.num_bytes(),
         }
@@ -377,6 +403,22 @@ class StreamedEngine:
     def forget(self) -> None:
         """Wait for everything that was launched: memory under a running kernel cannot be unmapped."""
         self.stream.stop()
+
+
+class _Supply(NamedTuple):
+    """How a rank gives its rows in a combine.
+
+    Attributes:
+        path: `pulled`, `copied_in` or `staged`.
+        bases: Where peers find them, by section.
+        regions: Held until everything is launched.
+        lane_rows: Rows of a lane, if staged.
+    """
+
+    path: str
+    bases: tuple[int, ...]
+    regions: list[torch.Tensor]
+    lane_rows: int = 0
 
 
 def _check_scales(payload: Payload) -> None:

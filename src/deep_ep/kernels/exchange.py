@@ -1,7 +1,7 @@
 """How ranks meet on the device: headers, signals, and waits with a limit. `docs/protocol.md` has the state table.
 
 Shape letters: R ranks, E experts, L = E / R. All words are int64. Every kernel here is one block of one warp: it may
-wait, so it must not keep others out. A kernel that moves rows never waits.
+wait, so it must not keep others out. A kernel that moves rows never waits; `staging.py` has the one exception.
 
 A *board* is the first part of a rank's window. Peers write it, each its own part, and its owner polls it:
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -40,17 +40,23 @@ _COUNTS, _ASTRAY, _HOST = tl.constexpr(COUNTS), tl.constexpr(ASTRAY), tl.constex
 
 # Words of a header.
 HEADER_WORDS = 16
-_A, _B, _HANDLE, _FREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-_OFFER, _HEADER = tl.constexpr(4), tl.constexpr(HEADER_WORDS)
-# An offer is the rows that there is room for, and the base of each section. The second one of a call has words of its
-# own: a slow peer may still be looking at the first.
-_OFFER_WORDS, _BASES = tl.constexpr(1 + NUM_SECTIONS), tl.constexpr(1)
+_A, _B, _HANDLE, _FREE, _TOKENS = (tl.constexpr(word) for word in range(5))
+_OFFER, _HEADER = tl.constexpr(5), tl.constexpr(HEADER_WORDS)
+# An offer is the rows that there is room for, the rows of a lane if the room is staging (else 0), and the base of each
+# section. The second one of a call has words of its own: a slow peer may still be looking at the first.
+_OFFER_WORDS, _LANE, _BASES = tl.constexpr(2 + NUM_SECTIONS), tl.constexpr(1), tl.constexpr(2)
 
 # Words of the state and of the host's mirror of it: epoch (ticket), failed, held, then the record. A call is held while
-# its rows cannot move: the guessed offers did not fit, or it was refused.
+# its rows cannot move: the guessed offers did not fit, or it was refused. Then what a call with staged ranks needs: how
+# many there are, the most tokens of any rank, and, of all calls, the rounds beyond the first.
 STATE_EPOCH, STATE_FAILED, STATE_HELD, STATE_RECORD, STATE_WORDS = 0, 1, 2, 3, 16
+STATE_STAGED, STATE_TOKENS, STATE_ROUNDS = 10, 11, 12
 _FAILED, _HELD, _RECORD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_RECORD)
-_STATE = tl.constexpr(STATE_WORDS)
+_STAGED, _MOST_TOKENS, _STATE = tl.constexpr(STATE_STAGED), tl.constexpr(STATE_TOKENS), tl.constexpr(STATE_WORDS)
+
+# Rows of the table, behind the addresses of the sections. Of a staged rank `put` and `pull` see no room at all.
+TABLE_ROOMS, TABLE_STARTS, TABLE_LANES, TABLE_ROWS = (NUM_SECTIONS + row for row in range(4))
+_ROOMS, _STARTS, _LANE_ROWS = tl.constexpr(TABLE_ROOMS), tl.constexpr(TABLE_STARTS), tl.constexpr(TABLE_LANES)
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Places:
         num_ranks: R.
         windows: [segments, R] int64 addresses of the ranks' memory; row 0 begins with the boards.
         state: [STATE_WORDS] int64, private.
-        table: [NUM_SECTIONS + 2, R] int64: addresses of the peers' sections, rows offered, first slots.
+        table: [TABLE_ROWS, R] int64: addresses of the peers' sections, rows offered, first slots, rows of a lane.
         host: [STATE_WORDS + R + R * R + L] int64 in memory that the host reads while kernels run.
         header_words: H.
         limit_ns: How long a wait may take.
@@ -106,6 +112,8 @@ class Post(NamedTuple):
         operation: For the record of a failure.
         agreement: Two words that must be the same on all ranks.
         num_rows: Rows it offers.
+        lane_rows: If they are offered by way of staging, how many rows of a source fit there at once; else 0.
+        num_tokens: Of this rank. Only a combine says it.
         free_bytes: The largest region that it could still take.
         bases: Where its sections are, at most `NUM_SECTIONS`; -1: nothing there.
         ticket: Echoed to the host when the counts are there; 0: the host does not wait, and what does not fit is an
@@ -116,6 +124,8 @@ class Post(NamedTuple):
     operation: int
     agreement: tuple[int, int]
     num_rows: int = 0
+    lane_rows: int = 0
+    num_tokens: int = 0
     free_bytes: int = 0
     bases: tuple[int, ...] = ()
     ticket: int = 0
@@ -147,7 +157,7 @@ def meet(
     nothing = places.state
     bases = (*post.bases, *([-1] * (NUM_SECTIONS - len(post.bases))))
     num_experts = num_tokens_per_expert.numel() if num_tokens_per_expert is not None else 0
-    lanes = _num_lanes(places)
+    lanes = num_lanes(places)
     run(
         _meet_kernel,
         1,
@@ -169,6 +179,8 @@ def meet(
             post.operation,
             *post.agreement,
             post.num_rows,
+            post.lane_rows,
+            post.num_tokens,
             post.free_bytes,
             *bases,
             post.ticket,
@@ -182,33 +194,23 @@ def meet(
     )
 
 
-def finish(places: Places, step: int, operation: int) -> None:
-    """Say that `step` is done, and wait until all peers have done it."""
-    _run_small(launch, _finish_kernel, places, places.limit_ns, step, operation)
-
-
-def abort(places: Places, operation: int) -> None:
+def abort(places: Places, operation: int, *, run: Callable[..., None] = launch) -> None:
     """Tell all peers that this rank gave up on the host."""
-    _run_small(launch, _abort_kernel, places, operation)
+    words = (places.windows, places.state, places.host, places.num_ranks, places.rank)
+    run(_abort_kernel, 1, (*words, operation), num_warps=1, LANES=num_lanes(places))
 
 
 def prepare_all(places: Places) -> None:
-    """Compile and load every kernel that signals, so that no peer's limit passes while one is compiled."""
+    """Compile and load the kernels of this file, so that no peer's limit passes while one is compiled."""
     post, numbers = Post(0, 0, (0, 0)), places.state.to(torch.int32)
     meet(places, post, numbers, numbers, numbers, numbers, run=prepare)
     meet(places, post, prefix=numbers, run=prepare)
     meet(places, post, run=prepare)
     meet(places, post, is_new=False, run=prepare)
-    _run_small(prepare, _finish_kernel, places, places.limit_ns, 0, 0)
-    _run_small(prepare, _abort_kernel, places, 0)
+    abort(places, 0, run=prepare)
 
 
-def _run_small(run: Callable[..., None], kernel: Any, places: Places, *numbers: int) -> None:
-    words = (places.windows, places.state, places.host, places.num_ranks, places.rank)
-    run(kernel, 1, (*words, *numbers), num_warps=1, LANES=_num_lanes(places))
-
-
-def _num_lanes(places: Places) -> int:
+def num_lanes(places: Places) -> int:
     """A lane for each rank, and no fewer than a warp has: what decides a loop must be one value for all its threads."""
     return max(32, next_power_of_2(places.num_ranks))
 
@@ -236,6 +238,8 @@ def _meet_kernel(
     word_a: tl.int64,
     word_b: tl.int64,
     num_rows: tl.int64,
+    lane_rows: tl.int64,
+    num_tokens: tl.int64,
     free_bytes: tl.int64,
     base_0: tl.int64,
     base_1: tl.int64,
@@ -260,14 +264,15 @@ def _meet_kernel(
         tl.store(state, epoch)
         _post(
             windows, counts, per_expert, prefix, num_ranks, rank, header_words, num_local, epoch, word_a, word_b,
-            num_rows, free_bytes, base_0, base_1, base_2, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK,
+            num_rows, lane_rows, num_tokens, free_bytes, base_0, base_1, base_2,
+            IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK,
         )  # fmt: skip
-        is_well = _signal_and_wait(windows, state, host, num_ranks, rank, epoch, step, operation, limit_ns, LANES)
+        is_well = signal_and_wait(windows, state, host, num_ranks, rank, epoch, step, operation, limit_ns, LANES)
     if IS_NEW and is_well:
         is_well = _agree(windows, state, host, num_ranks, rank, header_words, epoch, operation, LANES)
     if is_well:
         tl.store(state + _HELD, 0)
-        _take_offers(windows, table, num_ranks, rank, header_words, epoch, IS_NEW, HAS_COUNTS, LANES)
+        _take_offers(windows, state, table, num_ranks, rank, header_words, epoch, IS_NEW, HAS_COUNTS, LANES)
     if HAS_COUNTS and is_well:
         _take_counts(
             windows, state, table, host, prefix, num_ranks, rank, header_words, num_local, epoch, operation, ticket,
@@ -293,7 +298,7 @@ def _check_counts(windows, state, host, counts, given, num_ranks, rank, epoch, o
             _write_record(host, _COUNTS, epoch, operation, first, one, other, rank)
             tell_host(host, ticket)
         else:
-            _fail(windows, state, host, num_ranks, rank, _COUNTS, epoch, operation, first, one, other, rank, LANES)
+            fail(windows, state, host, num_ranks, rank, _COUNTS, epoch, operation, first, one, other, rank, LANES)
     return is_right
 
 
@@ -306,7 +311,7 @@ def _headers(windows, num_ranks, rank, header_words, epoch):
 @triton.jit
 def _post(
     windows, counts, per_expert, prefix, num_ranks, rank, header_words, num_local, epoch, word_a, word_b,
-    num_rows, free_bytes, base_0, base_1, base_2,
+    num_rows, lane_rows, num_tokens, free_bytes, base_0, base_1, base_2,
     IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_PREFIX: tl.constexpr,
     LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -327,8 +332,10 @@ def _post(
         tl.store(header + _B, word_b, mask=is_rank)
         tl.store(header + _HANDLE, checksum, mask=is_rank)
         tl.store(header + _FREE, free_bytes, mask=is_rank)
+        tl.store(header + _TOKENS, num_tokens, mask=is_rank)
     offer = header + _OFFER + (1 - IS_NEW) * _OFFER_WORDS
     tl.store(offer, num_rows, mask=is_rank)
+    tl.store(offer + _LANE, lane_rows, mask=is_rank)
     tl.store(offer + _BASES, base_0, mask=is_rank)
     tl.store(offer + _BASES + 1, base_1, mask=is_rank)
     tl.store(offer + _BASES + 2, base_2, mask=is_rank)
@@ -359,8 +366,8 @@ def _agree(windows, state, host, num_ranks, rank, header_words, epoch, operation
     differs = differs & is_rank
     is_alike = tl.sum(differs.to(tl.int32)) == 0
     if not is_alike:
-        subject = _mask_of(differs, lanes)
-        _fail(windows, state, host, num_ranks, rank, _DISAGREE, epoch, operation, subject, 0, 0, rank, LANES)
+        subject = mask_of(differs, lanes)
+        fail(windows, state, host, num_ranks, rank, _DISAGREE, epoch, operation, subject, 0, 0, rank, LANES)
     return is_alike
 
 
@@ -389,7 +396,7 @@ def _take_counts(
             mask=is_cell & (lanes[:, None] < tl.where(ticket != 0, num_ranks, 0)),
         )
         before = tl.sum(tl.where(lanes[:, None] < rank, cell, 0), 0)
-        tl.store(table + (_NUM_SECTIONS + 1) * num_ranks + columns, before, mask=is_column)
+        tl.store(table + _STARTS * num_ranks + columns, before, mask=is_column)
         room = tl.load(mine + columns * header_words + _OFFER, mask=is_column, other=0)
         rows = tl.sum(cell, 0)
         excess = is_column & (rows > room)
@@ -399,9 +406,7 @@ def _take_counts(
                 peer = tl.min(tl.where(excess, columns, LANES + CHUNK))
                 came = tl.sum(tl.where(columns == peer, rows, 0))
                 there = tl.sum(tl.where(columns == peer, room, 0))
-                _fail(
-                    windows, state, host, num_ranks, rank, _OVERFLOW, epoch, operation, peer, came, there, rank, LANES
-                )
+                fail(windows, state, host, num_ranks, rank, _OVERFLOW, epoch, operation, peer, came, there, rank, LANES)
         worst = tl.maximum(worst, tl.max(tl.where(is_column, rows - room, 0)))
     if ticket != 0:
         for start in range(0, num_local, CHUNK):
@@ -417,14 +422,14 @@ def _take_counts(
 
 @triton.jit
 def _take_offers(
-    windows, table, num_ranks, rank, header_words, epoch,
+    windows, state, table, num_ranks, rank, header_words, epoch,
     IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Addresses of the peers' sections, and the rows that they have room for."""
+    """Addresses of the peers' sections, the rows that they have room for, and whether some of them are staged."""
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    offers = _headers(windows, num_ranks, rank, header_words, epoch) + lanes * header_words + _OFFER
-    offers += (1 - IS_NEW) * _OFFER_WORDS
+    headers = _headers(windows, num_ranks, rank, header_words, epoch) + lanes * header_words
+    offers = headers + _OFFER + (1 - IS_NEW) * _OFFER_WORDS
     sections = tl.arange(0, 4)
     is_base = is_rank[:, None] & (sections < _NUM_SECTIONS)[None, :]
     base = tl.load(offers[:, None] + _BASES + sections[None, :], mask=is_base, other=-1)
@@ -433,27 +438,15 @@ def _take_offers(
     offset = tl.where(base < 0, 0, base & _OFFSET_MASK)
     tl.store(table + sections[None, :] * num_ranks + lanes[:, None], start + offset, mask=is_base)
     rooms = tl.load(offers, mask=is_rank, other=0)
-    tl.store(table + _NUM_SECTIONS * num_ranks + lanes, rooms, mask=is_rank)
+    lane_rows = tl.load(offers + _LANE, mask=is_rank, other=0)
+    tl.store(table + _ROOMS * num_ranks + lanes, tl.where(lane_rows > 0, 0, rooms), mask=is_rank)
+    tl.store(table + _LANE_ROWS * num_ranks + lanes, lane_rows, mask=is_rank)
+    num_staged = tl.sum((lane_rows > 0).to(tl.int64))
+    tl.store(state + _STAGED, num_staged)
+    if num_staged > 0:
+        tl.store(state + _MOST_TOKENS, tl.max(tl.load(headers + _TOKENS, mask=is_rank, other=0)))
     if IS_NEW and not HAS_COUNTS:  # the slots of a handle are whole
-        tl.store(table + (_NUM_SECTIONS + 1) * num_ranks + lanes, tl.zeros([LANES], tl.int64), mask=is_rank)
-
-
-@jit
-def _finish_kernel(
-    windows,
-    state,
-    host,
-    num_ranks: tl.int32,
-    rank: tl.int32,
-    limit_ns: tl.int64,
-    step: tl.int32,
-    operation: tl.int32,
-    LANES: tl.constexpr,
-):
-    """Signal a step of the current call and wait for all peers'."""
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
-        epoch = tl.load(state)
-        _signal_and_wait(windows, state, host, num_ranks, rank, epoch, step, operation, limit_ns, LANES)
+        tl.store(table + _STARTS * num_ranks + lanes, tl.zeros([LANES], tl.int64), mask=is_rank)
 
 
 @jit
@@ -461,11 +454,11 @@ def _abort_kernel(windows, state, host, num_ranks: tl.int32, rank: tl.int32, ope
     """Fail for a reason that only the host knows."""
     if tl.load(state + _FAILED) == 0:
         epoch = tl.load(state)
-        _fail(windows, state, host, num_ranks, rank, _HOST, epoch, operation, 0, 0, 0, rank, LANES)
+        fail(windows, state, host, num_ranks, rank, _HOST, epoch, operation, 0, 0, 0, rank, LANES)
 
 
 @triton.jit
-def _signal_and_wait(windows, state, host, num_ranks, rank, epoch, step, operation, limit_ns, LANES: tl.constexpr):
+def signal_and_wait(windows, state, host, num_ranks, rank, epoch, step, operation, limit_ns, LANES: tl.constexpr):
     """Store this rank's progress at every peer, then poll theirs on this rank's own board.
 
     Returns:
@@ -498,15 +491,15 @@ def _signal_and_wait(windows, state, host, num_ranks, rank, epoch, step, operati
     if num_failed > 0:
         first = tl.min(tl.where(is_rank & (failed != 0), lanes, LANES))
         record = board + (num_ranks + first) * _LINE + 1
-        _fail(
+        fail(
             windows, state, host, num_ranks, rank, tl.load(record), tl.load(record + 1), tl.load(record + 2),
             tl.load(record + 3), tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), LANES,
         )  # fmt: skip
     elif num_missing > 0:
-        subject = _mask_of(is_rank & (progress < target), lanes)
-        _fail(windows, state, host, num_ranks, rank, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)
+        subject = mask_of(is_rank & (progress < target), lanes)
+        fail(windows, state, host, num_ranks, rank, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)
     elif not is_well:
-        _fail(
+        fail(
             windows,
             state,
             host,
@@ -515,7 +508,7 @@ def _signal_and_wait(windows, state, host, num_ranks, rank, epoch, step, operati
             _ASTRAY,
             epoch,
             operation,
-            _mask_of(is_astray, lanes),
+            mask_of(is_astray, lanes),
             0,
             0,
             rank,
@@ -525,7 +518,7 @@ def _signal_and_wait(windows, state, host, num_ranks, rank, epoch, step, operati
 
 
 @triton.jit
-def _mask_of(chosen, lanes):
+def mask_of(chosen, lanes):
     """A bit for each chosen rank; ranks from 62 on share the last."""
     bits = tl.full(lanes.shape, 1, tl.int64) << tl.minimum(lanes, 62).to(tl.int64)
     low = tl.sum(tl.where(chosen & (lanes < 62), bits, 0))
@@ -546,7 +539,7 @@ def _write_record(words, code, epoch, operation, subject, seen, expected, origin
 
 
 @triton.jit
-def _fail(
+def fail(
     windows, state, host, num_ranks, rank, code, epoch, operation, subject, seen, expected, origin, LANES: tl.constexpr
 ):
     """Stop for good: kernels behind this one do nothing, peers that wait are told, the host sees it."""

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 
 from ._triton import jit, launch, next_power_of_2, tl, triton
-from .exchange import NUM_SECTIONS, STATE_FAILED, STATE_HELD, Places
+from .exchange import STATE_FAILED, STATE_HELD, TABLE_ROOMS, Places
 from .primitives import rounded
 from .put import VECTOR_BYTES, Shape, load_slots, word_of
 
 _FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
-_NUM_SECTIONS = tl.constexpr(NUM_SECTIONS)
+_ROOMS = tl.constexpr(TABLE_ROOMS)
 _MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
 
 
@@ -101,7 +101,7 @@ def _pull_kernel(
         lanes = tl.arange(0, LANES)
         is_rank = lanes < num_ranks
         bases = tl.load(table + section * num_ranks + lanes, mask=is_rank, other=0)
-        rooms = tl.load(table + _NUM_SECTIONS * num_ranks + lanes, mask=is_rank, other=0)
+        rooms = tl.load(table + _ROOMS * num_ranks + lanes, mask=is_rank, other=0)
         num_pieces = tl.cdiv(hidden, BLOCK)
         num_items = num_tokens * num_pieces
         slot = load_slots(slots, tl.program_id(0) // num_pieces, num_tokens, num_ranks, lanes)

@@ -17,10 +17,10 @@ import torch
 
 from ..sizing import align
 from ._triton import jit, launch, next_power_of_2, tl, triton
-from .exchange import NUM_SECTIONS, STATE_FAILED, STATE_HELD, Places
+from .exchange import STATE_FAILED, STATE_HELD, TABLE_ROOMS, TABLE_STARTS, Places
 
 _FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
-_NUM_SECTIONS = tl.constexpr(NUM_SECTIONS)
+_ROOMS, _STARTS = tl.constexpr(TABLE_ROOMS), tl.constexpr(TABLE_STARTS)
 VECTOR_BYTES = 16  # what a thread moves at once, if rows are aligned to it
 
 
@@ -178,8 +178,8 @@ def _put_kernel(
         bases = tl.load(table + lanes, mask=is_rank, other=0)
         scale_bases = tl.load(table + num_ranks + lanes, mask=is_rank, other=0)
         record_bases = tl.load(table + 2 * num_ranks + lanes, mask=is_rank, other=0)
-        rooms = tl.load(table + _NUM_SECTIONS * num_ranks + lanes, mask=is_rank, other=0)
-        starts = tl.load(table + (_NUM_SECTIONS + 1) * num_ranks + lanes, mask=is_rank, other=0)
+        rooms = tl.load(table + _ROOMS * num_ranks + lanes, mask=is_rank, other=0)
+        starts = tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0)
         row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
         num_pieces = tl.cdiv(row_words, BLOCK)
         num_items = num_tokens * num_pieces

@@ -61,7 +61,7 @@ class Goal:
         secs: When to end; None: when the calls are made.
         num_calls: Calls in all; None: as many as the time allows.
         segment: The only segment to play; None: from the first on.
-        device: `cpu` or `cuda`. On a GPU arenas have no limits: there is no staging there.
+        device: `cpu` or `cuda`.
     """
 
     num_ranks: int
@@ -87,7 +87,7 @@ def plan_segment(goal: Goal, number: int) -> Segment:
     draw = random.Random(seed)
     num_calls = draw.randint(_FEWEST_CALLS, _MOST_CALLS)
     # In turns, so that a short soak has seen them all; the seed says where it begins.
-    arena = _ARENAS[(goal.seed + number) % len(_ARENAS)] if goal.device == "cpu" else "free"
+    arena = _ARENAS[(goal.seed + number) % len(_ARENAS)]
     limits = {
         "free": [0] * goal.num_ranks,
         "tiny": [8192] * goal.num_ranks,

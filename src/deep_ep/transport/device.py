@@ -62,6 +62,11 @@ class DeviceWindow:
         board_bytes: The first bytes of segment 0, which are the kernels'.
         arena_bytes: Room for regions in segment 0.
         arena_limit_bytes: All room for regions together; 0: no limit. The same on all ranks.
+        staging_bytes: Bytes of segment 0, behind the board, that are never a region.
+
+    Attributes:
+        staging: Those bytes: where they begin in segment 0, and where they end.
+        fault: Told of every fault point, where tests fail or delay the rank; None: nobody is.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class DeviceWindow:
         board_bytes: int,
         arena_bytes: int,
         arena_limit_bytes: int = 0,
+        staging_bytes: int = 0,
     ):
         self.rank = rank
         self.num_ranks = num_ranks
@@ -79,14 +85,15 @@ class DeviceWindow:
         if arena_limit_bytes:
             arena_bytes = min(arena_bytes, arena_limit_bytes)
         board_bytes = whole_units(board_bytes)
-        first = memory.grow(board_bytes + whole_units(arena_bytes))
+        self.staging = Span(board_bytes, board_bytes + whole_units(staging_bytes))
+        first = memory.grow(self.staging.stop + whole_units(arena_bytes))
         self.device = first.memory.device
         self.windows = torch.zeros(MAX_SEGMENTS, num_ranks, dtype=torch.int64, device=self.device)
         self.board = first.memory[:board_bytes]
         self.arena = DeviceArena(arena_limit_bytes)
         self.fault: Callable[[str], None] | None = None
         self._num_segments = 0
-        self._add(first, board_bytes)
+        self._add(first, self.staging.stop)
 
     def grow(self, num_bytes: int) -> bool:
         """Add a segment of at least `num_bytes`. All ranks call it together, with the same number.
@@ -259,6 +266,10 @@ class DeviceArena:
             freed += whole_units(self._records.numel())  # they are nobody's result
         free = freed + sum(segment.free.num_bytes for segment in self._segments)
         return {"used": reserved - free, "committed": reserved, "reserved": reserved}
+
+    def give_up(self, tensor: torch.Tensor) -> None:
+        """Have a capture not keep a region that it took for nothing."""
+        self._captured = [one for one in self._captured if one is not tensor]
 
     def release_captured(self) -> None:
         """Let go of the regions that were taken while graphs were captured."""

@@ -40,7 +40,8 @@ def encode_row(source, slot, hidden, ranges_offset, UNIT: tl.constexpr):
         is_channel = first + places < hidden
         values = tl.load(source + first + places, mask=is_channel, other=0.0)
         wide = values.to(tl.float32)
-        magnitudes = tl.abs(wide)
+        # A NaN is no magnitude below 1, but would not be seen by the maximum: its unit must travel as it is.
+        magnitudes = tl.where(wide == wide, tl.abs(wide), float("inf"))
         amax = tl.max(magnitudes, 1)
         amin = tl.min(tl.where(is_channel, magnitudes, float("inf")), 1)
         is_group = groups * _GROUP < hidden

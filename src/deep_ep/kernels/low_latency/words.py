@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from .._triton import Variant, jit, next_power_of_2, tl, triton
-from ..exchange import STATE_FAILED, Places, _fail, _mask_of
+from ..exchange import STATE_FAILED, Places, fail, mask_of
 from ..primitives import clock_ns, load_acquire, store_release, tell_host, words_at
 
 NUM_KEPT = 8  # calls whose posts and tables are kept
@@ -369,7 +369,7 @@ def await_all(
     if tl.sum((failed != 0).to(tl.int32)) > 0:
         first = tl.min(tl.where(failed != 0, lanes, LANES))
         record = words_at(board) + (num_ranks + first) * _LINE + 1
-        _fail(
+        fail(
             boards, state, host, num_ranks, rank, tl.load(record), tl.load(record + 1), tl.load(record + 2),
             tl.load(record + 3), tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), LANES,
         )  # fmt: skip
@@ -380,11 +380,11 @@ def await_all(
             tell_host(ll_host + num_ranks, number)
         else:
             code = tl.where(tl.sum(is_silent.to(tl.int32)) > 0, _TIMEOUT, _ASTRAY)
-            subject = _mask_of(is_lost, lanes)
-            _fail(boards, state, host, num_ranks, rank, code, number, operation, subject, 0, 0, rank, LANES)
+            subject = mask_of(is_lost, lanes)
+            fail(boards, state, host, num_ranks, rank, code, number, operation, subject, 0, 0, rank, LANES)
     elif tl.sum(differs.to(tl.int32)) > 0:
         tl.store(seen + 2 * lanes, said_a, mask=is_here)
         tl.store(seen + 2 * lanes + 1, said_b, mask=is_here)
         tl.debug_barrier()
-        subject = _mask_of(differs, lanes)
-        _fail(boards, state, host, num_ranks, rank, _DISAGREE, number, operation, subject, 0, 0, rank, LANES)
+        subject = mask_of(differs, lanes)
+        fail(boards, state, host, num_ranks, rank, _DISAGREE, number, operation, subject, 0, 0, rank, LANES)
