@@ -72,6 +72,7 @@ def caller_masks(rank: int, num_ranks: int) -> None:
     buffer = make_buffer(num_ranks, CASE, enable_shrink=True)
     assert mask_of(buffer) == [0] * num_ranks
     one_round(buffer, rank, 0)
+    dist.barrier()  # who is masked while it still fetches may find rows overwritten
     # Ranks 0 and 1 do without rank 2, and it without them: the masks of a rank are its own affair.
     masked = [{2}, {2}, {0, 1}]
     for other in masked[rank]:

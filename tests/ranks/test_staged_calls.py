@@ -227,7 +227,7 @@ def broken(rank: int, num_ranks: int, operation: str) -> tuple[str, str]:
         if operation == "combine":
             buffer.combine(rows, handle)
         else:
-            layer.cached(handle)
+            buffer.dispatch(layer.payload(), handle=handle)
         buffer.check()
 
     error = error_of(call)

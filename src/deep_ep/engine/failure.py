@@ -62,8 +62,9 @@ class Record:
             )
         if self.code == exchange.TIMEOUT:
             silent = named(_bits(self.subject))
+            step = f" ({step_name(self.seen)})" if self.seen else ""  # low-latency calls have no steps
             return EPTimeout(
-                f"{where}: no signal ({step_name(self.seen)}) from {silent} after {limit_secs:g} s "
+                f"{where}: no signal{step} from {silent} after {limit_secs:g} s "
                 f"({_by(self.origin, rank)}{me}). It exited, hangs, or called in another order; look at its output"
             )
         if self.code == exchange.ASTRAY:

@@ -222,7 +222,8 @@ def _combine_send_kernel(
             rows = tl.load(layout_range + pair)
             first = (pair // num_ranks) * num_rows + (rows >> 32)
             if share == 0:
-                tl.store(table + pair, offset + first * slot_lines * 16)
+                start = offset + first * slot_lines * 16
+                tl.store(table + pair, tl.where((rows & 0xFFFFFFFF) > 0, start, 0))
             if IS_COPIED:
                 last = first + (rows & 0xFFFFFFFF)
                 slots = memory + offset
@@ -382,6 +383,7 @@ def _combine_receive_kernel(
         memory = some_of(memories, peer, LANES)
         pair = (ids - peer * num_local) * num_ranks + rank
         start = tl.load(table_at(memory, num_ranks, number, max_experts) + pair, mask=is_there, other=0)
+        is_there = is_there & (start != 0)  # a rank that has masked this one fetched nothing, and has nothing to give
         rows = tl.where(is_there, memory + start + tl.cast(index, tl.int64) * slot_lines * 16, 0)
         weights = tl.where(is_there, weights, 0.0)
         total = tl.zeros([BLOCK], tl.float32)
