@@ -3,9 +3,9 @@
 All ranks draw the same plan from one seed and make every rank's inputs themselves, so each knows what it must receive
 without asking: the oracle gets all inputs and gives this rank's outputs. Everything is compared exactly.
 
-`plan` has the segments, `inputs` what is sent, `calls` the calls (`state` what they leave for each other), `checks`
-what is compared, `faults` what disturbs, `rank` and `parent` the two sides of a run, `memory`, `show` and `files`
-what is told of it.
+`plan` has the segments, `inputs` what is sent, `calls` and `low_latency` the calls (`state` what they leave for each
+other), `checks` what is compared, `faults` what disturbs, `rank` and `parent` the two sides of a run, `memory`, `show`
+and `files` what is told of it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of all calls and their data")
     parser.add_argument("--segment", type=int, metavar="K", help="play one segment alone, as a failure says")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks, which may share a GPU")
+    parser.add_argument("--low-latency", action="store_true", default=False, help="make low-latency calls only")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything, with each rank's memory over time")
     parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw memory over time (needs matplotlib)")
 
@@ -101,7 +102,8 @@ def _goal_of(args: argparse.Namespace) -> Goal:
         raise ValueError("soak: --segment plays a whole segment; leave --minutes out, or give --calls")
     if minutes is None and num_calls is None and segment is None:
         minutes = _DEFAULT_MINUTES
-    return Goal(args.ranks, args.seed, None if minutes is None else 60 * minutes, num_calls, segment, args.device)
+    secs = None if minutes is None else 60 * minutes
+    return Goal(args.ranks, args.seed, secs, num_calls, segment, args.device, args.low_latency)
 
 
 def _paths_of(args: argparse.Namespace) -> tuple[Path | None, Path | None]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .. import reference
 from ..buffers.legacy import Buffer
 from .checks import Mismatch, padded, same, scribble
 from .inputs import SUMMABLE, Inputs
+from .low_latency import low_latency_round
 from .state import Dispatched, Report, State
 
 
@@ -31,12 +34,14 @@ def play(buffer: Buffer, seed: int, num_calls: int, most_tokens: int = 20, most_
     return state.report
 
 
-def make_call(state: State) -> None:
+def make_call(state: State, only_low_latency: bool = False) -> None:
     """One call, and perhaps the drop of something that was kept."""
     state.inputs.call_idx += 1
-    kinds = [full_dispatch, worst_case_dispatch]
+    kinds: list[Callable[[State], None]] = [] if only_low_latency else [full_dispatch, worst_case_dispatch]
     if state.known:
         kinds += [cached_dispatch, combine, combine]
+    if state.buffer.low_latency_mode:
+        kinds.append(low_latency_round)
     state.draw.choice(kinds)(state)
     state.drop_some()
 

@@ -57,7 +57,9 @@ def _kind(tensor: torch.Tensor | None) -> str:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """[rows, columns, bytes of an element]."""
-    return tensor.contiguous().view(torch.uint8).view(tensor.size(0), -1, tensor.itemsize)
+    # Cloned: the strides of a single element are arbitrary, and `contiguous` leaves them.
+    flat = tensor.clone(memory_format=torch.contiguous_format).view(-1)
+    return flat.view(torch.uint8).view(tensor.size(0), -1, tensor.itemsize)
 
 
 def scribble(tensor: torch.Tensor) -> None:

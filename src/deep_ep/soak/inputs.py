@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from typing import Any
 
 import torch
@@ -96,6 +97,10 @@ class Inputs:
             )
             biases.append({"one": first, "two": (first, second), "second": (None, second)}[kind])
         return biases
+
+    def seeded(self, rank: int, purpose: str) -> torch.Generator:
+        """A source of numbers for one purpose of this call, the same on all ranks."""
+        return self._seeded(rank, zlib.crc32(purpose.encode()))
 
     def _seeded(self, rank: int, purpose: int) -> torch.Generator:
         return self._data.manual_seed(mixed(self._seed, self.call_idx, rank, purpose))

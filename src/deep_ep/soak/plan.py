@@ -62,6 +62,7 @@ class Goal:
         num_calls: Calls in all; None: as many as the time allows.
         segment: The only segment to play; None: from the first on.
         device: `cpu` or `cuda`.
+        only_low_latency: Make no other calls.
     """
 
     num_ranks: int
@@ -70,12 +71,15 @@ class Goal:
     num_calls: int | None = None
     segment: int | None = None
     device: str = "cpu"
+    only_low_latency: bool = False
 
     def command(self, segment: int | None = None, num_calls: int | None = None) -> str:
         """The line that plays a segment, or all of it."""
         line = f"python -m deep_ep soak --ranks {self.num_ranks} --seed {self.seed}"
         if self.device != "cpu":
             line += f" --device {self.device}"
+        if self.only_low_latency:
+            line += " --low-latency"
         if segment is not None:
             line += f" --segment {segment}"
         return line if num_calls is None else f"{line} --calls {num_calls}"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from .. import env
 from ..buffers.legacy import Buffer
 from ..errors import EPError
+from . import low_latency
 from .calls import make_call
 from .checks import Mismatch, memfds_left, require_nothing_left, threads_left
 from .faults import Delays
@@ -149,6 +150,8 @@ class _Player:
         buffer = Buffer(
             dist.group.WORLD,
             segment.num_nvl_bytes,
+            low_latency.hint(self.goal.num_ranks),
+            low_latency_mode=True,
             explicitly_destroy=True,
             device=self.goal.device,
             num_cpu_timeout_secs=_LIMIT_SECS,
@@ -166,12 +169,12 @@ class _Player:
         state = State(buffer, inputs)
         delays = Delays(segment.delay_share, mixed(segment.seed, self.rank))
         assert buffer._engine is not None
-        buffer._engine.window.fault = delays
+        buffer._engine.window.fault = state.disturb = delays
         self.next_sample_secs = 0.0  # each segment is told of at once
         try:
             for _ in range(num_calls):
                 delays("before a call")
-                make_call(state)
+                make_call(state, self.goal.only_low_latency)
                 if self.secs() >= self.next_sample_secs:
                     self.sample(state)
             state.finish()

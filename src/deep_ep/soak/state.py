@@ -57,6 +57,7 @@ class State:
         self.draw = inputs.draw
         self.report = Report()
         self.known: list[Dispatched] = []
+        self.disturb: Callable[[str], None] = lambda point: None  # noqa: ARG005 - nothing is disturbed unless asked for
         self._kept: list[torch.Tensor] = []
         self._pending: deque[tuple[EventOverlap, Callable[[], None]]] = deque()
 
