@@ -1,4 +1,4 @@
-"""Random low-latency calls: a dispatch and its combine, each with flags drawn anew, compared exactly."""
+"""Random low-latency calls, compared exactly. A round, a dispatch and its combine, counts as one call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def low_latency_round(state: State) -> None:
     _settle(state, got[3], got[4])
     scribble(x)
     _check_dispatched(got, want[rank])
-    state.report.count("low-latency dispatch")
     handle, num_local = got[2], num_experts // num_ranks
     ys = [
         _integers(state, one, (num_local, num_ranks * max_tokens, hidden), "rows").bfloat16()
@@ -64,10 +63,9 @@ def low_latency_round(state: State) -> None:
     _settle(state, event, hook)
     scribble(y)
     same("combined_x", combined, expected)
-    state.report.count("low-latency combine (zero-copy)" if zero_copy else "low-latency combine")
     if draw.random() < 0.05:
         state.buffer.clean_low_latency_buffer(max_tokens, hidden, num_experts)
-        state.report.count("low-latency barrier")
+    state.report.count("low-latency round (zero-copy)" if zero_copy else "low-latency round")
 
 
 def _given(state: State, rank: int, max_tokens: int, hidden: int, num_experts: int, num_topk: int) -> Given:
