@@ -103,7 +103,7 @@ def low_latency() -> tuple[dict[str, str], dict[str, str]]:
         kernel = getattr(ll_words, f"_{name}_wait_kernel")
         signal[f"{name} wait"] = ptx_of(kernel, words, {"HAS_STATS": True, "LANES": 32}, 1)
     signal["barrier"] = ptx_of(ll_words._signal_kernel, words, {"LANES": 8}, 1)
-    tile = {"WAITS": True, "HAS_STATS": True, "TOPK": 8, "TOKENS": 128, "LANES": 8}
+    tile = {"WAITS": True, "HAS_STATS": True, "TOPK": 8, "TOKENS": 128, "LANES": 32}
     for use_fp8, is_rounded in ((True, False), (True, True), (False, False)):
         constants = {"USE_FP8": use_fp8, "ROUND": is_rounded, "VECTOR": 16, "WHOLE": 8, "GROUPS": 64} | tile
         name = f"dispatch send fp8={use_fp8} rounded={is_rounded}"

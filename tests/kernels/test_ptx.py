@@ -27,17 +27,55 @@ SIGNALLING = (*WAITING, "abort")
 BULK = ("put", "pull", "copy_in")
 SENDING = (*BULK, "unpack")
 
+LL_WAITS = ("dispatch wait", "combine wait")
+LL_SENDS = (
+    "dispatch send fp8=True rounded=False",
+    "dispatch send fp8=True rounded=True",
+    "dispatch send fp8=False rounded=False",
+    "combine send copied=True logfmt=False",
+    "combine send copied=True logfmt=True",
+    "combine send copied=False logfmt=False",
+)
+LL_SIGNALLING = (*LL_WAITS, "barrier", *LL_SENDS)
+LL_RECEIVES = (
+    "dispatch receive *fp32",
+    "dispatch receive *i32",
+    "combine receive logfmt=False",
+    "combine receive logfmt=True",
+)
+
 INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)\s", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
-def instructions() -> dict[str, list[str]]:
-    """The instructions of each kernel for sm_90, in program order. No GPU is needed to compile them."""
+def ptx() -> dict[str, str]:
+    """What each kernel is compiled to for sm_90. No GPU is needed for that."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = [sys.executable, str(Path(__file__).with_name("ptx.py"))]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
-    return {kernel: INSTRUCTION.findall(ptx) for kernel, ptx in json.loads(done.stdout).items()}
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def instructions(ptx: dict[str, str]) -> dict[str, list[str]]:
+    """The instructions of each kernel, in program order."""
+    return {kernel: INSTRUCTION.findall(text) for kernel, text in ptx.items()}
+
+
+def loops(text: str) -> list[list[str]]:
+    """The instructions of each loop: from where a branch goes back to, up to the branch."""
+    lines, labels, found = text.splitlines(), {}, []
+    for index, line in enumerate(lines):
+        if label := re.match(r"(\$\w+):", line):
+            labels[label[1]] = index
+        elif (branch := re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)) and branch[1] in labels:
+            found.append(INSTRUCTION.findall("\n".join(lines[labels[branch[1]] : index + 1])))
+    return found
+
+
+def is_poll(loop: list[str]) -> bool:
+    return any(one.startswith("ld.acquire.") for one in loop)
 
 
 def is_barrier(instruction: str) -> bool:
@@ -109,4 +147,87 @@ def test_a_kernel_that_moves_rows_neither_signals_nor_waits(instructions: dict[s
 @pytest.mark.parametrize("kernel", BULK)
 def test_rows_are_moved_in_vectors_of_16_bytes(instructions: dict[str, list[str]], kernel: str) -> None:
     for direction in ("ld.global", "st.global"):
+        assert any(one.startswith(direction) and one.endswith("v4.b32") for one in instructions[kernel]), direction
+
+
+# Low latency ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", LL_SIGNALLING)
+def test_low_latency_signals_and_looks_are_of_system_scope(instructions: dict[str, list[str]], kernel: str) -> None:
+    ordered = [one for one in instructions[kernel] if is_ordered(one)]
+    # What a wait saw is handed from warp to warp by way of private memory; the compiler must not guess it.
+    private = [one for one in ordered if one.startswith("ld.volatile.")]
+    assert len(private) in (0, 2)
+    assert [one for one in ordered if one not in private and "sys" not in one.split(".")] == []
+
+
+@pytest.mark.parametrize("kernel", LL_SIGNALLING)
+def test_low_latency_signals_release_and_the_last_block_has_acquired(
+    instructions: dict[str, list[str]], kernel: str
+) -> None:
+    atomics = [set(one.split(".")) for one in instructions[kernel] if is_atomic(one)]
+    counters = [one for one in atomics if "add" in one]
+    assert len(counters) == (kernel in LL_SENDS)
+    assert all({"acq_rel", "sys"} <= one for one in counters)
+    assert atomics[: len(counters)] == counters, "blocks are counted before anything is said"
+    signals = atomics[len(counters) :]
+    assert signals
+    assert all({"release", "exch", "b64", "sys"} <= one for one in signals)
+
+
+@pytest.mark.parametrize("kernel", LL_SIGNALLING)
+def test_a_barrier_stands_before_each_low_latency_signal(instructions: dict[str, list[str]], kernel: str) -> None:
+    has_barrier = False
+    for one in instructions[kernel]:
+        if is_barrier(one):
+            has_barrier = True
+        elif is_atomic(one) or one.startswith("st.release"):
+            assert has_barrier, "the writes of other threads could come after the signal"
+            has_barrier = False
+        elif is_store(one):
+            has_barrier = False
+
+
+@pytest.mark.parametrize("kernel", [*WAITING, *LL_WAITS, *LL_SENDS])
+def test_no_barrier_stands_in_a_loop_that_polls(ptx: dict[str, str], kernel: str) -> None:
+    """Warps may leave it at different times: who stayed would wait for the others for good."""
+    polls = [loop for loop in loops(ptx[kernel]) if is_poll(loop)]
+    innermost = min(polls, key=len)
+    assert [one for one in innermost if is_barrier(one)] == []
+    assert len([one for one in innermost if one.startswith("ld.acquire.")]) == 2, "progress and failures"
+    if kernel not in WAITING:  # of several warps
+        assert len(polls) == 1, "one loop, in no other"
+
+
+@pytest.mark.parametrize("kernel", [*LL_WAITS, *LL_SENDS])
+def test_a_low_latency_wait_is_followed_by_a_barrier_before_anybody_reads(
+    instructions: dict[str, list[str]], kernel: str
+) -> None:
+    looks = [index for index, one in enumerate(instructions[kernel]) if one.startswith("ld.acquire.")]
+    assert len(looks) == 4
+    behind = instructions[kernel][looks[-1] + 1 :]
+    barrier = next(index for index, one in enumerate(behind) if is_barrier(one))
+    assert [one for one in behind[:barrier] if one.startswith("ld.")] == []
+
+
+@pytest.mark.parametrize("kernel", LL_RECEIVES)
+def test_a_low_latency_receive_neither_signals_nor_waits(instructions: dict[str, list[str]], kernel: str) -> None:
+    assert [one for one in instructions[kernel] if is_ordered(one)] == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "directions"),
+    [
+        ("dispatch send fp8=False rounded=False", ("ld.global", "st.global")),
+        ("dispatch send fp8=True rounded=False", ("ld.global",)),
+        ("combine send copied=True logfmt=False", ("ld.global", "st.global")),
+        ("dispatch receive *fp32", ("ld.global", "st.global")),
+        ("combine receive logfmt=False", ("ld.global", "st.global")),
+    ],
+)
+def test_low_latency_rows_move_in_vectors_of_16_bytes(
+    instructions: dict[str, list[str]], kernel: str, directions: tuple[str, ...]
+) -> None:
+    for direction in directions:
         assert any(one.startswith(direction) and one.endswith("v4.b32") for one in instructions[kernel]), direction

@@ -280,8 +280,7 @@ def stopped_peer(rank: int, num_ranks: int) -> list[int]:
     dist.all_gather_object(pids, os.getpid())
     masked = [{1}, {0, 2}, {1}]
     if rank == 1:
-        time.sleep(0.2)  # here it is stopped
-        time.sleep(0.2)
+        time.sleep(1.0)  # here it is stopped
         one_round(buffer, rank, 1, masked)
     elif rank == 0:
         os.kill(pids[1], signal.SIGSTOP)

@@ -138,7 +138,10 @@ class DirectLowLatency:
         """Make a call: its send half, and its receive half unless there is a hook for that."""
         self._chain.require_working()
         operation = call.agreement.operation
-        flight = self._flights.send(operation.replace("-", "_").replace(" ", "_"), call.plan.num_sets)
+        num_sets = 0 if isinstance(call, _Barrier) else call.plan.num_sets
+        if self._flights.needs_barrier(num_sets):
+            self.clean()
+        flight = self._flights.send(operation.replace("-", "_").replace(" ", "_"), num_sets)
         call.number = flight.number
         send, receive = self._contagious(call, call.send), self._contagious(call, call.receive)
         if way.has_hook:

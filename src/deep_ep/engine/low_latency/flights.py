@@ -1,16 +1,20 @@
 """Which calls are under way, as the host knows it: sent, and not yet received.
 
-Why a set may be written again without asking anybody: rank p sends call j only when it has received all calls up to
-j - k, with 2k sets. So who has received call n - k from everybody knows that everybody had received n - 2k before, and
-has read the set that call n is about to use. `docs/low-latency.md` has the whole argument.
+Why a set may be written again without asking anybody: whoever has received call i from everybody knows that everybody
+has sent it, and had, at that time, at most so many results in flight as calls of that size may have (*most*). So
+everybody has received, and read, all calls up to i - most. What may still be read is apart from the set of the next
+call, or a barrier comes first. `docs/low-latency.md` has the whole argument.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from ...errors import EPError
 from .geometry import MOST_SETS
+
+_NUM_KEPT = 2 * MOST_SETS  # calls back, further than any set can still be read
 
 
 class Flight:
@@ -27,6 +31,20 @@ class Flight:
         self.number = number
 
 
+class _Sent(NamedTuple):
+    """A call of the past.
+
+    Attributes:
+        number: Of the call.
+        num_sets: That calls of its size divide the memory into; 0: it had no set (a barrier).
+        most: Results that any rank may have had in flight with it, itself included.
+    """
+
+    number: int
+    num_sets: int
+    most: int
+
+
 class Flights:
     """The low-latency calls of a buffer, one chain."""
 
@@ -34,38 +52,47 @@ class Flights:
         self._num_sent = 0
         self._deepest = 1
         self._pending: dict[int, Flight] = {}
-        self._recent_sets: deque[int] = deque(maxlen=MOST_SETS)  # of the last calls
+        self._recent: deque[_Sent] = deque(maxlen=_NUM_KEPT)
 
     def send(self, where: str, num_sets: int) -> Flight:
-        """Begin a call.
+        """Begin a call. `needs_barrier` was asked before.
 
         Args:
             where: The call, for the error.
-            num_sets: That calls of its size divide the memory into.
+            num_sets: That calls of its size divide the memory into; 0: it has no set.
 
         Raises:
             EPError: So many results cannot be in flight. Nothing was sent.
         """
         self._deepest = max(self._deepest, self.require_room(where, num_sets))
-        self._num_sent += 1
-        self._recent_sets.append(num_sets)
-        flight = self._pending[self._num_sent] = Flight(self._num_sent)
+        sent = _Sent(self.next_number, num_sets, self._most_in_flight(num_sets))
+        self._recent.append(sent)
+        self._num_sent = sent.number
+        flight = self._pending[sent.number] = Flight(sent.number)
         return flight
 
     def require_room(self, where: str, num_sets: int) -> int:
         """How many results are in flight with one more; the rest as for `send`, which does it, too."""
-        number = self._num_sent + 1
-        depth = number - min(self._pending, default=number) + 1
-        if depth > 1:
-            recent = [*self._recent_sets][-(2 * depth - 1) :]
-            if 2 * depth > num_sets or any(one != num_sets for one in recent):
-                most = max(1, min([num_sets, *recent]) // 2)
-                raise EPError(
-                    f"{where}: {depth} results would be in flight, the window has sets for {most}"
-                    f"{'' if 2 * depth > num_sets else ' right after calls of other sizes'}. Call the hook of the "
-                    "earlier call first, or make the buffer with a larger num_rdma_bytes"
-                )
+        depth = self._depth()
+        if depth == 1:
+            return depth
+        most = self._most_in_flight(num_sets)
+        if depth > most or self._overwrites(num_sets):
+            other_sizes = " right after calls of other sizes" if 2 * depth <= num_sets else ""
+            raise EPError(
+                f"{where}: {depth} results would be in flight, the window has sets for {min(most, depth - 1)}"
+                f"{other_sizes}. Call the hook of the earlier call first, or make the buffer with a larger "
+                "num_rdma_bytes"
+            )
         return depth
+
+    def needs_barrier(self, num_sets: int) -> bool:
+        """Whether somebody may still read what the next call would write over, though nothing is in flight here.
+
+        It follows from the sizes of the calls alone, so all ranks answer alike. It happens where calls of one size,
+        which allow several in flight, are followed by one of another size.
+        """
+        return self._depth() == 1 and self._overwrites(num_sets)
 
     def age(self, flight: Flight) -> int:
         """How many calls were sent after it."""
@@ -89,3 +116,35 @@ class Flights:
     def num_consumed(self) -> int:
         """All ranks have received all calls up to this number, if they call their hooks in this rank's order."""
         return min(self._pending, default=self._num_sent + 1) - 1 - self._deepest
+
+    def _depth(self) -> int:
+        """Results in flight with the next call: from the oldest one on, since what it holds up is all behind it."""
+        return self.next_number - min(self._pending, default=self.next_number) + 1
+
+    def _most_in_flight(self, num_sets: int) -> int:
+        """Results that a rank may have in flight with the next call: half the sets, if calls before it had them, too."""
+        depth, recent = 1, [*self._recent]
+        while 2 * (depth + 1) <= num_sets and depth < self.next_number:
+            if any(one.num_sets != num_sets for one in recent[-(2 * depth + 1) :]):
+                break
+            depth += 1
+        return depth
+
+    def _overwrites(self, num_sets: int) -> bool:
+        """Whether the set of the next call may still be read as that of an earlier one."""
+        if len(self._recent) < 2:  # the call before lies in the other quarter
+            return False
+        last_received = self._num_sent - len(self._pending_span())
+        read = max((one.number - one.most for one in self._recent if one.number <= last_received), default=0)
+        return any(one.number > read and self._shares_set(one, num_sets) for one in self._recent)
+
+    def _pending_span(self) -> range:
+        """The calls from the oldest pending one on."""
+        return range(min(self._pending, default=self.next_number), self.next_number)
+
+    def _shares_set(self, sent: _Sent, num_sets: int) -> bool:
+        number = self.next_number
+        if not sent.num_sets or not num_sets or (sent.number ^ number) & 1:
+            return False
+        half = num_sets // 2
+        return sent.num_sets != num_sets or (sent.number >> 1) % half == (number >> 1) % half

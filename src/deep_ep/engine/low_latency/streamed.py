@@ -171,8 +171,8 @@ class StreamedLowLatency:
 
     def clean(self) -> None:
         """A barrier over the ranks that are not masked. The host does not wait."""
-        plan, patience = Plan(16, 1), Patience(None, self._can_mask)
-        call = _call(_BARRIER, plan, Agreement(_BARRIER))
+        patience = Patience(None, self._can_mask)
+        call = _call(_BARRIER, Plan(16, 1), Agreement(_BARRIER))
         halves = Halves(
             send=lambda patience: words.signal(self.spots, call),  # noqa: ARG005 - it is one warp, and never waits
             wait=functools.partial(words.wait_for, self.spots, call, patience=patience, is_dispatch=False),
@@ -180,7 +180,7 @@ class StreamedLowLatency:
             patience=None,
             held=(),
         )
-        self._make(_BARRIER, plan.num_sets, Way(), halves)
+        self._make(_BARRIER, 0, Way(), halves)
 
     def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         """The zero-copy tensor of a handle."""
@@ -233,6 +233,8 @@ class StreamedLowLatency:
         """Launch a call: its send half, and its receive half unless there is a hook for that."""
         if self._masked_word.value != self._told:
             self._warn_of_masks()
+        if self._flights.needs_barrier(num_sets):
+            self.clean()
         flight = self._flights.send(_METHODS[operation], num_sets)
         caller = self._stream.caller()
         with self._signals.contagious(operation), self._stream.entered(None, way.is_async):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,13 @@ from .geometry import NUM_ZERO_COPY, Geometry
 @dataclass
 class _Lease:
     key: int = 0  # the handle that it belongs to; 0: nobody's
+    handle: weakref.ref | None = None
     is_combined: bool = True
     last_call: int = 0  # that read it
+
+    def is_over(self) -> bool:
+        """Whether it will not be combined any more: it was, or the handle is gone."""
+        return self.is_combined or self.handle is None or self.handle() is None
 
 
 class ZeroCopy:
@@ -42,7 +48,7 @@ class ZeroCopy:
         free = [
             index
             for index, lease in enumerate(self._leases)
-            if lease.is_combined and lease.last_call <= max(0, num_consumed)
+            if lease.is_over() and lease.last_call <= max(0, num_consumed)
         ]
         if not own and not free:
             raise EPError(
@@ -50,7 +56,7 @@ class ZeroCopy:
                 "be combined, or peers may still read them. Combine one of those handles first, then dispatch again"
             )
         index = own[0] if own else min(free, key=lambda one: self._leases[one].last_call)
-        self._leases[index] = _Lease(key, False, self._leases[index].last_call)
+        self._leases[index] = _Lease(key, weakref.ref(src_info), False, self._leases[index].last_call)
         return index
 
     def give(self, src_info: torch.Tensor, call: int) -> int:

@@ -132,7 +132,8 @@ def _send_variant(
         "HAS_STATS": has_stats,
         "TOPK": topk,
         "TOKENS": tokens,
-        "LANES": lanes,
+        # What decides the loop of a wait must be one value for a warp: no fewer lanes than it has.
+        "LANES": max(32, lanes) if waits else lanes,
     }
     return Variant(_dispatch_send_kernel, constants, num_warps=_SEND_WARPS)
 
@@ -217,7 +218,7 @@ def _dispatch_send_kernel(
             if WAITS:
                 await_all(
                     memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask,
-                    num_ranks, rank, number, number, word_a, word_b, HAS_STATS, LANES,
+                    num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
                 )  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def wait_for(spots: Spots, call: Call, age: int, patience: Patience, *, is_dispa
 def _wait_arguments(spots: Spots, call: Call, age: int, patience: Patience) -> tuple[torch.Tensor | int, ...]:
     places = spots.places
     words = (spots.windows, spots.state, places.state, *awaiting(spots, call, patience))
-    return *words, places.num_ranks, places.rank, age, *call.agreement
+    return *words, places.num_ranks, places.rank, age, *call.agreement, call.sets_per_quarter
 
 
 def awaiting(spots: Spots, call: Call, patience: Patience) -> tuple[torch.Tensor | int, ...]:
@@ -288,15 +288,15 @@ def _signal_kernel(
 def _dispatch_wait_kernel(
     windows, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns: tl.int64, operation: tl.int32,
     can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, age: tl.int32, word_a: tl.int64, word_b: tl.int64,
-    HAS_STATS: tl.constexpr, LANES: tl.constexpr,
+    sets_per_quarter: tl.int32, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Wait for a dispatch to be sent by all."""
-    last = tl.load(ll)
+    number = tl.load(ll) - age
     memories = memories_of(windows, num_ranks, LANES)
     if is_working(state):
         await_all(
             memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask,
-            num_ranks, rank, last, last - age, word_a, word_b, HAS_STATS, LANES,
+            num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
         )  # fmt: skip
 
 
@@ -304,22 +304,22 @@ def _dispatch_wait_kernel(
 def _combine_wait_kernel(
     windows, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns: tl.int64, operation: tl.int32,
     can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, age: tl.int32, word_a: tl.int64, word_b: tl.int64,
-    HAS_STATS: tl.constexpr, LANES: tl.constexpr,
+    sets_per_quarter: tl.int32, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Wait for a combine, or a barrier, to be sent by all."""
-    last = tl.load(ll)
+    number = tl.load(ll) - age
     memories = memories_of(windows, num_ranks, LANES)
     if is_working(state):
         await_all(
             memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask,
-            num_ranks, rank, last, last - age, word_a, word_b, HAS_STATS, LANES,
+            num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
         )  # fmt: skip
 
 
 @triton.jit
 def await_all(
     memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask, num_ranks, rank,
-    last, number, word_a, word_b, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
+    number, word_a, word_b, sets_per_quarter, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Poll the words that the peers write here, until all have come, one has failed, or the limit has passed.
 
@@ -348,14 +348,15 @@ def await_all(
         failed = load_acquire(failures)
         sent = load_acquire(words)
         num_missing = tl.sum((is_awaited & (sent < number)).to(tl.int32))
-        num_failed = tl.sum((is_rank & (failed != 0)).to(tl.int32))
+        num_failed = tl.sum((is_awaited & (failed != 0)).to(tl.int32))
     # A satisfied wait looks at the failures, too.
     failed = load_acquire(failures)
     tl.store(ll + _SAW + lanes, sent, mask=is_rank)
     tl.store(ll + _SAW + num_ranks + lanes, failed, mask=is_rank)
     tl.debug_barrier()
     sent = tl.load(ll + _SAW + lanes, mask=is_rank, other=0, volatile=True)
-    failed = tl.load(ll + _SAW + num_ranks + lanes, mask=is_rank, other=0, volatile=True)
+    # A masked rank may fail as it likes.
+    failed = tl.load(ll + _SAW + num_ranks + lanes, mask=is_awaited, other=0, volatile=True)
     if HAS_STATS:
         tl.store(stats + lanes, tl.load(stats + lanes, mask=is_awaited, other=0) + waited, mask=is_awaited)
     posts = post_at(memories, num_ranks, number)
@@ -363,9 +364,10 @@ def await_all(
     said_a = tl.load(posts + _A, mask=is_here, other=0)
     said_b = tl.load(posts + _B, mask=is_here, other=0)
     differs = is_here & ((said_a != word_a) | (said_b != word_b))
-    # Nobody can be further ahead of the calls that this rank has sent: who is, goes on without it.
+    # With 2k sets a peer that waits for this rank is at most 2k - 1 calls further. Who is beyond goes on without it
+    # and has written over the set of this call.
     is_silent = is_awaited & (sent < number)
-    is_lost = is_silent | (is_awaited & (sent > last + _KEPT))
+    is_lost = is_silent | (is_awaited & (sent >= number + 2 * sets_per_quarter))
     if tl.sum((failed != 0).to(tl.int32)) > 0:
         first = tl.min(tl.where(failed != 0, lanes, LANES))
         record = words_at(board) + (num_ranks + first) * _LINE + 1
