@@ -5,10 +5,10 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 RESULTS ?= benchmarks/results
 
-.PHONY: help demo test test-gpu lint format bench bench-gpu clean
+.PHONY: help demo test test-gpu lint format bench bench-gpu bench-ll bench-ll-gpu clean
 
 help:  ## this list
-	@grep -E "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 12
+	@grep -E "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 14
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,12 @@ bench: $(READY)  ## the benchmark of normal mode, and README's table from it
 
 bench-gpu:  ## the same on this machine's GPU, with the python that is there; results are kept
 	PYTHONPATH=src $(PYTHON) -m deep_ep bench normal --device cuda --save $(RESULTS) --readme README.md
+
+bench-ll: $(READY)  ## the benchmark of low-latency mode
+	$(RUN) -m deep_ep bench low-latency
+
+bench-ll-gpu:  ## the same on this machine's GPU, with the python that is there; results are kept
+	PYTHONPATH=src $(PYTHON) -m deep_ep bench low-latency --device cuda --save $(RESULTS)
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

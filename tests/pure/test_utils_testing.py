@@ -121,9 +121,20 @@ def test_bench_kineto_sees_other_threads():
     assert seconds > 0
 
 
-def test_bench_kineto_refuses_a_name_of_two_kernels():
-    with pytest.raises(ValueError, match=r"dispatch_a.*dispatch_b|dispatch_b.*dispatch_a"):
-        testing.bench_kineto(Calls("dispatch_a", "dispatch_b"), "dispatch", num_tests=2)
+def test_bench_kineto_refuses_kernels_that_ran_differently_often():
+    fn = Calls("dispatch_a", "dispatch_b", "dispatch_b")
+    for num_phases in (1, 3):
+        with pytest.raises(ValueError, match=r"dispatch_a \(2 times\), dispatch_b \(4 times\)"):
+            testing.bench_kineto(fn, "dispatch", num_tests=2, num_kernels_per_period=num_phases)
+
+
+def test_bench_kineto_of_low_latency_calls():
+    whole = Calls("_dispatch_send_kernel", "_dispatch_receive_kernel", "_combine_send_kernel")
+    assert all(seconds > 0 for seconds in testing.bench_kineto(whole, ("dispatch", "combine"), num_tests=2))
+    halves = Calls("_dispatch_send_kernel", "_dispatch_wait_kernel", "_dispatch_receive_kernel")
+    phases = testing.bench_kineto(halves, "dispatch", num_tests=2, num_kernels_per_period=2)
+    assert len(phases) == 2
+    assert all(seconds > 0 for seconds in phases)
 
 
 def test_bench_kineto_by_phase():
@@ -156,6 +167,29 @@ def test_phases_are_taken_in_order_of_time():
     profile = fake_profile(("dispatch", 30, 7), ("dispatch", 0, 1), ("dispatch", 20, 3), ("dispatch", 10, 5))
     # in time: 1, 5, 3, 7 us; first of each call: 1 and 3, second: 5 and 7
     assert testing._seconds_of_each_phase(profile, "dispatch", 2) == pytest.approx([2e-6, 6e-6])
+
+
+SEND, WAIT, RECEIVE = "_dispatch_send_kernel", "_dispatch_wait_kernel", "_dispatch_receive_kernel"
+
+
+def test_kernels_that_ran_equally_often_are_parts_of_a_call():
+    profile = fake_profile((SEND, 0, 1), (RECEIVE, 5, 10), (SEND, 20, 3), (RECEIVE, 25, 20), ("combine", 50, 99))
+    assert testing._seconds_of_a_call(profile, "dispatch") == pytest.approx(2e-6 + 15e-6)
+    assert testing._seconds_of_a_call(profile, "dispatch_receive") == pytest.approx(15e-6)
+    assert testing._seconds_of_a_call(profile, "absent") == 0
+    assert testing._seconds_of_each_phase(profile, "dispatch", 2) == pytest.approx([2e-6, 15e-6])
+
+
+def test_the_last_phase_is_what_is_left_of_a_call():
+    calls = [(SEND, 0, 1), (WAIT, 5, 2), (RECEIVE, 8, 10), (SEND, 20, 3), (WAIT, 25, 4), (RECEIVE, 30, 20)]
+    profile = fake_profile(*calls)
+    assert testing._seconds_of_each_phase(profile, "dispatch", 2) == pytest.approx([2e-6, 3e-6 + 15e-6])
+    assert testing._seconds_of_each_phase(profile, "dispatch", 3) == pytest.approx([2e-6, 3e-6, 15e-6])
+    assert testing._seconds_of_a_call(profile, "dispatch") == pytest.approx(20e-6)
+    with pytest.raises(ValueError, match="ran 6 times"):
+        testing._seconds_of_each_phase(profile, "dispatch", 4)
+    with pytest.raises(ValueError, match=r"send_kernel \(2 times\), _dispatch_wait_kernel \(1 times\)"):
+        testing._seconds_of_a_call(fake_profile(*calls[:2], calls[3]), "dispatch")
 
 
 def test_phases_prefer_the_qualified_name():

@@ -14,6 +14,8 @@ from common import run_ranks
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
+import decode  # noqa: E402
+import overlap  # noqa: E402
 import training_step  # noqa: E402
 
 
@@ -39,6 +41,41 @@ def test_training_step_under_torchrun(device: str, num_ranks: int) -> None:
 @pytest.mark.cpu_only
 def test_training_step_alone(device: str) -> None:
     assert "3 ranks: forward and backward right" in run("examples/training_step.py", "--ranks", "3")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_decode(device: str, num_ranks: int) -> None:
+    results = run_ranks(decode.decode, num_ranks, decode.Options(device, tokens=5, hidden=64, layers=2, steps=3))
+    assert all(speed > 0 and error < 2e-2 for speed, error in results)
+
+
+@pytest.mark.cpu_only
+def test_decode_alone(device: str) -> None:
+    assert "2 ranks on cpu" in run("examples/decode.py", "--steps", "3", "--tokens", "4")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_overlap(device: str, num_ranks: int) -> None:
+    results = run_ranks(overlap.work, num_ranks, overlap.Options(device, layers=2, ms=1.0))
+    for without, with_hooks, error in results:
+        assert error < 2e-2
+        assert [span.what for span in without.spans[:4]] == ["dispatch A", "attention B", "dispatch B", "experts A"]
+        assert [span.what for span in with_hooks.spans[-3:]] == [
+            "combine B: send",
+            "attention A",
+            "combine B: receive",
+        ]
+        assert all(span.start <= span.end for run in (without, with_hooks) for span in run.spans)
+        assert min(without.wait_secs, with_hooks.wait_secs) >= 0
+
+
+@pytest.mark.cpu_only
+def test_overlap_alone(device: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = run("examples/overlap.py", "--layers", "2", "--ms", "1", "--plot", str(tmp_path / "o.png"))
+    assert "rank 0 with hooks" in out
+    assert "waits:" in out
+    assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.cpu_only

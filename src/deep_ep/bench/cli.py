@@ -1,20 +1,21 @@
-"""`python -m deep_ep bench normal | tune | readme`: arguments, and what is done with the results."""
+"""`python -m deep_ep bench normal | low-latency | tune | readme`: arguments, and what is done with the results."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..plotting import require_matplotlib
 from ..terminal import require_folder
+from . import low_latency, normal, results
 from . import report as reports
-from . import results
 from .cases import CASES
 from .gpu_cases import GPU_CASES
 from .inputs import Setting
-from .normal import measure, titles_of
+from .low_latency_cases import low_latency_titles
 from .plot import write_plot
 from .tune_report import OUT, tune
 
@@ -33,6 +34,9 @@ _SIZES = {
 _QUICK = {"num_tokens": 256, "hidden": 1024, "num_experts": 64, "num_rounds": 15}
 _ON_GPU = {"device": "cuda", "num_sms": 16, "num_rounds": 30}
 _TUNE = {**_ON_GPU, "num_rounds": 9}
+_LOW_LATENCY = {"num_tokens": 128, "num_rounds": 50}
+_LOW_LATENCY_ON_GPU = {**_LOW_LATENCY, "device": "cuda", "num_rounds": 100}
+_LOW_LATENCY_QUICK = {"num_tokens": 32, "hidden": 1024, "num_experts": 64, "num_rounds": 20}
 _NUM_RANKS = {"cpu": 4, "cuda": 8}
 
 _WRITERS = {
@@ -52,10 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `bench` takes."""
     modes = parser.add_subparsers(dest="mode", metavar="what", required=True)
     normal = modes.add_parser("normal", help="measure dispatch and combine of normal mode")
-    _add_normal_arguments(normal)
+    _add_bench_arguments(normal, _ON_GPU, [*CASES, *GPU_CASES], "`bench normal` or `bench gpu`")
+    _add_sms(normal, _ON_GPU)
+    decode = modes.add_parser(
+        "low-latency", help="measure low-latency dispatch and combine, their halves, and CUDA graphs of them"
+    )
+    cases = [*low_latency_titles("cuda")]
+    _add_bench_arguments(
+        decode, _LOW_LATENCY_ON_GPU, cases, "`bench low-latency` or `bench low-latency gpu`", _LOW_LATENCY
+    )
     tuned = modes.add_parser("tune", help="find the best launch shapes for this GPU, and write a tuning file")
     tuned.add_argument("--ranks", type=int, metavar="R", default=_NUM_RANKS["cuda"], help="group size (default: 8)")
     _add_sizes(tuned, _TUNE)
+    _add_sms(tuned, _TUNE)
     tuned.add_argument("--out", type=Path, metavar="PATH", default=OUT, help=f"the tuning file (default: {OUT})")
     readme = modes.add_parser("readme", help="make README's table from a results file")
     readme.add_argument(
@@ -65,11 +78,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     readme.add_argument("--plot", type=Path, metavar="PATH.png", help="draw the times as well (needs matplotlib)")
 
 
-def _add_normal_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_bench_arguments(
+    parser: argparse.ArgumentParser, on_gpu: dict, cases: Sequence[str], markers: str, on_cpu: dict | None = None
+) -> None:
+    """What all benchmarks of calls take.
+
+    Args:
+        parser: Of the benchmark.
+        on_gpu: Fields of the setting whose default is another one on a GPU.
+        cases: On all devices.
+        markers: What is replaced in a README.
+        on_cpu: Fields whose default is another one on the CPU.
+    """
     parser.add_argument("--ranks", type=int, nargs="+", metavar="R", help="group sizes (default: 4, on a GPU 8)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live (default: cpu)")
-    _add_sizes(parser, _ON_GPU)
-    known = list(dict.fromkeys((*CASES, *GPU_CASES)))
+    _add_sizes(parser, on_gpu, on_cpu)
+    known = list(dict.fromkeys(cases))
     parser.add_argument(
         "--cases", nargs="+", choices=known, metavar="CASE", help=f"which cases (default: all): {', '.join(known)}"
     )
@@ -88,46 +112,56 @@ def _add_normal_arguments(parser: argparse.ArgumentParser) -> None:
         "--readme",
         type=Path,
         metavar="PATH",
-        help="replace the table between the markers `bench normal` or `bench gpu`",
+        help=f"replace the table between the markers {markers}",
     )
 
 
-def _add_sizes(parser: argparse.ArgumentParser, on_gpu: dict) -> None:
+def _add_sizes(parser: argparse.ArgumentParser, on_gpu: dict, on_cpu: dict | None = None) -> None:
     """Sizes have no default here: that depends on `--quick` and on the device."""
+    setting = dataclasses.replace(Setting(), **(on_cpu or {}))
     for name, (field, meaning) in _SIZES.items():
-        default = getattr(Setting(), field) or ("0" if name == "seed" else "off")
+        default = getattr(setting, field) or ("0" if name == "seed" else "off")
         if name == "rounds":
             default = f"{default}, on a GPU {on_gpu['num_rounds']}"
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=int, metavar="N", help=f"{meaning} (default: {default})")
+    parser.add_argument("--quick", action="store_true", help="small sizes: seconds instead of minutes")
+
+
+def _add_sms(parser: argparse.ArgumentParser, on_gpu: dict) -> None:
     parser.add_argument(
         "--sms",
         type=int,
         metavar="N",
         help=f"on a GPU, blocks that a rank may use; 0: any number (default: {on_gpu['num_sms']})",
     )
-    parser.add_argument("--quick", action="store_true", help="small sizes: seconds instead of minutes")
 
 
-def find_setting(args: argparse.Namespace, base: dict) -> Setting:
+def find_setting(args: argparse.Namespace, base: dict, quick: dict | None = None) -> Setting:
     """The setting: what was given, over the small sizes of `--quick`, over the defaults.
 
     Args:
         args: The arguments.
         base: Fields whose default is another one here.
+        quick: Those of `--quick`, if other than usual.
 
     Raises:
         ValueError: It cannot be routed.
     """
-    given = {field: getattr(args, name) for name, (field, _) in _SIZES.items()} | {"num_sms": args.sms}
+    given = {field: getattr(args, name) for name, (field, _) in _SIZES.items()} | {"num_sms": _sms(args)}
     given = {field: value for field, value in given.items() if value is not None}
-    setting = dataclasses.replace(Setting(), **{**base, **(_QUICK if args.quick else {}), **given})
+    setting = dataclasses.replace(Setting(), **{**base, **((quick or _QUICK) if args.quick else {}), **given})
     setting.check()
     if setting.num_sms < 0:
         raise ValueError(f"bench: --sms must not be negative, got {setting.num_sms}")
     if setting.num_sms and setting.device == "cpu":
         raise ValueError("bench: --sms is for a GPU. Pass --device cuda with it")
     return setting
+
+
+def _sms(args: argparse.Namespace) -> int | None:
+    """Low-latency calls have no such bound."""
+    return getattr(args, "sms", None)
 
 
 # Modes ---------------------------------------------------------------------------------------------------------------
@@ -143,8 +177,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError: The arguments cannot be met.
         EPError: The run failed, or there is no such device.
     """
-    if args.mode == "normal":
-        _run_normal(args)
+    if args.mode in (normal.NAME, low_latency.NAME):
+        _run_bench(args)
     elif args.mode == "tune":
         _run_tune(args)
     else:
@@ -152,10 +186,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_normal(args: argparse.Namespace) -> None:
-    setting = find_setting(args, _ON_GPU if args.device == "cuda" else {})
+def _run_bench(args: argparse.Namespace) -> None:
+    if args.mode == normal.NAME:
+        setting = find_setting(args, _ON_GPU if args.device == "cuda" else {})
+        titles, measure = normal.titles_of(setting), normal.measure
+    else:
+        base = _LOW_LATENCY_ON_GPU if args.device == "cuda" else _LOW_LATENCY
+        setting = find_setting(args, base, _LOW_LATENCY_QUICK)
+        titles, measure = low_latency_titles(args.device), low_latency.measure
     args.ranks = args.ranks or [_NUM_RANKS[args.device]]
-    titles = titles_of(setting)
     args.cases = args.cases or list(titles)
     unknown = [name for name in args.cases if name not in titles]
     if unknown:
@@ -198,7 +237,7 @@ def _check_files(args: argparse.Namespace) -> None:
     if args.readme is not None:
         if not args.readme.is_file():
             raise ValueError(f"bench: there is no file {args.readme} to put the table into")
-        reports.replace_table(args.readme.read_text(), "gpu" if args.device == "cuda" else args.mode, "")
+        reports.replace_table(args.readme.read_text(), reports.marker_of(args.mode, args.device == "cuda"), "")
     if args.plot is not None:
         require_matplotlib("bench")
 
@@ -212,7 +251,7 @@ def _command(args: argparse.Namespace, all_cases: list[str]) -> str:
         words.append("--quick")
     words += ["--ranks", *(str(size) for size in args.ranks)]
     for name in (*_SIZES, "sms"):
-        if getattr(args, name) is not None:
+        if getattr(args, name, None) is not None:
             words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     if list(args.cases) != all_cases:
         words += ["--cases", *args.cases]

@@ -37,11 +37,13 @@ class Variant:
         call: What is timed. What it returns is dropped after the clock has stopped.
         outputs: The delivered tensors, in an order and form that all variants of the case share, from what `call`
             returned; None where there is nothing to compare.
+        stopwatch: What to measure it with; None: as the others of the case.
     """
 
     name: str
     call: Callable[[], Any]
     outputs: Callable[[Any], list[torch.Tensor]] | None = None
+    stopwatch: Stopwatch | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Summary:
         gbs: 10^9 bytes a second that a rank moves in the product.
         over_floor: Product's time over the floor's, round by round; None where the case has no floor.
         speedups: Of each peer, its time over the product's, round by round.
+        p50_secs: The product's median over all ranks and rounds.
+        p99_secs: Of a hundred of its calls on any rank, the slowest but one takes this long.
     """
 
     mean_bytes: float
@@ -90,6 +94,8 @@ class Summary:
     gbs: float
     over_floor: Quartiles | None
     speedups: dict[str, Quartiles]
+    p50_secs: float
+    p99_secs: float
 
 
 class HostStopwatch:
@@ -128,7 +134,7 @@ def time_rounds(
     Args:
         variants: What to call. The order turns from round to round, so that none always follows the same other one.
         num_rounds: Rounds that count.
-        stopwatch: What calls and measures.
+        stopwatch: What calls and measures, where a variant has none of its own.
         num_warmup: Rounds before those, not counted.
         on_round: Told the number of rounds done, after each of them.
 
@@ -138,7 +144,7 @@ def time_rounds(
     times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for index in range(-num_warmup, num_rounds):
         for variant in rotated(variants, index):
-            elapsed = stopwatch(variant.call)
+            elapsed = (variant.stopwatch or stopwatch)(variant.call)
             if index >= 0:
                 times[variant.name].append(elapsed)
         if index >= 0:
@@ -157,6 +163,14 @@ def quartiles(values: Sequence[float]) -> Quartiles:
     if len(values) == 1:
         return Quartiles(values[0], values[0], values[0])
     return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """What so many percent of the values are not above; between two values it interpolates."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = ordered[int(place)]
+    return low + (ordered[min(int(place) + 1, len(ordered) - 1)] - low) * (place - int(place))
 
 
 def slowest_median(times: RankTimes) -> float:
@@ -185,10 +199,13 @@ def summarise(measured: Measured) -> Summary:
         # In a copy nobody waits for anybody: another rank may be the last in every round, and the last one counts.
         medians[FLOOR] = statistics.median(slowest_by_round(measured.times[FLOOR]))
     mean_bytes = statistics.fmean(measured.bytes_per_rank)
+    every = [secs for rank_times in product for secs in rank_times]
     return Summary(
         mean_bytes=mean_bytes,
         median_secs=medians,
         gbs=mean_bytes / medians[PRODUCT] / 1e9,
         over_floor=quartiles(round_ratios(product, floor)) if floor is not None else None,
         speedups={name: quartiles(round_ratios(times, product)) for name, times in peers.items()},
+        p50_secs=statistics.median(every),
+        p99_secs=percentile(every, 99),
     )

@@ -126,6 +126,18 @@ def host_seconds(call: Callable[[], Any]) -> float:
     return elapsed / _NUM_HOST_CALLS
 
 
+def launch_seconds(call: Callable[[], Any]) -> float:
+    """A stopwatch of the host's own time of a single call, with nothing queued before it."""
+    synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    result = call()
+    elapsed = time.perf_counter() - start
+    synchronize()
+    del result
+    return elapsed
+
+
 def synchronize() -> None:
     """Wait for the GPU, where there is one."""
     if torch.cuda.is_available():

@@ -29,6 +29,20 @@ _GPU_CAPTION = (
     "Floor: the least bytes that the call must read and write through the GPU's memory, those of all ranks on it, at "
     "the speed of a plain copy by all of them in the same rounds."
 )
+_LOW_LATENCY = "low-latency"
+_TAIL_CAPTION = "p50, p99: over all ranks and rounds."
+_LOW_LATENCY_CAPTION = (
+    "Floor: a plain copy of the rows that a rank sends, by all ranks at once. Preallocated gloo casts, sorts and sums "
+    "with deep_ep's own functions, and sends each row with its scales in one message: only the exchange differs."
+)
+_LOW_LATENCY_GPU_CAPTION = (
+    "Floor: bytes that the calls of all ranks on the GPU move through its memory where rows go by way of slots, at the "
+    "speed of a plain copy by all of them in the same rounds. With T tokens and S selections of all ranks, dispatch "
+    "reads T rows of BF16 and moves S rows of FP8 with scales three times (into slots, out of them, packed): "
+    "2TH + 3S(H + 4ceil(H/128)) bytes. Combine moves S rows of BF16 three times (read, into slots, out of them) and "
+    "writes T: 6SH + 2TH; zero-copy once: 2SH + 2TH. A send half is what comes before the slots are read. Ours writes "
+    "a dispatched row once, however many experts it has, so it may be faster than the floor."
+)
 _CAPTION = (
     "{unit}: the slowest rank's median. Ratios: median over the rounds [quartiles], slowest rank against slowest rank "
     "of the same round."
@@ -51,7 +65,7 @@ class Report:
     """A benchmark that has run.
 
     Attributes:
-        name: `normal`.
+        name: `normal` or `low-latency`.
         command: The line that runs it again.
         shape: The shape in one line.
         setting: The setting, as numbers by name.
@@ -76,7 +90,12 @@ class Report:
     @property
     def marker(self) -> str:
         """What the markers around its table in a README say."""
-        return "gpu" if self.is_gpu else self.name
+        return marker_of(self.name, self.is_gpu)
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether its table has p50, p99 and the floor's own time: where calls are so short that they vary."""
+        return self.name == _LOW_LATENCY
 
     @property
     def unit(self) -> Unit:
@@ -94,8 +113,12 @@ class Report:
     def caption(self) -> list[str]:
         """What the figures mean, and why some are missing."""
         lines = [_CAPTION.format(unit=self.unit.name)]
+        if self.has_tail:
+            lines += [_TAIL_CAPTION, _LOW_LATENCY_GPU_CAPTION if self.is_gpu else _LOW_LATENCY_CAPTION]
+        elif self.is_gpu:
+            lines.append(_GPU_CAPTION)
         if self.is_gpu:
-            lines.append(f"{_GPU_CAPTION} MPS was {'on' if self.machine['mps'] else 'off'}.")
+            lines[-1] += f" MPS was {'on' if self.machine['mps'] else 'off'}."
         return lines + _reasons(self.rows)
 
     def _cpu_line(self) -> str:
@@ -117,17 +140,25 @@ class Report:
         )
 
 
+def marker_of(name: str, is_gpu: bool) -> str:
+    """What the markers around a table in a README say: `normal`, `gpu`, `low-latency` or `low-latency gpu`."""
+    if name == _LOW_LATENCY:
+        return f"{name} gpu" if is_gpu else name
+    return "gpu" if is_gpu else name
+
+
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
-def columns(rows: Sequence[Measured], unit: Unit = _MS) -> list[str]:
+def columns(rows: Sequence[Measured], unit: Unit = _MS, has_tail: bool = False) -> list[str]:
     """The heads of the table; what no row has is left out."""
-    heads = ["case", "ranks", "MB a rank", unit.name, "GB/s a rank", "time / floor"]
+    tail = ["p50", "p99", "floor"] if has_tail else []
+    heads = ["case", "ranks", "MB a rank", unit.name, *tail, "GB/s a rank", "time / floor"]
     heads += [f"faster than {LABELS[name]}" for name in _compared(rows)]
     return heads
 
 
-def cells(row: Measured, title: str, compared: Sequence[str], unit: Unit = _MS) -> list[str]:
+def cells(row: Measured, title: str, compared: Sequence[str], unit: Unit = _MS, has_tail: bool = False) -> list[str]:
     """One line of the table. A skipped case says why, in the place of its figures.
 
     Args:
@@ -135,19 +166,27 @@ def cells(row: Measured, title: str, compared: Sequence[str], unit: Unit = _MS) 
         title: How to call it.
         compared: The peers that have a column.
         unit: What its time is shown in.
+        has_tail: Whether there are p50, p99 and the floor's own time.
     """
     if row.skipped is not None:
-        return [title, str(row.num_ranks), f"skipped: {row.skipped}", *[""] * (3 + len(compared))]
+        return [title, str(row.num_ranks), f"skipped: {row.skipped}", *[""] * (3 + 3 * has_tail + len(compared))]
     summary = summarise(row)
     return [
         title,
         str(row.num_ranks),
         f"{summary.mean_bytes / 1e6:.1f}" if summary.mean_bytes else _DASH,
         three_digits(summary.median_secs[PRODUCT] * unit.per_sec),
+        *(_tail(summary, unit) if has_tail else []),
         three_digits(summary.gbs) if summary.mean_bytes else _DASH,
         _with_quartiles(summary.over_floor),
         *(_with_quartiles(summary.speedups.get(name), "x") for name in compared),
     ]
+
+
+def _tail(summary: Summary, unit: Unit) -> list[str]:
+    floor = summary.median_secs.get(FLOOR)
+    values = (summary.p50_secs, summary.p99_secs, floor)
+    return [_DASH if secs is None else three_digits(secs * unit.per_sec) for secs in values]
 
 
 def rich_table(report: Report) -> Table:
@@ -159,10 +198,10 @@ def rich_table(report: Report) -> Table:
         caption=escape("\n".join(report.caption)),  # else rich takes brackets for markup
         caption_justify="left",
     )
-    for index, head in enumerate(columns(report.rows, report.unit)):
+    for index, head in enumerate(columns(report.rows, report.unit, report.has_tail)):
         table.add_column(head, justify="right" if index else "left", no_wrap=not index)
     for row in report.rows:
-        line = cells(row, report.titles[row.case], _compared(report.rows), report.unit)
+        line = cells(row, report.titles[row.case], _compared(report.rows), report.unit, report.has_tail)
         if row.skipped is not None:
             line[2] = "skipped"  # the reason is too long for a column of numbers: it stands below
         table.add_row(*(Text(cell, no_wrap=True) for cell in line))
@@ -177,11 +216,14 @@ def _reasons(rows: Sequence[Measured]) -> list[str]:
 def markdown_table(report: Report) -> str:
     """The table for a README, with its machine and command above it."""
     machine, shape, command = report.header
-    heads = columns(report.rows, report.unit)
+    heads = columns(report.rows, report.unit, report.has_tail)
     lines = [f"{machine}; {shape}. `{command}`", ""]
     lines += [_markdown_line(heads), _markdown_line(["---", *["---:"] * (len(heads) - 1)])]
     compared = _compared(report.rows)
-    lines += [_markdown_line(cells(row, report.titles[row.case], compared, report.unit)) for row in report.rows]
+    for row in report.rows:
+        lines.append(_markdown_line(cells(row, report.titles[row.case], compared, report.unit, report.has_tail)))
+    if report.has_tail:
+        lines += ["", *report.caption]
     return "\n".join(lines)
 
 
@@ -229,6 +271,7 @@ def _csv_line(row: Measured, names: Sequence[str]) -> dict[str, object]:
         "bytes_per_rank": summary.mean_bytes if summary else "",
         "gbs_per_rank": summary.gbs if summary else "",
     }
+    line |= {"p50_secs": summary.p50_secs if summary else "", "p99_secs": summary.p99_secs if summary else ""}
     for name in names:
         line[f"{name}_secs"] = summary.median_secs.get(name, "") if summary else ""
     for name in names:

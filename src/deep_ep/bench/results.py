@@ -16,7 +16,7 @@ from .report import Report, read_json, write_json, write_readme
 
 FOLDER = Path("benchmarks/results")
 
-_PLAIN_WIDTH = 160  # of a table that goes into a file or a pipe, where there is no terminal to fit
+_PLAIN_WIDTH = 170  # of a table that goes into a file or a pipe, where there is no terminal to fit
 
 
 def file_name(report: Report, date: datetime.date) -> str:

@@ -121,8 +121,9 @@ def bench_kineto(
 
     Args:
         fn: What to profile.
-        kernel_names: A part of the kernel's name, or several of them; each may match one kernel at most.
-            Without a GPU: of the name of an operator or a `record_function` range.
+        kernel_names: A part of the kernel's name, or several of them. Several kernels that match one and ran
+            equally often are parts of one call. Without a GPU: of the name of an operator or a `record_function`
+            range.
         num_tests: Calls a round.
         suppress_kineto_output: Print nothing meanwhile.
         trace_path: Where to write a Chrome trace of the second round.
@@ -130,15 +131,17 @@ def bench_kineto(
         barrier_comm_profiling: Line the ranks up before each call: a pause of about 10 ms on the GPU, in
             which all ranks queue their work, and a barrier.
         num_kernels_per_period: If `fn` runs a kernel several times, how often: each run is then reported by
-            itself.
+            itself. Where more kernels than this are parts of a call, all but the first ones are the last phase: for
+            2, `dispatch` of low-latency calls with a hook is the send kernel, and the sum of wait and receive.
         barrier: The barrier to use; by default an all-reduce in the default group.
 
     Returns:
-        Mean seconds of the kernel, 0 for one that never ran; a list of `num_kernels_per_period` means, in
-        order of time, where that is above 1. For several names, a tuple of these.
+        Mean seconds of the kernel (the sum of the means where several are parts of a call), 0 for one that never
+        ran; a list of `num_kernels_per_period` means, in order of time, where that is above 1. For several names, a
+        tuple of these.
 
     Raises:
-        ValueError: If a name matches several kernels, or a kernel did not run a multiple of
+        ValueError: If a name matches kernels that ran differently often, or a kernel did not run a multiple of
             `num_kernels_per_period` times.
     """
     is_single = isinstance(kernel_names, str)
@@ -221,43 +224,62 @@ def _line_up(barrier: Function | None) -> None:
 
 
 def _kernel_seconds(profiler: torch.profiler.profile | None, name: str, num_kernels_per_period: int) -> Seconds:
-    if num_kernels_per_period > 1:
-        return _seconds_of_each_phase(profiler, name, num_kernels_per_period)
-    return 1.0 if profiler is None else _mean_seconds(profiler, name)
-
-
-def _mean_seconds(profiler: torch.profiler.profile, name: str) -> float:
-    """The mean over all runs of the one kernel whose name contains `name`."""
-    rows = [row for row in profiler.key_averages() if name in row.key and row.device_type == _device_type()]
-    if len(rows) > 1:
-        found = ", ".join(row.key for row in rows)
-        raise ValueError(f"bench_kineto: {name!r} must match one kernel, matches {found}. Give more of the name")
-    if not rows:
-        return 0.0
-    total_us = rows[0].device_time_total if torch.cuda.is_available() else rows[0].cpu_time_total
-    return float(total_us) / rows[0].count * 1e-6
-
-
-def _seconds_of_each_phase(
-    profiler: torch.profiler.profile | None, name: str, num_kernels_per_period: int
-) -> list[float]:
-    """The means of the 1st, 2nd, ... run of a kernel in each call."""
+    if num_kernels_per_period == 1:
+        return 1.0 if profiler is None else _seconds_of_a_call(profiler, name)
     if profiler is None:
         return [1.0] * num_kernels_per_period
-    events = [event for event in profiler.events() or () if event.device_type == _device_type()]
-    # In C++ `::dispatch` is the kernel itself, `dispatch` also a part of other names; Triton has no `::`.
-    runs = [event for event in events if f"::{name}" in event.name]
-    runs = runs or [event for event in events if name in event.name]
-    if len(runs) % num_kernels_per_period:
+    return _seconds_of_each_phase(profiler, name, num_kernels_per_period)
+
+
+def _seconds_of_a_call(profiler: torch.profiler.profile, name: str) -> float:
+    """The mean of the kernel whose name contains `name`; of several, which are parts of one call, the sum."""
+    by_kernel = _runs_by_kernel(profiler, name)
+    return sum(fmean(map(_seconds, runs)) for runs in by_kernel.values())
+
+
+def _seconds_of_each_phase(profiler: torch.profiler.profile, name: str, num_phases: int) -> list[float]:
+    """The means of the 1st, 2nd, ... kernel of each call; what is left of a call belongs to its last phase.
+
+    Example:
+        Calls of `send`, `wait` and `receive` in two phases: those of `send`, and those of `wait` and `receive`.
+    """
+    by_kernel = _runs_by_kernel(profiler, name)
+    runs = [run for runs in by_kernel.values() for run in runs]
+    num_per_call = max(len(by_kernel), num_phases)
+    if len(runs) % num_per_call:
         raise ValueError(
             f"bench_kineto: {name!r} ran {len(runs)} times, which must be a multiple of "
-            f"num_kernels_per_period={num_kernels_per_period}"
+            f"num_kernels_per_period={num_phases}"
         )
     if not runs:
-        return [0.0] * num_kernels_per_period
-    runs.sort(key=lambda event: event.time_range.start)
-    seconds = [event.time_range.elapsed_us() * 1e-6 for event in runs]
-    return [fmean(seconds[phase::num_kernels_per_period]) for phase in range(num_kernels_per_period)]
+        return [0.0] * num_phases
+    runs.sort(key=lambda run: run.time_range.start)
+    means = [fmean(map(_seconds, runs[index::num_per_call])) for index in range(num_per_call)]
+    return [*means[: num_phases - 1], sum(means[num_phases - 1 :])]
+
+
+def _runs_by_kernel(profiler: torch.profiler.profile, name: str) -> dict[str, list[Any]]:
+    """The runs of the kernels whose names contain `name`.
+
+    Raises:
+        ValueError: Some ran more often than others, so they are no parts of one call.
+    """
+    events = [event for event in profiler.events() or () if event.device_type == _device_type()]
+    # In C++ `::dispatch` is the kernel itself, `dispatch` also a part of other names; Triton has no `::`.
+    found = [event for event in events if f"::{name}" in event.name]
+    by_kernel: dict[str, list[Any]] = {}
+    for event in found or [event for event in events if name in event.name]:
+        by_kernel.setdefault(event.name, []).append(event)
+    if len({len(runs) for runs in by_kernel.values()}) > 1:
+        counts = ", ".join(f"{kernel} ({len(runs)} times)" for kernel, runs in by_kernel.items())
+        raise ValueError(
+            f"bench_kineto: {name!r} must match kernels that run equally often, matches {counts}. Give more of the name"
+        )
+    return by_kernel
+
+
+def _seconds(run: Any) -> float:
+    return run.time_range.elapsed_us() * 1e-6
 
 
 def _device_type() -> DeviceType:
