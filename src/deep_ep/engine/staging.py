@@ -43,9 +43,8 @@ class Staging:
         self.offer = Offer(self.num_rows, True, tuple(bases))
 
 
-def token_blocks(prefix: torch.Tensor) -> Blocks:
-    """`[s][d]` the slots [start, stop) that source s fills at destination d."""
-    ends = prefix.tolist()
+def token_blocks(ends: list[list[int]]) -> Blocks:
+    """`[s][d]` the slots [start, stop) that source s fills at destination d, from a `rank_prefix_matrix`."""
     starts = [[0] * len(ends), *ends[:-1]]
     return [list(zip(start, end, strict=True)) for start, end in zip(starts, ends, strict=True)]
 
