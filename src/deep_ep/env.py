@@ -69,6 +69,12 @@ ARENA_BYTES = Variable(
     0,
     "Most bytes that the arena of received tensors may take on a rank (0: as many as are needed).",
 )
+POSTED_BYTES = Variable(
+    "DEEP_EP_POSTED_BYTES",
+    _non_negative_int,
+    1 << 18,
+    "Most bytes of rows that a CPU rank posts with a small call, for peers to fetch (0: none; never more than 262144).",
+)
 TUNING_FILE = Variable(
     "DEEP_EP_TUNING_FILE",
     str,
@@ -87,6 +93,7 @@ VARIABLES: tuple[Variable, ...] = (
     RANKS_PER_NODE,
     HOST,
     ARENA_BYTES,
+    POSTED_BYTES,
     TUNING_FILE,
     QP_DEPTH,
 )

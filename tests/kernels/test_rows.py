@@ -7,8 +7,8 @@ import torch
 
 from deep_ep.errors import EPError
 from deep_ep.kernels.blocks import peer_tokens, tile_bounds
-from deep_ep.kernels.reduce import reduce_rows
-from deep_ep.kernels.rows import Lane, Section, as_bytes, put_rows, row_bytes, rows_as, widest_dtype
+from deep_ep.kernels.reduce import reduce_rows, sum_rows
+from deep_ep.kernels.rows import Lane, Section, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
 
 
 def test_put_rows_worked_example() -> None:
@@ -34,6 +34,37 @@ def test_put_rows_refuses_slots_that_do_not_fill_the_lane() -> None:
     rows = torch.zeros(2, 4, dtype=torch.uint8)
     with pytest.raises(EPError, match="3 rows are due for rank 0, the slots name 2"):
         put_rows([Section(rows, [rows])], torch.tensor([[0], [1]], dtype=torch.int32), [Lane(0, 3, 0)], 0)
+
+
+def test_lay_rows_worked_example() -> None:
+    mask = torch.tensor([[1, 1], [0, 1]], dtype=torch.bool)
+    parts = [torch.tensor([[1.5], [2.5]]), torch.tensor([[7, 8], [9, 10]], dtype=torch.int16)]
+    first, second = lay_rows(parts, mask, [1, 2])
+    assert rows_as(first, torch.float32).tolist() == [[1.5], [1.5], [2.5]]
+    assert rows_as(second, torch.int16).tolist() == [[7, 8], [7, 8], [9, 10]]
+    with pytest.raises(EPError, match="2 rows are due for rank 0, the slots name 1"):
+        lay_rows(parts, mask, [2, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("num_tokens", [0, 1, 33, 400])
+@pytest.mark.parametrize("num_biases", [0, 2])
+def test_sum_rows_adds_one_peer_after_the_other(dtype: torch.dtype, num_tokens: int, num_biases: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    hidden, num_ranks = 700, 5  # 400 tokens are several tiles
+    is_here = torch.rand(num_ranks, num_tokens, generator=generator) < 0.7
+    token_idx, counts = is_here.nonzero()[:, 1], is_here.sum(1).tolist()
+    rows = torch.randn(sum(counts), hidden, generator=generator).mul(100).to(dtype)
+    biases = [torch.randn(num_tokens, hidden, generator=generator).to(dtype) for _ in range(num_biases)]
+    out = torch.full((num_tokens, hidden), torch.nan, dtype=dtype)
+    sum_rows(out, rows, token_idx, counts, biases)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    total = torch.zeros(num_tokens, hidden, dtype=wide)
+    for bias in biases:
+        total += bias
+    for row, token in zip(rows, token_idx.tolist(), strict=True):
+        total[token] += row
+    assert torch.equal(out, total.to(dtype))
 
 
 def test_blocks_worked_examples() -> None:

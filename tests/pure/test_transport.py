@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deep_ep import env, topology, transport
 from deep_ep.errors import EPError, EPTransportError, EPUnsupported
 from deep_ep.transport.arena import Arena
-from deep_ep.transport.board import HEADER, OFFER, Board, progress_of
+from deep_ep.transport.board import HEADER, OFFER, POSTED_BYTES, Board, progress_of
 from deep_ep.transport.memory import PrivateMemory, SharedMemory, available_bytes
 from deep_ep.transport.spans import UNIT_BYTES, Span, SpanSet
 from deep_ep.transport.words import AtomicWord, Word
@@ -126,7 +126,15 @@ def test_a_board_carries_posts_by_parity() -> None:
     assert board.read(HEADER, 6)[:3] == [1, -2, 3]
     assert board.read(HEADER, 7)[:2] == [4, 5]
     assert board.read(OFFER, 8)[0] == 9, "epoch 8 uses the slot of epoch 6"
-    assert board.read_values(6, 1, 3).tolist() == [20, 30]
+    assert board.read_values(6, 1, 3) == [20, 30]
+    rows, back = torch.arange(6, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)
+    board.write_rows(6, 64, rows.data_ptr(), 6)
+    board.write_rows(7, 64, back.data_ptr(), 3)
+    board.read_rows(8, 66, back.data_ptr(), 3)
+    assert back.tolist() == [2, 3, 4]
+    for start, num_bytes in ((POSTED_BYTES, 1), (-1, 1), (0, -1)):
+        with pytest.raises(EPTransportError, match="not among those of posted rows"):
+            board.read_rows(6, start, back.data_ptr(), num_bytes)
     board.write_text("ü" * 5000)
     assert board.read_text().startswith("üüü")
     assert progress_of(2, 0) > progress_of(1, 1000)

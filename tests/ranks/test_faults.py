@@ -175,6 +175,8 @@ def stopped_peer(rank: int, num_ranks: int) -> tuple[bool, bool]:
     is_early = False
     if rank == 0:
         os.kill(pids[1], signal.SIGSTOP)
+    else:
+        time.sleep(0.3)  # it must not have done its part before it is stopped
     again, *_, event = buffer.dispatch(given["x"], handle=handle, async_finish=True)
     if rank == 0:
         torch.randn(200, 200) @ torch.randn(200, 200)
@@ -186,6 +188,40 @@ def stopped_peer(rank: int, num_ranks: int) -> tuple[bool, bool]:
 
 def test_a_stopped_peer_delays_the_event_and_not_the_caller(device: str) -> None:
     assert run_ranks(stopped_peer, 2) == [(False, True), (False, True)]
+
+
+def slow_reader(rank: int, num_ranks: int) -> tuple[int, int]:
+    """In turns a rank sleeps behind its signal, while the others go on to the next call, as far as they can."""
+    buffer, given = make_buffer(), inputs(rank, num_ranks)
+    *_, mask, _ = buffer.get_dispatch_layout(given["topk_idx"], given["num_experts"])
+    assert buffer._engine is not None
+    calls = [0]
+
+    def fault(point: str) -> None:
+        if "after" in point:
+            calls[0] += 1
+            if calls[0] % num_ranks == rank:
+                time.sleep(0.02)
+
+    buffer._engine.window.fault = fault
+    for turn in range(12):
+        given["x"].fill_(100 * rank + turn)
+        recv_x, _, _, _, handle, _ = dispatch(buffer, given)
+        ends = [0, *handle[0][:, rank].tolist()]
+        sources = [source for source in range(num_ranks) for _ in range(ends[source + 1] - ends[source])]
+        assert recv_x[:, 0].tolist() == [100 * source + turn for source in sources]
+        recv_x.fill_(turn + 1)
+        combined, _, _ = buffer.combine(recv_x, handle)
+        recv_x.fill_(-1)  # peers may still be reading what was posted, and not this
+        assert torch.equal(combined[:, 0].float(), mask.sum(1).float() * (turn + 1))
+    paths = buffer.stats()["calls"]
+    buffer.destroy()  # others may still be reading
+    return paths["dispatch/posted"], paths["combine/posted"]
+
+
+@pytest.mark.cpu_only
+def test_rows_that_were_posted_stay_until_a_slow_peer_has_read_them(device: str) -> None:
+    assert run_ranks(slow_reader, 3) == [(12, 12)] * 3
 
 
 # Peers that disagree -------------------------------------------------------------------------------------------------

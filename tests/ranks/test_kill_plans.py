@@ -33,6 +33,7 @@ pytestmark = pytest.mark.cpu_only
 
 TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 8, 256, 3, 2
 STAGED_BYTES_PER_RANK = 4096  # of arena, so small that a call is staged and takes several rounds
+POSTED_BYTES = 1 << 18
 
 LIMIT_SECS = 60.0  # of a buffer: who notices a dead peer only now is too late
 NOTICED_SECS = 10.0  # the most that any survivor may take, on a machine that is busy with other things
@@ -48,6 +49,10 @@ STEPS: dict[str, Callable[[int], list[str]]] = {
     "copied-in combine": lambda rounds: ["ready", "taken"] * rounds,
     "staged dispatch": lambda rounds: ["announced", "offered", "ready", *["taken", "ready"] * (rounds - 1)],
     "staged combine": lambda rounds: ["offered", *["ready", "taken"] * rounds],
+    "posted dispatch": lambda _: ["announced"],
+    "posted cached dispatch": lambda _: ["offered"],
+    "posted worst-case dispatch": lambda _: ["offered"],
+    "posted combine": lambda _: ["ready"],
 }
 NAMES = {  # as errors and fault points name them
     "full dispatch": "dispatch",
@@ -55,6 +60,10 @@ NAMES = {  # as errors and fault points name them
     "pulled combine": "combine",
     "copied-in combine": "combine",
     "staged combine": "combine",
+    "posted dispatch": "dispatch",
+    "posted cached dispatch": "cached dispatch",
+    "posted worst-case dispatch": "worst-case dispatch",
+    "posted combine": "combine",
 }
 
 
@@ -118,9 +127,9 @@ class Caller:
             self._wait(event)
             self._check_sums(sums)
             return
-        if self.operation == "cached dispatch":
+        if self.operation.endswith("cached dispatch"):
             recv_x, *_, event = self.buffer.dispatch(self.given.x, handle=self.handle, **after)
-        elif self.operation == "worst-case dispatch":
+        elif self.operation.endswith("worst-case dispatch"):
             recv_x, *_, event = self._dispatch(num_worst_tokens=TOKENS * self.buffer.group_size, **after)
         else:
             recv_x, *_, event = self._dispatch(**after)
@@ -263,11 +272,16 @@ def _look(pid: int, answer: Path, num_stops: list[int], rank: int, stopped_secs:
     return Ending(killed_by, value, num_stops[rank])
 
 
+def set_limits(operation: str, num_ranks: int) -> None:
+    """Have the buffers that are made from now on take the operation's path."""
+    os.environ["DEEP_EP_ARENA_BYTES"] = str(STAGED_BYTES_PER_RANK * num_ranks * operation.startswith("staged"))
+    os.environ["DEEP_EP_POSTED_BYTES"] = str(POSTED_BYTES * operation.startswith("posted"))
+
+
 @contextmanager
 def folder_of(operation: str, num_ranks: int) -> Iterator[Path]:
     """A folder to meet in, while the arena is as the operation needs it."""
-    is_staged = operation.startswith("staged")
-    os.environ["DEEP_EP_ARENA_BYTES"] = str(STAGED_BYTES_PER_RANK * num_ranks if is_staged else 0)
+    set_limits(operation, num_ranks)
     folder = Path(tempfile.mkdtemp(prefix="kill_plans-"))
     try:
         yield folder
@@ -430,7 +444,9 @@ PLANS = [
     *[(operation, size, list(range(size)), False) for size in (2, 3) for operation in STEPS],
     *[(operation, 4, list(range(4)), False) for operation in ("full dispatch", "cached dispatch", "pulled combine")],
     *[(operation, 4, [3], False) for operation in ("worst-case dispatch", "staged dispatch", "staged combine")],
+    *[(operation, 4, list(range(4)), False) for operation in ("posted dispatch", "posted combine")],
     *[(operation, 3, [1], True) for operation in ("full dispatch", "cached dispatch", "pulled combine")],
+    *[(operation, 3, [1], True) for operation in ("posted dispatch", "posted cached dispatch", "posted combine")],
 ]
 
 
@@ -488,7 +504,7 @@ def silent(rank: int, num_ranks: int) -> dict[str, tuple[str, str, float]]:
     """Rank 1 does not make the call, of each operation in turn."""
     seen = {}
     for operation in STEPS:
-        os.environ["DEEP_EP_ARENA_BYTES"] = str(STAGED_BYTES_PER_RANK * num_ranks * operation.startswith("staged"))
+        set_limits(operation, num_ranks)
         buffer = deep_ep.Buffer(dist.group.WORLD, explicitly_destroy=True, num_cpu_timeout_secs=LIMIT_SECS)
         caller = Caller(buffer, operation)
         assert buffer._engine is not None
@@ -578,6 +594,7 @@ def test_a_rank_that_left_by_an_exception_is_named(device: str, how: str) -> Non
 
 
 def go_on(rank: int, num_ranks: int, victim: int, at: int) -> tuple[str, str]:
+    set_limits("pulled combine", num_ranks)
     survivors = [other for other in range(num_ranks) if other != victim]
     group = dist.new_group(survivors)
     buffer = deep_ep.Buffer(dist.group.WORLD, explicitly_destroy=True, num_cpu_timeout_secs=LIMIT_SECS)

@@ -19,17 +19,23 @@ ARENAS = {
 }
 
 
+# Most bytes of rows that the four ranks post: all small calls are posted, none is, or only some ranks' rows are.
+POSTED = {"all": (1 << 18,) * 4, "none": (0,) * 4, "some": (1 << 18, 600, 0, 6000)}
+
 SMALL = [name for name in ARENAS if name != "free"]  # only the CPU stages
 
 
-def limited_soak(rank: int, num_ranks: int, limits: tuple[int, ...], seed: int, num_calls: int) -> Report:
+def limited_soak(
+    rank: int, num_ranks: int, limits: tuple[int, ...], posted: tuple[int, ...], seed: int, num_calls: int
+) -> Report:
     os.environ["DEEP_EP_ARENA_BYTES"] = str(limits[rank % len(limits)])
+    os.environ["DEEP_EP_POSTED_BYTES"] = str(posted[rank % len(posted)])
     return soak_rank(rank, num_ranks, seed, num_calls)
 
 
 @pytest.mark.parametrize("arena", ["free", *(pytest.param(name, marks=pytest.mark.cpu_only) for name in SMALL)])
 def test_250_calls_on_four_ranks(device: str, arena: str) -> None:
-    reports = run_ranks(limited_soak, 4, ARENAS[arena], 1234 + list(ARENAS).index(arena), 250)
+    reports = run_ranks(limited_soak, 4, ARENAS[arena], POSTED["none"], 1234 + list(ARENAS).index(arena), 250)
     made = Counter(reports[0].calls)
     assert sum(made.values()) == 250
     assert min(made.values()) > 5, made
@@ -41,6 +47,20 @@ def test_250_calls_on_four_ranks(device: str, arena: str) -> None:
     assert paths["combine/pulled"] > 0
 
 
+@pytest.mark.parametrize("arena", ["free", "uneven"])
+@pytest.mark.parametrize("posted", ["all", "some"])
+@pytest.mark.cpu_only
+def test_250_small_calls_on_four_ranks(device: str, arena: str, posted: str) -> None:
+    reports = run_ranks(limited_soak, 4, ARENAS[arena], POSTED[posted], 4321, 250)
+    paths = sum((Counter(report.stats["calls"]) for report in reports), Counter())
+    assert paths["dispatch/posted"] > 0
+    assert paths["combine/posted"] > 0
+    others = sum(paths.values()) - paths["dispatch/posted"] - paths["combine/posted"]
+    assert (others > 0) == (posted == "some"), paths
+
+
+@pytest.mark.parametrize("posted", ["all", "none"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_other_group_sizes(device: str, num_ranks: int) -> None:
-    run_ranks(limited_soak, num_ranks, ARENAS["uneven" if device == "cpu" else "free"], 99 + num_ranks, 40)
+def test_other_group_sizes(device: str, num_ranks: int, posted: str) -> None:
+    arena = ARENAS["uneven" if device == "cpu" else "free"]
+    run_ranks(limited_soak, num_ranks, arena, POSTED[posted], 99 + num_ranks, 40)

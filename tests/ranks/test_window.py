@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from common import OneRank, run_ranks
+from common import NOTHING_POSTED, OneRank, run_ranks
 from deep_ep import launch
 from deep_ep.transport import shm
 
@@ -71,7 +71,7 @@ def no_copy(rank: int, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_rows_arrive_in_the_window_without_a_copy(device: str, num_ranks: int) -> None:
-    run_ranks(no_copy, num_ranks)
+    run_ranks(no_copy, num_ranks, env=NOTHING_POSTED)
 
 
 def lifetime(rank: int, num_ranks: int) -> None:
@@ -132,7 +132,7 @@ def growth(rank: int, num_ranks: int) -> None:
 
 
 def test_the_arena_grows_by_segments_and_nothing_moves(device: str) -> None:
-    run_ranks(growth, 2)
+    run_ranks(growth, 2, env=NOTHING_POSTED)
 
 
 def trimmed(rank: int, num_ranks: int) -> None:
@@ -351,4 +351,4 @@ def staged(rank: int, num_ranks: int) -> int:
 
 @pytest.mark.cpu_only
 def test_too_small_an_arena_works_and_warns_once(device: str) -> None:
-    assert run_ranks(staged, 2, env={"DEEP_EP_ARENA_BYTES": "4096"}) == [1, 1]
+    assert run_ranks(staged, 2, env={"DEEP_EP_ARENA_BYTES": "4096", **NOTHING_POSTED}) == [1, 1]

@@ -10,13 +10,14 @@ import warnings
 import zlib
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import env
 from ..errors import EPClosed, EPError, EPOverflow
-from ..transport import HEADER, OFFER, Arena, Base, EPPeerFailed, PrivateMemory, Window, ordinary_tensor
+from ..transport import HEADER, OFFER, POSTED_BYTES, Arena, Base, EPPeerFailed, PrivateMemory, Window, ordinary_tensor
 from .stats import Stats
 
 # Steps of a call, in order. Those of round j are `READY + 2j` and `TAKEN + 2j`.
@@ -106,9 +107,9 @@ class Agreement(NamedTuple):
         return ", ".join(f"{name} {theirs} not {mine}" for name, mine, theirs in pairs if mine != theirs)
 
 
-def checksum(rank_prefix_matrix: torch.Tensor) -> int:
-    """A number that tells handles of different dispatches apart."""
-    return 1 + zlib.crc32(array("q", rank_prefix_matrix.flatten().tolist()))
+def checksum(prefix: list[list[int]]) -> int:
+    """A number that tells handles of different dispatches apart, from their `rank_prefix_matrix`."""
+    return 1 + zlib.crc32(array("q", chain.from_iterable(prefix)))
 
 
 class Header(NamedTuple):
@@ -118,15 +119,17 @@ class Header(NamedTuple):
         agreement: What all ranks must say alike.
         num_tokens: Tokens of this rank.
         num_worst_tokens: Rows that it made room for beforehand; 0: it makes room when it knows.
+        is_posted: Its rows lie on its board. Where all ranks' do, the call needs nothing but the headers.
     """
 
     agreement: Agreement
     num_tokens: int
     num_worst_tokens: int = 0
+    is_posted: int = 0
 
     def words(self) -> list[int]:
         """As words of the board."""
-        return [*self.agreement.words(), self.num_tokens, self.num_worst_tokens]
+        return [*self.agreement.words(), self.num_tokens, self.num_worst_tokens, self.is_posted]
 
 
 class Offer(NamedTuple):
@@ -222,7 +225,8 @@ class Call:
                 f"{self}: all ranks must make the same call, but {'; '.join(clashes)} "
                 f"(rank {self.window.rank}/{len(posts)}). Make the calls in the same order on all ranks"
             )
-        return [Header(mine, *words[len(expected) : len(expected) + 2]) for words in posts]
+        own = slice(len(expected), len(expected) + 3)
+        return [Header(mine, *words[own]) for words in posts]
 
     def offers(self) -> list[Offer]:
         """All ranks' offers."""
@@ -249,12 +253,14 @@ class Chain:
     Attributes:
         results: Private memory for large results that need not lie in the window. It is used again when they are gone:
             memory fresh from the system costs more to touch for the first time than a sum costs to write.
+        posted_bytes: Most bytes of rows that a small call posts.
         stats: What was counted so far.
     """
 
     def __init__(self, window: Window):
         self.window = window
         self.results = Arena(PrivateMemory())
+        self.posted_bytes = min(env.POSTED_BYTES.get(), POSTED_BYTES)
         self.stats = Stats(len(window.peers))
         self._epoch = 0
         self._has_warned = False

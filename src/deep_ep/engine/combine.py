@@ -13,9 +13,10 @@ from itertools import pairwise
 import torch
 
 from ..handle import Handle
-from ..kernels.reduce import reduce_rows
+from ..kernels.reduce import reduce_rows, sum_rows
 from ..kernels.rows import as_bytes, row_bytes
 from .call import OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
+from .posted import Block, fetch_rows, post_rows, section_starts
 from .staging import Staging, token_blocks
 
 
@@ -61,6 +62,7 @@ class Combine:
         self._topk_weights = self._window.out_of_scratch(topk_weights) if topk_weights is not None else None
         self._biases = biases
         self._combined: Combined | None = None
+        self._ends: list[list[int]] = []  # the handle's `rank_prefix_matrix`
         self.call: Call | None = None
 
     def make_room(self) -> Combined:
@@ -74,14 +76,22 @@ class Combine:
 
     def sum_rows(self) -> None:
         """Offer this rank's rows, sum its tokens out of the peers', wait until everybody has done so."""
-        call = self.call = self._chain.begin(Header(self._agreement(), self._handle.num_tokens))
+        self._ends = self._handle.rank_prefix_matrix.tolist()
+        num_rows = self._ends[-1][self._window.rank]
+        is_posted = section_starts(num_rows, self._widths())[-1] <= self._chain.posted_bytes
+        header = Header(self._agreement(), self._handle.num_tokens, is_posted=is_posted)
+        call = self.call = self._chain.begin(header)
         call.post_header()
-        supply = self._supply()
+        supply = self._post(call, num_rows) if is_posted else self._supply(num_rows)
         call.post_offer(supply.offer)
         # Rows that lie ready need no second signal; staged ones come when all offers, and so the rounds, are known.
         call.signal(READY if supply.staging is None else OFFERED)
         call.wait(OFFERED)
-        num_rounds = self._sum_in_rounds(call, call.headers(), call.offers(), supply.staging)
+        headers, num_rounds = call.headers(), 1
+        if all(header.is_posted for header in headers):
+            self._sum_posted(call)
+        else:
+            num_rounds = self._sum_in_rounds(call, headers, call.offers(), supply.staging)
         self._count(supply.path, num_rounds)
 
     def _agreement(self) -> Agreement:
@@ -91,13 +101,23 @@ class Combine:
             num_topk=weights.size(1) if weights is not None else 0,
             hidden=self._x.size(1),
             dtype=self._x.dtype,
-            handle=checksum(self._handle.rank_prefix_matrix),
+            handle=checksum(self._ends),
         )
 
     def _sections(self) -> list[torch.Tensor]:
         return [self._x] if self._topk_weights is None else [self._x, self._topk_weights]
 
-    def _supply(self) -> Supply:
+    def _widths(self) -> list[int]:
+        return [row_bytes(part) for part in self._sections()]
+
+    def _post(self, call: Call, num_rows: int) -> Supply:
+        """Post the rows, wherever they are: for few of them a copy costs less than waiting until all have read."""
+        post_rows(call, num_rows, self._sections())
+        starts = section_starts(num_rows, self._widths())[:-1]
+        bases = tuple(self._window.board.base_of_rows(call.epoch, start) for start in starts)
+        return Supply("posted", Offer(num_rows, False, bases), (), None)
+
+    def _supply(self, num_rows: int) -> Supply:
         """Find the rows in the arena, or bring them there: all at once, or through staging."""
         arena = self._window.arena
         regions: list[torch.Tensor] = []
@@ -110,12 +130,26 @@ class Combine:
                 self._chain.warn_staged("combine")
                 staging = Staging(self._window, [row_bytes(part) for part in self._sections()])
                 return Supply("staged", staging.offer, (), staging)
-            num_rows = self._handle.rank_prefix_matrix.tolist()[-1][self._window.rank]
             region[:num_rows].copy_(section[:num_rows])
             regions.append(region)
         path = "pulled" if regions[0] is self._x else "copied_in"
         bases = tuple(arena.base_of(region) if region.numel() else None for region in regions)
         return Supply(path, Offer(self._x.size(0), False, bases), tuple(regions), None)
+
+    def _sum_posted(self, call: Call) -> None:
+        """Sum what all ranks have posted. It stays as it is until they have made their next call: nobody waits."""
+        assert self._combined is not None
+        blocks = token_blocks(self._ends)[self._window.rank]
+        counts = [stop - start for start, stop in blocks]
+        zipped = zip(self._ends[-1], blocks, counts, strict=True)
+        theirs = [Block(num_posted, start, count) for num_posted, (start, _), count in zipped]
+        rows = [part.new_empty(sum(counts), part.size(1)) for part in self._sections()]
+        fetch_rows(call, theirs, rows)
+        token_idx = (self._handle.send_head.t() >= 0).nonzero()[:, 1]
+        outs, biases = (self._combined.x, self._combined.topk_weights), (self._biases, ())
+        for out, part, bias in zip(outs, rows, biases, strict=False):
+            assert out is not None
+            sum_rows(out, part, token_idx, counts, bias)
 
     def _sum_in_rounds(self, call: Call, headers: list[Header], offers: list[Offer], staging: Staging | None) -> int:
         """Every round: copy in if staged, tell, wait, sum, tell, wait. One round where nobody is staged."""
@@ -175,7 +209,7 @@ class Combine:
         ]
 
     def _count(self, path: str, num_rounds: int) -> None:
-        rank, blocks = self._window.rank, token_blocks(self._handle.rank_prefix_matrix)
+        rank, blocks = self._window.rank, token_blocks(self._ends)
         rows_to = [stop - start for start, stop in (row[rank] for row in blocks)]
         rows_from = [stop - start for start, stop in blocks[rank]]
         bytes_each = sum(row_bytes(part) for part in self._sections())
@@ -187,7 +221,7 @@ class Supply:
     """How a rank gives its rows.
 
     Attributes:
-        path: `pulled`, `copied_in` or `staged`.
+        path: `posted`, `pulled`, `copied_in` or `staged`.
         offer: What the peers are told.
         regions: Held until the call ends: the peers read them.
         staging: Where rounds go, if staged.

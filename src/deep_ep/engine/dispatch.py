@@ -1,17 +1,21 @@
 """Dispatch inside one node: rows go straight from the sender to where they stay.
 
 Everyone learns from the headers who sends how much to whom, so everyone knows every slot; each receiver offers the
-memory in which its tensors will live, and the senders write there. See `docs/protocol.md` for the steps.
+memory in which its tensors will live, and the senders write there. Rows of a small call lie on the senders' boards
+beside their headers, and are fetched. See `docs/protocol.md` for the steps.
 """
 
 from __future__ import annotations
+
+from itertools import accumulate
+from operator import add
 
 import torch
 
 from .. import layout
 from ..errors import EPOverflow
 from ..handle import Handle
-from ..kernels.rows import Section, as_bytes, put_rows, row_bytes, rows_as, widest_dtype
+from ..kernels.rows import Section, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
 from ..transport import ordinary_tensor
 from .call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Chain, Header, Offer, checksum
 from .parcel import (
@@ -21,10 +25,13 @@ from .parcel import (
     agreement_of,
     empty_handle,
     empty_topk,
+    make_local,
     outgoing_parts,
+    posted_parts,
     section_columns,
     unpack_records,
 )
+from .posted import Block, fetch_rows, post_rows, section_starts
 from .staging import Blocks, Staging, dispatch_lane, num_dispatch_rounds, token_blocks
 
 
@@ -66,8 +73,9 @@ class Dispatch:
         self._handle = handle
         self._num_worst_tokens = num_worst_tokens
         self._num_channels = num_channels
-        self._has_checked_counts = False
-        self._prefix: torch.Tensor | None = None
+        self._counts: list[int] = []  # tokens for each peer
+        self._ends: list[list[int]] = []  # the call's `rank_prefix_matrix`
+        self._is_posted = False
         self._received: Received | None = None
         self.call: Call | None = None
 
@@ -75,17 +83,16 @@ class Dispatch:
 
     def make_room(self, num_rows: int) -> Received:
         """Allocate everything that the call returns: rows in the arena, or elsewhere if it cannot hold them."""
-        allocate, is_staged = self._window.arena.allocate, False
-        columns = section_columns(self._payload, self._routing)
-        rooms = [allocate((num_rows, count), dtype) for count, dtype in columns]
-        if any(room is None for room in rooms):
-            is_staged = True
-            self._chain.warn_staged("dispatch")
+        has_records = self._routing is not None and not self._is_posted
+        columns = section_columns(self._payload, self._routing if has_records else None)
+        rooms = [self._window.arena.allocate((num_rows, count), dtype) for count, dtype in columns]
+        is_staged = any(room is None for room in rooms)
+        if is_staged:
             rooms = [ordinary_tensor((num_rows, count), dtype) for count, dtype in columns]
         x = rooms.pop(0)
         assert x is not None
         scales = rooms.pop(0) if self._payload.scales is not None else None
-        records = rooms.pop(0) if self._routing is not None else None
+        records = rooms.pop(0) if has_records else None
         topk_idx, topk_weights = empty_topk(self._routing, num_rows)
         self._received = Received(x, scales, records, topk_idx, topk_weights, self._room_handle(num_rows), is_staged)
         return self._received
@@ -96,7 +103,11 @@ class Dispatch:
         assert self._routing is not None
         mask = self._routing.is_token_in_rank
         no_channels = mask.new_zeros(mask.size(1), self._num_channels, dtype=torch.int32)
-        return empty_handle(self._routing, num_rows, no_channels)
+        if not self._ends:  # they come with the counts
+            return empty_handle(self._routing, num_rows, no_channels)
+        prefix = mask.new_tensor(self._ends, dtype=torch.int32)
+        slots = layout.token_slots(mask, prefix, self._window.rank)
+        return empty_handle(self._routing, num_rows, no_channels, prefix, slots)
 
     # On the comm stream ----------------------------------------------------------------------------------------------
 
@@ -109,32 +120,51 @@ class Dispatch:
         call = self._announce("dispatch")
         call.signal(ANNOUNCED)
         call.wait(ANNOUNCED)
-        call.headers()
-        self._prefix = self._read_counts(call)
-        return self._prefix.tolist()[-1][self._window.rank], self._local_expert_counts(call)
+        self._agree(call)
+        return self._ends[-1][self._window.rank], self._local_expert_counts(call)
 
     def move_rows(self) -> None:
-        """Offer the room, put this rank's rows into the peers', wait for theirs."""
-        assert self._received is not None
-        call = self.call or self._announce("cached dispatch" if self._handle else "worst-case dispatch")
-        staging = self._offer(call)
-        outgoing = outgoing_parts(self._payload, self._routing)  # while the peers make their offers
-        call.wait(OFFERED)
-        prefix = self._agreed_prefix(call)
-        slots = self._slots(prefix)
-        offers, blocks = call.offers(), token_blocks(prefix)
-        num_rounds = num_dispatch_rounds(offers, blocks)
-        sections = [self._section(call, offers, index, part) for index, part in enumerate(outgoing)]
-        self._put_in_rounds(call, offers, sections, slots, blocks, staging, num_rounds)
-        self._unpack(num_rows=blocks[-1][self._window.rank][1])
+        """Offer the room, put this rank's rows into the peers', wait for theirs. Posted rows are only fetched."""
+        call, is_full = self.call, self.call is not None
+        if call is None:
+            call = self._announce("cached dispatch" if self._handle else "worst-case dispatch")
+        outgoing, staging = [], None
+        if not self._is_posted:
+            staging = self._offer(call)
+            outgoing = outgoing_parts(self._payload, self._routing)  # while the peers make their offers
+            call.wait(OFFERED)
+        if not is_full:
+            self._agree(call)
+            if self._handle is None:
+                self._fill_handle()
+        blocks = token_blocks(self._ends)
+        if self._is_posted:
+            num_rounds = 1
+            self._fetch_rows(call, blocks)
+        else:
+            num_rounds = self._put_in_rounds(call, outgoing, blocks, staging)
+            self._unpack()
         self._count(num_rounds, blocks)
 
     def _announce(self, operation: str) -> Call:
+        """Write the header, and, if they are few, this rank's rows beside it."""
         self.check_counts()
-        routing, handle = self._routing, self._handle
-        number = checksum(handle.rank_prefix_matrix) if handle is not None else 0
+        routing, handle, number = self._routing, self._handle, 0
+        if handle is not None:
+            self._ends = handle.rank_prefix_matrix.tolist()
+            number = checksum(self._ends)
+            self._counts = [stop - start for start, stop in token_blocks(self._ends)[self._window.rank]]
+            is_sent = handle.send_head >= 0
+        else:
+            assert routing is not None
+            is_sent = routing.is_token_in_rank
         agreement = agreement_of(operation, self._payload, routing, number)
-        call = self.call = self._chain.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens))
+        parts, num_sent = posted_parts(self._payload, routing), sum(self._counts)
+        is_posted = section_starts(num_sent, [row_bytes(part) for part in parts])[-1] <= self._chain.posted_bytes
+        header = Header(agreement, self._payload.x.size(0), self._num_worst_tokens, is_posted)
+        call = self.call = self._chain.begin(header)
+        if is_posted:
+            post_rows(call, num_sent, lay_rows(parts, is_sent, self._counts))
         if routing is None:
             call.post_header()
         else:
@@ -143,7 +173,7 @@ class Dispatch:
 
     def check_counts(self) -> None:
         """The caller's counts must be those of its mask, else peers would wait for rows that never come."""
-        if self._routing is None or self._has_checked_counts:
+        if self._routing is None or self._counts:
             return
         seen = self._routing.is_token_in_rank.sum(0).tolist()
         told = self._routing.num_tokens_per_rank.tolist()
@@ -152,33 +182,25 @@ class Dispatch:
                 "dispatch: `num_tokens_per_rank` must be the column sums of `is_token_in_rank`, "
                 f"got {told}, the sums are {seen}"
             )
-        self._has_checked_counts = True
+        self._counts = told
 
-    def _agreed_prefix(self, call: Call) -> torch.Tensor:
-        """The call's `rank_prefix_matrix`, when all headers agree: before, nothing else in them is believed."""
-        if self._prefix is not None:
-            return self._prefix  # a full dispatch compared them when it learned the counts
+    def _agree(self, call: Call) -> None:
+        """Compare the headers: before, nothing else in them is believed. Then learn from them what comes."""
         headers = call.headers()
-        if self._handle is not None:
-            return self._handle.rank_prefix_matrix
-        prefix = self._read_counts(call)
-        self._check_room(headers, prefix)
-        return prefix
-
-    def _slots(self, prefix: torch.Tensor) -> torch.Tensor:
-        """The row of every token at every destination, which a new handle gets too."""
-        assert self._received is not None
-        handle = self._received.handle
+        self._is_posted = all(header.is_posted for header in headers)
         if self._routing is not None:
-            slots = layout.token_slots(self._routing.is_token_in_rank, prefix, self._window.rank)
-            handle.rank_prefix_matrix.copy_(prefix)
-            handle.send_head.copy_(slots)
-        return handle.send_head
+            num_ranks = len(headers)
+            counts = [peer.board.read_values(call.epoch, 0, num_ranks) for peer in self._window.peers]
+            self._ends = list(accumulate(counts, lambda ends, row: list(map(add, ends, row))))
+            self._check_room(headers)
 
-    def _read_counts(self, call: Call) -> torch.Tensor:
-        num_ranks = len(self._window.peers)
-        counts = [peer.board.read_values(call.epoch, 0, num_ranks) for peer in self._window.peers]
-        return layout.rank_prefix_matrix(torch.stack(counts))
+    def _fill_handle(self) -> None:
+        """Fill what a worst-case dispatch did not know when it made room."""
+        assert self._received is not None
+        assert self._routing is not None
+        handle, mask = self._received.handle, self._routing.is_token_in_rank
+        prefix = handle.rank_prefix_matrix.copy_(mask.new_tensor(self._ends, dtype=torch.int32))
+        handle.send_head.copy_(layout.token_slots(mask, prefix, self._window.rank))
 
     def _local_expert_counts(self, call: Call) -> list[int]:
         assert self._routing is not None
@@ -186,10 +208,10 @@ class Dispatch:
         num_local = self._routing.num_experts // num_ranks
         start = num_ranks + self._window.rank * num_local
         counts = [peer.board.read_values(call.epoch, start, start + num_local) for peer in self._window.peers]
-        return torch.stack(counts).sum(0).tolist()
+        return list(map(sum, zip(*counts, strict=True)))
 
-    def _check_room(self, headers: list[Header], prefix: torch.Tensor) -> None:
-        for rank, (header, num_rows) in enumerate(zip(headers, prefix.tolist()[-1], strict=True)):
+    def _check_room(self, headers: list[Header]) -> None:
+        for rank, (header, num_rows) in enumerate(zip(headers, self._ends[-1], strict=True)):
             if 0 < header.num_worst_tokens < num_rows:
                 raise EPOverflow(
                     f"dispatch: rank {rank} receives {num_rows} rows, more than its "
@@ -209,17 +231,32 @@ class Dispatch:
         call.signal(OFFERED)
         return staging
 
+    def _fetch_rows(self, call: Call, blocks: Blocks) -> None:
+        """Take what the ranks posted for this one, in the order of the ranks. A rank posts in that order, too."""
+        assert self._received is not None
+        rank, num_rows = self._window.rank, self._ends[-1][self._window.rank]
+        counts = [[stop - start for start, stop in row] for row in blocks]
+        theirs = [Block(sum(row), sum(row[:rank]), row[rank]) for row in counts]
+        fetch_rows(call, theirs, self._received.posted_parts(self._routing is not None))
+        self._received.records = None  # room for the worst case, made before it was known that all rows are posted
+        if self._routing is not None:
+            make_local(self._received, num_rows, rank, self._routing.num_experts // len(blocks))
+
     def _put_in_rounds(
         self,
         call: Call,
-        offers: list[Offer],
-        sections: list[Section],
-        slots: torch.Tensor,
+        outgoing: list[torch.Tensor],
         blocks: Blocks,
         staging: Staging | None,
-        num_rounds: int,
-    ) -> None:
-        """Every round: put, tell, wait, copy out of staging. One round where nobody is staged."""
+    ) -> int:
+        """Every round: put, tell, wait, copy out of staging. One round where nobody is staged. Returns their number."""
+        assert self._received is not None
+        slots = self._received.handle.send_head
+        if staging is not None:
+            self._chain.warn_staged("dispatch")
+        offers = call.offers()
+        num_rounds = num_dispatch_rounds(offers, blocks)
+        sections = [self._section(call, offers, index, part) for index, part in enumerate(outgoing)]
         rank, num_ranks = self._window.rank, len(offers)
         for index in range(num_rounds):
             lanes = [
@@ -233,6 +270,7 @@ class Dispatch:
             if index + 1 < num_rounds:
                 call.signal(TAKEN + 2 * index)
                 call.wait(TAKEN + 2 * index)
+        return num_rounds
 
     def _section(self, call: Call, offers: list[Offer], index: int, part: torch.Tensor) -> Section:
         """One kind of rows, and where the peers take them, in the widest elements that fit."""
@@ -250,11 +288,12 @@ class Dispatch:
             for part, staged in zip(self._received.parts(), staging.sections, strict=True):
                 as_bytes(part)[first:last] = staged[source * lane : source * lane + last - first]
 
-    def _unpack(self, num_rows: int) -> None:
+    def _unpack(self) -> None:
         assert self._received is not None
+        rank = self._window.rank
         if self._routing is not None:
             num_local = self._routing.num_experts // len(self._window.peers)
-            unpack_records(self._received, num_rows, self._window.rank, num_local)
+            unpack_records(self._received, self._ends[-1][rank], rank, num_local)
 
     def _count(self, num_rounds: int, blocks: Blocks) -> None:
         assert self._received is not None
@@ -262,5 +301,5 @@ class Dispatch:
         rows_to = [stop - start for start, stop in blocks[rank]]
         rows_from = [stop - start for start, stop in (row[rank] for row in blocks)]
         row_bytes = sum(count * dtype.itemsize for count, dtype in section_columns(self._payload, self._routing))
-        path = "staged" if self._received.is_staged else "direct"
+        path = "posted" if self._is_posted else "staged" if self._received.is_staged else "direct"
         self._chain.stats.count("dispatch", path, num_rounds, rows_to, rows_from, row_bytes)

@@ -94,6 +94,11 @@ class Received:
         """What arrives, a matrix for each section."""
         return [part for part in (self.x, self.scales, self.records) if part is not None]
 
+    def posted_parts(self, has_routing: bool) -> list[torch.Tensor]:
+        """What arrives of rows that were posted; the same kinds as `posted_parts` makes."""
+        parts = [part for part in (self.x, self.scales, self.topk_idx, self.topk_weights) if part is not None]
+        return [*parts, self.handle.recv_src_idx.view(-1, 1)] if has_routing else parts
+
 
 def empty_topk(routing: Routing | None, num_rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Room for the ids and weights of `num_rows` rows, where they travel."""
@@ -104,7 +109,11 @@ def empty_topk(routing: Routing | None, num_rows: int) -> tuple[torch.Tensor | N
 
 
 def empty_handle(
-    routing: Routing, num_rows: int, no_channels: torch.Tensor, prefix: torch.Tensor | None = None
+    routing: Routing,
+    num_rows: int,
+    no_channels: torch.Tensor,
+    prefix: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> Handle:
     """A handle to be filled, of a dispatch that receives `num_rows` rows.
 
@@ -113,6 +122,7 @@ def empty_handle(
         num_rows: n.
         no_channels: [R, C] int32 zeros, which stand for what we do not have.
         prefix: Its `rank_prefix_matrix`, if it is there already.
+        slots: Its `send_head`, likewise.
     """
     mask = routing.is_token_in_rank
     num_tokens, num_ranks = mask.shape
@@ -122,7 +132,7 @@ def empty_handle(
         recv_channel_prefix_matrix=no_channels,
         recv_src_idx=mask.new_empty(num_rows, dtype=torch.int32),
         is_token_in_rank=mask,
-        send_head=mask.new_empty(num_tokens, num_ranks, dtype=torch.int32),
+        send_head=slots if slots is not None else mask.new_empty(num_tokens, num_ranks, dtype=torch.int32),
     )
 
 
@@ -162,6 +172,16 @@ def outgoing_parts(payload: Payload, routing: Routing | None) -> list[torch.Tens
     return parts
 
 
+def posted_parts(payload: Payload, routing: Routing | None) -> list[torch.Tensor]:
+    """What to post, a matrix with a row per token for each kind: x, scales, ids, weights, source index."""
+    parts = [payload.x] if payload.scales is None else [payload.x, payload.scales]
+    if routing is None:
+        return parts
+    if routing.topk_idx is not None and routing.topk_weights is not None:
+        parts += [routing.topk_idx, routing.topk_weights]
+    return [*parts, torch.arange(payload.x.size(0), dtype=torch.int32, device=payload.x.device).view(-1, 1)]
+
+
 # A record is ids, weights and the source index, in words of 4 bytes; an even number of them, so that rows of records
 # are aligned for ids of 8 bytes and can be read in place. Where a word is left over the index is there twice.
 
@@ -181,7 +201,7 @@ def _pack_records(routing: Routing, num_tokens: int) -> torch.Tensor:
 
 
 def unpack_records(received: Received, num_rows: int, rank: int, num_local_experts: int) -> None:
-    """Take the records apart: source indices into the handle, ids made local, weights of other ranks' experts 0.
+    """Take the records apart: source indices into the handle, ids and weights, which are made local.
 
     Args:
         received: Holds the records, and what is filled from them.
@@ -197,9 +217,20 @@ def unpack_records(received: Received, num_rows: int, rank: int, num_local_exper
         return
     num_topk, dtype = received.topk_idx.size(1), received.topk_idx.dtype
     id_words = num_topk * dtype.itemsize // 4
-    ids, weights = received.topk_idx[:num_rows], received.topk_weights[:num_rows]
-    torch.sub(records.view(dtype)[:, :num_topk], rank * num_local_experts, out=ids)
-    is_foreign = (ids < 0).logical_or_(ids >= num_local_experts)
+    received.topk_idx[:num_rows].copy_(records.view(dtype)[:, :num_topk])
+    received.topk_weights[:num_rows].copy_(records.view(torch.float32)[:, id_words : id_words + num_topk])
+    make_local(received, num_rows, rank, num_local_experts)
+
+
+def make_local(received: Received, num_rows: int, rank: int, num_local_experts: int) -> None:
+    """Make ids local: -1 for experts of other ranks, whose weights become 0. Arguments as above."""
+    if received.topk_idx is None or received.topk_weights is None:
+        return
+    ids, weights = received.topk_idx, received.topk_weights
+    if num_rows < ids.size(0):
+        ids[num_rows:].fill_(-1)
+        ids, weights = ids[:num_rows], weights[:num_rows]
+    ids.sub_(rank * num_local_experts)
+    is_foreign = ids != ids.clamp(0, num_local_experts - 1)
     ids.masked_fill_(is_foreign, -1)
-    weights.copy_(records.view(torch.float32)[:, id_words : id_words + num_topk]).masked_fill_(is_foreign, 0.0)
-    received.topk_idx[num_rows:].fill_(-1)
+    weights.masked_fill_(is_foreign, 0.0)

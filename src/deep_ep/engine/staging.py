@@ -52,9 +52,8 @@ def lane_rows(num_ranks: int, row_bytes: int, limit_bytes: int) -> int:
     return max(1, min(MOST_BYTES, limit_bytes or MOST_BYTES) // (num_ranks * max(1, row_bytes)))
 
 
-def token_blocks(prefix: torch.Tensor) -> Blocks:
-    """`[s][d]` the slots [start, stop) that source s fills at destination d."""
-    ends = prefix.tolist()
+def token_blocks(ends: list[list[int]]) -> Blocks:
+    """`[s][d]` the slots [start, stop) that source s fills at destination d, from a `rank_prefix_matrix`."""
     starts = [[0] * len(ends), *ends[:-1]]
     return [list(zip(start, end, strict=True)) for start, end in zip(starts, ends, strict=True)]
 

@@ -49,24 +49,34 @@ def _reduce_rows_torch(
     shifts: Sequence[int],
     biases: Sequence[torch.Tensor],
 ) -> None:
-    num_tokens, hidden = out.shape
-    if out.numel() == 0:
+    if out.numel():
+        token_idx, blocks = _blocks(peers, slots, shifts)
+        _sum_blocks(out, blocks, token_idx, biases)
+
+
+def sum_rows(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    token_idx: torch.Tensor,
+    counts: Sequence[int],
+    biases: Sequence[torch.Tensor] = (),
+) -> None:
+    """The same where all rows lie together: those of peer 0, then those of peer 1, and so on.
+
+    Args:
+        out: [T, H], written.
+        rows: [m, H] of out's dtype.
+        token_idx: [m] int64, their tokens, ascending within a peer.
+        counts: R numbers of rows, m together.
+        biases: Tensors [T, H] of out's dtype, added first and in order.
+    """
+    accumulate = _accumulator(out)
+    if out.size(0) > _tile_tokens(out, accumulate):
+        _sum_blocks(out, rows.split(list(counts)), token_idx.split(list(counts)), biases)
         return
-    accumulate = torch.float64 if out.dtype == torch.float64 else torch.float32
-    tile = max(1, _TILE_BYTES // (hidden * accumulate.itemsize))
-    token_idx, blocks = _blocks(peers, slots, shifts)
-    if num_tokens <= tile:
-        _sum_at_once(out, blocks, token_idx, biases, accumulate)
-        return
-    _sum_tiles(
-        out,
-        blocks,
-        [tokens % tile for tokens in token_idx],
-        tile_bounds(token_idx, num_tokens, tile),
-        list(biases),
-        out.new_empty(tile, hidden, dtype=accumulate),
-        out.new_empty(tile, hidden, dtype=accumulate),
-    )
+    total = _sum_biases(out, biases, accumulate)
+    total.index_add_(0, token_idx, rows.to(accumulate))  # on the CPU in the order of the rows, one after the other
+    out.copy_(total)
 
 
 def _blocks(
@@ -87,20 +97,45 @@ def _blocks(
     return token_idx, blocks
 
 
-def _sum_at_once(
+def _sum_blocks(
     out: torch.Tensor,
     blocks: Sequence[torch.Tensor],
     token_idx: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
-    accumulate: torch.dtype,
 ) -> None:
-    """What `_sum_tiles` does, where all tokens are one tile: fewer operators."""
+    """Sum each peer's rows of these tokens: in tiles, or, where there is only one, with fewer operators."""
+    accumulate = _accumulator(out)
+    num_tokens, tile = out.size(0), _tile_tokens(out, accumulate)
+    if num_tokens <= tile:
+        total = _sum_biases(out, biases, accumulate)
+        for rows, tokens in zip(blocks, token_idx, strict=True):
+            total.index_add_(0, tokens, rows.to(accumulate))
+        out.copy_(total)
+        return
+    _sum_tiles(
+        out,
+        list(blocks),
+        [tokens % tile for tokens in token_idx],
+        tile_bounds(token_idx, num_tokens, tile),
+        list(biases),
+        out.new_empty(tile, out.size(1), dtype=accumulate),
+        out.new_empty(tile, out.size(1), dtype=accumulate),
+    )
+
+
+def _accumulator(out: torch.Tensor) -> torch.dtype:
+    return torch.float64 if out.dtype == torch.float64 else torch.float32
+
+
+def _tile_tokens(out: torch.Tensor, accumulate: torch.dtype) -> int:
+    return max(1, _TILE_BYTES // max(1, out.size(1) * accumulate.itemsize))
+
+
+def _sum_biases(out: torch.Tensor, biases: Sequence[torch.Tensor], accumulate: torch.dtype) -> torch.Tensor:
     total = biases[0].to(accumulate, copy=True) if biases else torch.zeros_like(out, dtype=accumulate)
     for bias in biases[1:]:
         total.add_(bias.to(accumulate))
-    for rows, tokens in zip(blocks, token_idx, strict=True):
-        total.index_add_(0, tokens, rows.to(accumulate))
-    out.copy_(total)
+    return total
 
 
 @Scripted

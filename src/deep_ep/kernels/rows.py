@@ -67,6 +67,31 @@ def put_rows(sections: Sequence[Section], slots: torch.Tensor, lanes: Sequence[L
     _put_rows_torch(sections, slots, lanes, first_peer)
 
 
+def lay_rows(
+    parts: Sequence[torch.Tensor], is_token_in_rank: torch.Tensor, counts: Sequence[int]
+) -> list[torch.Tensor]:
+    """Lay each token's rows out once for every peer that takes it: those of peer 0, then those of peer 1, and so on.
+
+    Args:
+        parts: For each section [T, columns] of any strides, this rank's rows.
+        is_token_in_rank: [T, R] bool.
+        counts: How many tokens each peer is to get, m together.
+
+    Returns:
+        For each section [m, bytes] uint8.
+
+    Raises:
+        EPError: The mask names other numbers of tokens.
+
+    Example:
+        Mask `[[1, 1], [0, 1]]` and counts `[1, 2]` lay out the rows of tokens 0, 0, 1.
+    """
+    columns = is_token_in_rank.t()
+    _require_due(counts, columns.sum(1).tolist())
+    token_idx = columns.nonzero()[:, 1]
+    return [torch.index_select(as_bytes(part.contiguous()), 0, token_idx) for part in parts]
+
+
 def _put_rows_torch(sections: Sequence[Section], slots: torch.Tensor, lanes: Sequence[Lane], first_peer: int) -> None:
     token_idx = _lane_tokens(slots, lanes)
     order = [(first_peer + step) % len(lanes) for step in range(len(lanes))]
@@ -83,13 +108,17 @@ def _lane_tokens(slots: torch.Tensor, lanes: Sequence[Lane]) -> list[torch.Tenso
         return token_idx  # as a rule lanes are whole: nobody is staged
     limits = slots.new_tensor(lanes)
     token_idx = peer_tokens((columns >= limits[:, :1]) & (columns < limits[:, 1:2]))
-    for peer, (num_rows, tokens) in enumerate(zip(due, token_idx, strict=True)):
-        if tokens.numel() != num_rows:
+    _require_due(due, [tokens.numel() for tokens in token_idx])
+    return token_idx
+
+
+def _require_due(due: Sequence[int], named: Sequence[int]) -> None:
+    for peer, (num_rows, num_tokens) in enumerate(zip(due, named, strict=True)):
+        if num_tokens != num_rows:
             raise EPError(
-                f"dispatch: {num_rows} rows are due for rank {peer}, the slots name {tokens.numel()}. "
+                f"dispatch: {num_rows} rows are due for rank {peer}, the slots name {num_tokens}. "
                 "Pass the handle as dispatch returned it"
             )
-    return token_idx
 
 
 def _put_section(section: Section, order: list[int], lanes: Sequence[Lane], token_idx: Sequence[torch.Tensor]) -> None:

@@ -38,6 +38,7 @@ class Segment:
         most_tokens: Upper limit of a rank's tokens.
         most_hidden: Upper limit of the hidden size.
         delay_share: How many of the fault points are delayed.
+        posted_limits: Most bytes of rows that each rank posts.
     """
 
     number: int
@@ -49,6 +50,7 @@ class Segment:
     most_tokens: int
     most_hidden: int
     delay_share: float
+    posted_limits: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,14 @@ def plan_segment(goal: Goal, number: int) -> Segment:
         most_tokens=most_tokens,
         most_hidden=most_hidden,
         delay_share=draw.choice((0.0, 0.02, 0.1)),
+        posted_limits=_draw_posted(draw, goal.num_ranks),
     )
+
+
+def _draw_posted(draw: random.Random, num_ranks: int) -> tuple[int, ...]:
+    """No rank posts rows, or all do as usual, or each as far as it likes."""
+    choices = draw.choice(((0,), (1 << 18,), (0, 2000, 1 << 18)))
+    return tuple(draw.choice(choices) for _ in range(num_ranks))
 
 
 def calls_to_play(goal: Goal, segment: Segment, num_done: int, secs: float) -> int:

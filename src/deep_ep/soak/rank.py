@@ -147,6 +147,7 @@ class _Player:
 
     def play_segment(self, segment: Segment, num_calls: int) -> None:
         os.environ[env.ARENA_BYTES.name] = str(segment.arena_limits[self.rank])
+        os.environ[env.POSTED_BYTES.name] = str(segment.posted_limits[self.rank])
         buffer = Buffer(
             dist.group.WORLD,
             segment.num_nvl_bytes,

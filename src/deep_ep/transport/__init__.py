@@ -10,7 +10,7 @@ from ..control import Control
 from ..errors import EPUnsupported
 from . import shm, solo
 from .arena import Arena, Base
-from .board import HEADER, MAX_EXPERTS, OFFER
+from .board import HEADER, MAX_EXPERTS, OFFER, POSTED_BYTES
 from .memory import PrivateMemory, ordinary_tensor
 from .window import EPPeerFailed, Window, WindowSizes
 
@@ -18,6 +18,7 @@ __all__ = [
     "HEADER",
     "MAX_EXPERTS",
     "OFFER",
+    "POSTED_BYTES",
     "Arena",
     "Base",
     "Choice",

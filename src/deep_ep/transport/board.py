@@ -6,17 +6,22 @@ cleared.
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 
 import torch
 
-from .memory import Mapping, bytes_tensor
+from ..errors import EPTransportError
+from .arena import Base
+from .memory import Mapping
 from .spans import Span, whole_units
 from .words import LINE_BYTES, word_type
 
 STEP_BITS = 24  # of `progress`; the other 40 bits are the epoch's, enough for 35 years of calls at 1 kHz
 MAX_EXPERTS = 1 << 14  # counts per expert that a header has room for
+
+POSTED_BYTES = 1 << 18  # of rows that a call may post; beyond twice that their copies cost more than waits (measured)
 
 HEADER, OFFER = 0, 1  # the kinds of posts
 NUM_SENT_POSTS = 8  # of low-latency calls, by their number
@@ -45,6 +50,7 @@ class Board:
     """
 
     def __init__(self, mapping: Mapping, num_ranks: int):
+        self.mapping = mapping
         word = word_type()
         self.progress = word(mapping.memory, 0)
         self.failed = word(mapping.memory, LINE_BYTES)
@@ -57,16 +63,15 @@ class Board:
         self._sent_posts = [mapping.view(_sent_post_span(slot)).cast("q") for slot in range(NUM_SENT_POSTS)]
         num_bytes = _values_bytes(num_ranks)
         self._values = [
-            bytes_tensor(mapping.view(Span(_VALUES + parity * num_bytes, _VALUES + (parity + 1) * num_bytes))).view(
-                torch.int32
-            )
+            mapping.view(Span(_VALUES + parity * num_bytes, _VALUES + (parity + 1) * num_bytes)).cast("i")
             for parity in (0, 1)
         ]
+        self._rows = [_VALUES + 2 * num_bytes + parity * POSTED_BYTES for parity in (0, 1)]
 
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
         """Bytes of a board in a group of `num_ranks`."""
-        return _VALUES + 2 * _values_bytes(num_ranks)
+        return _VALUES + 2 * _values_bytes(num_ranks) + 2 * POSTED_BYTES
 
     def post(self, kind: int, epoch: int, words: Sequence[int]) -> None:
         """Write the words of a header or an offer. Peers see them with the next release of `progress`."""
@@ -78,11 +83,29 @@ class Board:
 
     def post_values(self, epoch: int, *values: torch.Tensor) -> None:
         """Write the int32 values that go with a header, one tensor behind the other."""
-        torch.cat(values, out=self._values[epoch & 1][: sum(part.numel() for part in values)])
+        num_values = sum(part.numel() for part in values)
+        torch.cat(values, out=torch.frombuffer(self._values[epoch & 1], dtype=torch.int32, count=num_values))
 
-    def read_values(self, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Values `[start, stop)` of a header, where they lie: good until the call ends."""
-        return self._values[epoch & 1][start:stop]
+    def read_values(self, epoch: int, start: int, stop: int) -> list[int]:
+        """Values `[start, stop)` of a header."""
+        return self._values[epoch & 1][start:stop].tolist()
+
+    def write_rows(self, epoch: int, start: int, address: int, num_bytes: int) -> None:
+        """Write bytes from an address of this process to byte `start` of the rows that go with a header."""
+        ctypes.memmove(self._rows_address(epoch, start, num_bytes), address, num_bytes)
+
+    def read_rows(self, epoch: int, start: int, address: int, num_bytes: int) -> None:
+        """The reverse of `write_rows`."""
+        ctypes.memmove(address, self._rows_address(epoch, start, num_bytes), num_bytes)
+
+    def _rows_address(self, epoch: int, start: int, num_bytes: int) -> int:
+        if not 0 <= start <= start + num_bytes <= POSTED_BYTES:
+            raise EPTransportError(f"window: bytes {start} to {start + num_bytes} are not among those of posted rows")
+        return self.mapping.address + self._rows[epoch & 1] + start
+
+    def base_of_rows(self, epoch: int, start: int) -> Base:
+        """Where byte `start` of these rows lies, as an offer says it."""
+        return Base(self.mapping.span, self._rows[epoch & 1] + start)
 
     def post_sent(self, number: int, words: Sequence[int]) -> None:
         """Write the words of a low-latency call. Peers see them with the next release of `sent`."""

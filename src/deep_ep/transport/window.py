@@ -44,7 +44,7 @@ class Peer:
         self.board = board
         self.wait_secs = 0.0
         self._memory = memory
-        self._mappings: dict[int, Mapping] = {}
+        self._mappings: dict[int, Mapping] = {board.mapping.span.start: board.mapping}
 
     def adopt(self, mapping: Mapping) -> None:
         """Use a mapping that exists already (this rank's own)."""

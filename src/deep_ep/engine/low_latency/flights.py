@@ -122,7 +122,7 @@ class Flights:
         return self.next_number - min(self._pending, default=self.next_number) + 1
 
     def _most_in_flight(self, num_sets: int) -> int:
-        """Results that a rank may have in flight with the next call: half the sets, if calls before it had them, too."""
+        """Results that a rank may have in flight with the next call: half the sets, if the calls before had as many."""
         depth, recent = 1, [*self._recent]
         while 2 * (depth + 1) <= num_sets and depth < self.next_number:
             if any(one.num_sets != num_sets for one in recent[-(2 * depth + 1) :]):
