@@ -460,6 +460,13 @@ def see_pre_combine_data(seen):
     seen["distinct"] = whole[:, :, 0].unique().numel()
 
 
+def see_stacked_gathers(seen, rank, group):
+    """DeepEP's scripts gather [T, K] into [R, T, K]."""
+    stacked = torch.empty(2, 3, 2, dtype=torch.int64)
+    dist.all_gather_into_tensor(stacked, torch.full((3, 2), rank), group=group)
+    seen["stacked"] = stacked.tolist()
+
+
 def rank_main(local_rank, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="1", RANK="0")
     torch.set_num_threads(1)
@@ -467,6 +474,7 @@ def rank_main(local_rank, port, folder):
     seen = {}
     see_defaults(seen, rank, num_ranks, group)
     see_collectives(seen, rank, group)
+    see_stacked_gathers(seen, rank, group)
     see_prints(seen)
     see_dispatch(seen, rank)
     see_pre_combine_data(seen)
@@ -506,6 +514,11 @@ def test_init_dist_seeds_each_rank_by_itself(two_ranks):
 def test_group_of_init_dist_has_the_collectives(two_ranks):
     assert two_ranks[0]["collectives"] == [[3, 3], [1, 1, 2, 2], [1, 1, 2, 2], [0, 10]]
     assert two_ranks[1]["collectives"] == [[3, 3], [1, 1, 2, 2], [1, 1, 2, 2], [1, 11]]
+
+
+def test_gathers_into_stacked_tensors(two_ranks):
+    for seen in two_ranks:
+        assert seen["stacked"] == [[[0, 0]] * 3, [[1, 1]] * 3]
 
 
 def test_dist_print_on_all_ranks_or_one_of_a_node(two_ranks):

@@ -512,9 +512,9 @@ class Buffer(LowLatencyMethods):
 
         Returns:
             `calls`: how many calls took which path (`dispatch/direct`, `dispatch/posted`, `dispatch/staged`,
-            `combine/pulled`, `combine/posted`, `combine/copied_in`, `combine/staged`); `rounds`: how many rounds they took (one a call, unless some rank
-            was staged); `bytes_to` and `bytes_from`: bytes of rows, by peer; `wait_secs`: time waited, by peer;
-            `arena`: bytes `used`, `committed` and `reserved`.
+            `combine/pulled`, `combine/posted`, `combine/copied_in`, `combine/staged`); `rounds`: how many rounds they
+            took (one a call, unless some rank was staged); `bytes_to` and `bytes_from`: bytes of rows, by peer;
+            `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`.
         """
         return self._require_engine("stats").numbers()
 

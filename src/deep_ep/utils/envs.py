@@ -12,6 +12,7 @@ import random
 import re
 import subprocess
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,8 @@ def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int
     Reads `MASTER_ADDR` (127.0.0.1), `MASTER_PORT` (8361), `WORLD_SIZE` (number of nodes, 1) and `RANK` (this node, 0).
     The default dtype becomes bfloat16. With a GPU, `cuda:{local_rank % GPUs}` becomes the current and `cuda` the
     default device; without one the default device stays as it is. The group is NCCL where every rank has a GPU of its
-    own, and gloo otherwise, since NCCL refuses two ranks on one GPU; both take tensors of the default device.
+    own, and gloo otherwise, since NCCL refuses two ranks on one GPU; both take tensors of the default device. With gloo,
+    `torch.distributed.all_gather_into_tensor` is replaced by one that takes stacked outputs, too, as NCCL's does.
 
     Args:
         local_rank: This rank's index on its node.
@@ -110,6 +112,7 @@ def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int
         dist.init_process_group("nccl", store=store, rank=rank, world_size=num_ranks, device_id=device)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        _accept_stacked_gathers()
 
     torch.set_default_dtype(torch.bfloat16)
     if device is not None:
@@ -119,6 +122,22 @@ def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int
     group = dist.new_group(list(range(num_ranks)))
     assert isinstance(group, dist.ProcessGroup)
     return rank, num_ranks, group
+
+
+def _accept_stacked_gathers() -> None:
+    """Have `all_gather_into_tensor` take an output of [R, *shape]. DeepEP's scripts have it so, gloo only [R * n, ...]."""
+    gather = dist.all_gather_into_tensor
+    if getattr(gather, "takes_stacked", False):
+        return
+
+    @functools.wraps(gather)
+    def stacked(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_stacked = output_tensor.dim() == input_tensor.dim() + 1 and input_tensor.dim() > 0
+        flat = output_tensor.view(-1, *input_tensor.shape[1:]) if is_stacked else output_tensor
+        return gather(flat, input_tensor, *args, **kwargs)
+
+    stacked.takes_stacked = True  # type: ignore[attr-defined]
+    dist.all_gather_into_tensor = stacked
 
 
 def check_nvlink_connections(group: dist.ProcessGroup) -> None:
