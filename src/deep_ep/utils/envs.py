@@ -90,8 +90,8 @@ def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int
     Reads `MASTER_ADDR` (127.0.0.1), `MASTER_PORT` (8361), `WORLD_SIZE` (number of nodes, 1) and `RANK` (this node, 0).
     The default dtype becomes bfloat16. With a GPU, `cuda:{local_rank % GPUs}` becomes the current and `cuda` the
     default device; without one the default device stays as it is. The group is NCCL where every rank has a GPU of its
-    own, and gloo otherwise, since NCCL refuses two ranks on one GPU; both take tensors of the default device. With gloo,
-    `torch.distributed.all_gather_into_tensor` is replaced by one that takes stacked outputs, too, as NCCL's does.
+    own, and gloo otherwise, since NCCL refuses two ranks on one GPU; both take tensors of the default device. With
+    gloo, `torch.distributed.all_gather_into_tensor` is replaced by one that takes stacked outputs, too, as NCCL's does.
 
     Args:
         local_rank: This rank's index on its node.
@@ -125,7 +125,7 @@ def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int
 
 
 def _accept_stacked_gathers() -> None:
-    """Have `all_gather_into_tensor` take an output of [R, *shape]. DeepEP's scripts have it so, gloo only [R * n, ...]."""
+    """Have `all_gather_into_tensor` take outputs of [R, *shape], as DeepEP's scripts do; gloo takes [R * n, ...]."""
     gather = dist.all_gather_into_tensor
     if getattr(gather, "takes_stacked", False):
         return
