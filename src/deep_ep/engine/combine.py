@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from ..handle import Handle
 from ..kernels.reduce import reduce_rows
 from ..kernels.rows import as_bytes, row_bytes
 from .call import OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
@@ -50,14 +50,14 @@ class Combine:
         self,
         chain: Chain,
         x: torch.Tensor,
-        handle: Handle,
+        handle: Any,
         topk_weights: torch.Tensor | None = None,
         biases: Sequence[torch.Tensor] = (),
     ):
         self._chain = chain
         self._window = chain.window
         self._x = self._window.out_of_scratch(x)
-        self._handle = handle
+        self._handle: Any = handle
         self._topk_weights = self._window.out_of_scratch(topk_weights) if topk_weights is not None else None
         self._biases = biases
         self._combined: Combined | None = None
@@ -97,6 +97,10 @@ class Combine:
     def _sections(self) -> list[torch.Tensor]:
         return [self._x] if self._topk_weights is None else [self._x, self._topk_weights]
 
+    def _num_rows(self) -> int:
+        """Rows that this rank received; there may be room for more."""
+        return self._handle.rank_prefix_matrix.tolist()[-1][self._window.rank]
+
     def _supply(self) -> Supply:
         """Find the rows in the arena, or bring them there: all at once, or through staging."""
         arena = self._window.arena
@@ -110,7 +114,7 @@ class Combine:
                 self._chain.warn_staged("combine")
                 staging = Staging(self._window, [row_bytes(part) for part in self._sections()])
                 return Supply("staged", staging.offer, (), staging)
-            num_rows = self._handle.rank_prefix_matrix.tolist()[-1][self._window.rank]
+            num_rows = self._num_rows()
             region[:num_rows].copy_(section[:num_rows])
             regions.append(region)
         path = "pulled" if regions[0] is self._x else "copied_in"

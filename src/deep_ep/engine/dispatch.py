@@ -6,11 +6,12 @@ memory in which its tensors will live, and the senders write there. See `docs/pr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .. import layout
 from ..errors import EPOverflow
-from ..handle import Handle
 from ..kernels.rows import Section, as_bytes, put_rows, row_bytes, rows_as, widest_dtype
 from ..transport import ordinary_tensor
 from .call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Chain, Header, Offer, checksum
@@ -52,7 +53,7 @@ class Dispatch:
         chain: Chain,
         payload: Payload,
         routing: Routing | None = None,
-        handle: Handle | None = None,
+        handle: Any = None,
         num_worst_tokens: int = 0,
         num_channels: int = 1,
     ):
@@ -63,7 +64,7 @@ class Dispatch:
             self._window.out_of_scratch(payload.scales) if payload.scales is not None else None,
         )
         self._routing = routing
-        self._handle = handle
+        self._handle: Any = handle
         self._num_worst_tokens = num_worst_tokens
         self._num_channels = num_channels
         self._has_checked_counts = False
@@ -90,7 +91,7 @@ class Dispatch:
         self._received = Received(x, scales, records, topk_idx, topk_weights, self._room_handle(num_rows), is_staged)
         return self._received
 
-    def _room_handle(self, num_rows: int) -> Handle:
+    def _room_handle(self, num_rows: int) -> Any:
         if self._handle is not None:
             return self._handle
         assert self._routing is not None
@@ -168,7 +169,7 @@ class Dispatch:
     def _slots(self, prefix: torch.Tensor) -> torch.Tensor:
         """The row of every token at every destination, which a new handle gets too."""
         assert self._received is not None
-        handle = self._received.handle
+        handle: Any = self._received.handle
         if self._routing is not None:
             slots = layout.token_slots(self._routing.is_token_in_rank, prefix, self._window.rank)
             handle.rank_prefix_matrix.copy_(prefix)
