@@ -75,14 +75,15 @@ class Rail:
         self.num_received += 1
         return self.links[node].inbox.popleft()
 
-    def waiting(self, where: str, look: Callable[[], None]) -> Wait:
+    def waiting(self, where: str, look: Callable[[], None], tell: Callable[[bool], None]) -> Wait:
         """How a call waits.
 
         Args:
             where: The call, for errors.
             look: Raises if a peer of the node has failed.
+            tell: Tells the node whether this rank waits on its rail.
         """
-        return Wait(self, where, look, self._limit_secs)
+        return Wait(self, where, look, tell, self._limit_secs)
 
     def turn(self, secs: float) -> bool:
         """Send and read what can be sent and read, after at most so many seconds. Whether anything could."""
@@ -142,13 +143,17 @@ class Wait:
         rail: The rail.
         where: The call, for errors.
         look: Raises if a peer of the node has failed.
+        tell: Tells the node whether this rank waits on its rail.
         limit_secs: Seconds without anything coming or going.
     """
 
-    def __init__(self, rail: Rail, where: str, look: Callable[[], None], limit_secs: float):
+    def __init__(
+        self, rail: Rail, where: str, look: Callable[[], None], tell: Callable[[bool], None], limit_secs: float
+    ):
         self._rail = rail
         self.where = where
         self._look = look
+        self._tell = tell
         self._limit_secs = limit_secs
         self._patience_secs = limit_secs + min(_MOST_GRACE_SECS, _GRACE_SHARE * limit_secs)
 
@@ -163,6 +168,15 @@ class Wait:
             EPTimeout: Nothing moved for the limit.
             EPError: A rank of the rail, or of the node, failed or left.
         """
+        if is_done():
+            return
+        self._tell(True)
+        try:
+            self._until(is_done, nodes)
+        finally:
+            self._tell(False)
+
+    def _until(self, is_done: Callable[[], bool], nodes: Collection[int]) -> None:
         last = time.monotonic()
         while not is_done():
             begin = time.monotonic()

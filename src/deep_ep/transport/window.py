@@ -33,6 +33,8 @@ _SHORT_WAIT_SECS = 4e-3
 SENT_TABLE_BYTES = 8 * MAX_EXPERTS  # of a low-latency call: a number for each expert
 SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the low-latency memory
 
+# How much longer a wait takes for a peer that waits on its rail; longer than the grace of a rail's own waits.
+_PATIENCE_SHARE, _MOST_PATIENCE_SECS = 0.5, 5.0
 _PULSE_SECS = 0.02  # how often a wait asks whether the peers' processes live
 
 
@@ -210,15 +212,21 @@ class Window:
                 if now - pulse > _PULSE_SECS:
                     pulse = now
                     self._raise_if_dead(where, pending, target)
-                if now - begin > self.limit_secs:
+                if now - begin > self.limit_secs and (silent := self._silent(pending, now - begin)):
                     raise EPTimeout(
-                        f"{where}: no signal from {self._named(pending)} after {self.limit_secs:g} s ({self._me()}). "
+                        f"{where}: no signal from {self._named(silent)} after {self.limit_secs:g} s ({self._me()}). "
                         "It exited, hangs, or called in another order; look at its output"
                     )
         # A peer that failed may have let its caller overwrite what this rank has just read: progress alone proves
         # nothing.
         self._raise_if_failed(where)
         self._raise_if_astray(where)
+
+    def _silent(self, pending: list[Peer], waited_secs: float) -> list[Peer]:
+        """Whom to blame at the limit: not those that wait for another node themselves, which will say for whom."""
+        if waited_secs > self.limit_secs + min(_MOST_PATIENCE_SECS, _PATIENCE_SHARE * self.limit_secs):
+            return pending
+        return [peer for peer in pending if not peer.board.waiting.load_acquire()]
 
     def wait_sent(self, number: int, ranks: Sequence[int], operation: str, *, may_lose: bool) -> Arrivals:
         """Wait until every one of these ranks has sent low-latency call `number`.

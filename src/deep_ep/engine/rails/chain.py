@@ -34,7 +34,12 @@ class RailChain(Chain):
 
     def waiting(self, call: Call) -> Wait:
         """How a call waits on the rail."""
-        return self.rail.waiting(str(call), lambda: self.window.raise_if_peer_failed(call.epoch, call.operation))
+        window = self.window
+        return self.rail.waiting(
+            str(call),
+            lambda: window.raise_if_peer_failed(call.epoch, call.operation),
+            lambda is_waiting: window.board.waiting.store_release(int(is_waiting)),
+        )
 
     def mark(self, epoch: int) -> int:
         """A number that tells the dispatches of all buffers apart, the same on all ranks; never 0."""
