@@ -39,6 +39,8 @@ class Control:
         limit_secs: Seconds that a gather may take.
     """
 
+    first_rank = 0  # of the group's ranks, the first that this control is about
+
     def __init__(self, group: dist.ProcessGroup | None, comm: Comm | None, limit_secs: float):
         self.limit_secs = limit_secs
         self._allgather: Callable[[Any], list[Any]]
@@ -56,6 +58,15 @@ class Control:
             raise ValueError(
                 "Buffer: `group` (a torch.distributed process group) or `comm` (an mpi4py communicator) is needed"
             )
+
+    @property
+    def num_all_ranks(self) -> int:
+        """Ranks of the group, whichever of them this control is about."""
+        return self.num_ranks
+
+    def gather_all(self, value: Any, purpose: str) -> list[Any]:
+        """Every rank's `value` of the whole group, for what all of it must decide alike."""
+        return self.gather(value, purpose)
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
         """Every rank's `value`, by rank. All ranks call it together.
@@ -90,6 +101,37 @@ class Control:
             raise error
         assert values is not None
         return values
+
+
+class NodeControl(Control):
+    """The ranks of one node. All nodes make the same gathers at the same time, and each keeps its own part.
+
+    A group of its own for each node would need a collective call over ranks that we know nothing of.
+
+    Args:
+        control: The whole group.
+        first_rank: The node's first rank.
+        num_ranks: How many it has; they are consecutive.
+    """
+
+    def __init__(self, control: Control, first_rank: int, num_ranks: int):
+        self._whole = control
+        self.first_rank = first_rank
+        self.rank, self.num_ranks = control.rank - first_rank, num_ranks
+        self.limit_secs = control.limit_secs
+
+    @property
+    def num_all_ranks(self) -> int:
+        """Ranks of the group."""
+        return self._whole.num_ranks
+
+    def gather_all(self, value: Any, purpose: str) -> list[Any]:
+        """Every rank's `value` of the whole group."""
+        return self._whole.gather(value, purpose)
+
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """Every `value` of this node, by local rank. All ranks of all nodes call it together."""
+        return self.gather_all(value, purpose)[self.first_rank : self.first_rank + self.num_ranks]
 
 
 def _gather_over_group(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -63,6 +63,15 @@ RANKS_PER_NODE = Variable(
     "Split each host into nodes of this many ranks (0: one node).",
 )
 HOST = Variable("DEEP_EP_HOST", str, "", "Name of this host, where hostname and boot id do not tell hosts apart.")
+SOCKET_IFNAME = Variable(
+    "GLOO_SOCKET_IFNAME",
+    str,
+    "",
+    "Network interfaces between nodes, by name, with commas between; torch.distributed's gloo reads it, too.",
+)
+MASTER_ADDR = Variable(
+    "MASTER_ADDR", str, "", "Where torch.distributed's ranks meet; the way there is tried first between nodes."
+)
 ARENA_BYTES = Variable(
     "DEEP_EP_ARENA_BYTES",
     _non_negative_int,
@@ -92,6 +101,8 @@ VARIABLES: tuple[Variable, ...] = (
     TRANSPORT,
     RANKS_PER_NODE,
     HOST,
+    SOCKET_IFNAME,
+    MASTER_ADDR,
     ARENA_BYTES,
     POSTED_BYTES,
     TUNING_FILE,

@@ -41,30 +41,80 @@ class Handle(NamedTuple):
         return self.recv_src_idx.size(0)
 
 
-def parse_handle(handle: Any, num_ranks: int, device: torch.device, where: str) -> Handle:
+class RailHandle(NamedTuple):
+    """The handle of a dispatch across nodes.
+
+    T tokens sent, n rows received, R ranks on N nodes of P, C channels, F tokens that this rank passes on inside its
+    node: those that the ranks of its rail, itself included, send to the node, by node and then by token.
+
+    Attributes:
+        is_token_in_rank: [T, R] bool, the caller's.
+        rdma_channel_prefix_matrix: [N, C] int32; we have no channels: zeros, kept for its shape.
+        gbl_channel_prefix_matrix: [R, C] int32; likewise.
+        recv_rdma_channel_prefix_matrix: [N, C] int32, all the same number, which tells dispatches apart.
+        recv_rdma_rank_prefix_sum: [N] int32, rows passed on from nodes 0..b.
+        recv_gbl_channel_prefix_matrix: [R, C] int32; zeros.
+        recv_gbl_rank_prefix_sum: [R] int32, rows received from ranks 0..s.
+        recv_src_meta: [n, 8] uint8, source rank and token index there of each received row, both int32.
+        send_rdma_head: [T, N] int32, the place of each token among those that go to a node; -1: it does not.
+        send_nvl_head: [F, P] int32, the row that each token passed on takes at each rank of the node; -1: none.
+    """
+
+    is_token_in_rank: torch.Tensor
+    rdma_channel_prefix_matrix: torch.Tensor
+    gbl_channel_prefix_matrix: torch.Tensor
+    recv_rdma_channel_prefix_matrix: torch.Tensor
+    recv_rdma_rank_prefix_sum: torch.Tensor
+    recv_gbl_channel_prefix_matrix: torch.Tensor
+    recv_gbl_rank_prefix_sum: torch.Tensor
+    recv_src_meta: torch.Tensor
+    send_rdma_head: torch.Tensor
+    send_nvl_head: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens that were dispatched."""
+        return self.send_rdma_head.size(0)
+
+    @property
+    def num_rows(self) -> int:
+        """n, the rows that were received (or `num_worst_tokens`)."""
+        return self.recv_src_meta.size(0)
+
+    @property
+    def recv_src_rank(self) -> torch.Tensor:
+        """[n] int32, a view: the source rank of each row."""
+        return self.recv_src_meta.view(torch.int32)[:, 0]
+
+    @property
+    def recv_src_idx(self) -> torch.Tensor:
+        """[n] int32, a view: the token index at its source of each row."""
+        return self.recv_src_meta.view(torch.int32)[:, 1]
+
+
+def parse_handle(handle: Any, num_ranks: int, device: torch.device, where: str, num_nodes: int = 1) -> Any:
     """Check a handle that a caller hands back.
 
+    Returns:
+        A `Handle` on one node, else a `RailHandle`.
+
     Raises:
-        TypeError: It is not a tuple of six tensors.
-        ValueError: A tensor has the wrong shape, dtype or device.
+        TypeError: It is not a tuple of tensors.
+        ValueError: It is of another kind, or a tensor has the wrong shape, dtype or device.
     """
     if not isinstance(handle, (tuple, list)) or not all(isinstance(item, torch.Tensor) for item in handle):
         raise TypeError(
             f"{where}: `handle` must be the tuple of tensors that dispatch returned, got {type(handle).__name__}"
         )
-    if len(handle) != len(Handle._fields):
+    kind: Any = Handle if num_nodes == 1 else RailHandle
+    if len(handle) != len(kind._fields):
+        nodes = "one node" if num_nodes == 1 else f"{num_nodes} nodes"
         raise ValueError(
-            f"{where}: `handle` must have {len(Handle._fields)} items (one node), this one has {len(handle)}. "
+            f"{where}: `handle` must have {len(kind._fields)} items ({nodes}), this one has {len(handle)}. "
             "Pass the handle of a dispatch on this buffer"
         )
-    parsed = Handle(*handle)
-    num_tokens = parsed.send_head.size(0) if parsed.send_head.dim() else 0
-    shapes = {
-        "rank_prefix_matrix": ((num_ranks, num_ranks), torch.int32),
-        "recv_src_idx": ((parsed.recv_src_idx.numel(),), torch.int32),
-        "is_token_in_rank": ((num_tokens, num_ranks), torch.bool),
-        "send_head": ((num_tokens, num_ranks), torch.int32),
-    }
+    parsed = kind(*handle)
+    shapes = _direct_shapes(parsed, num_ranks) if num_nodes == 1 else _rail_shapes(parsed, num_ranks, num_nodes)
     for name, (shape, dtype) in shapes.items():
         tensor = getattr(parsed, name)
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
@@ -76,15 +126,55 @@ def parse_handle(handle: Any, num_ranks: int, device: torch.device, where: str) 
     return parsed
 
 
+def _length(tensor: torch.Tensor) -> int:
+    return tensor.size(0) if tensor.dim() else 0
+
+
+def _direct_shapes(handle: Handle, num_ranks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    num_tokens = _length(handle.send_head)
+    return {
+        "rank_prefix_matrix": ((num_ranks, num_ranks), torch.int32),
+        "recv_src_idx": ((handle.recv_src_idx.numel(),), torch.int32),
+        "is_token_in_rank": ((num_tokens, num_ranks), torch.bool),
+        "send_head": ((num_tokens, num_ranks), torch.int32),
+    }
+
+
+def _rail_shapes(handle: RailHandle, num_ranks: int, num_nodes: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    num_tokens, marks = _length(handle.send_rdma_head), handle.recv_rdma_channel_prefix_matrix
+    return {
+        "is_token_in_rank": ((num_tokens, num_ranks), torch.bool),
+        "recv_rdma_channel_prefix_matrix": ((num_nodes, max(1, marks.size(-1) if marks.dim() else 0)), torch.int32),
+        "recv_rdma_rank_prefix_sum": ((num_nodes,), torch.int32),
+        "recv_gbl_rank_prefix_sum": ((num_ranks,), torch.int32),
+        "recv_src_meta": ((_length(handle.recv_src_meta), 8), torch.uint8),
+        "send_rdma_head": ((num_tokens, num_nodes), torch.int32),
+        "send_nvl_head": ((_length(handle.send_nvl_head), num_ranks // num_nodes), torch.int32),
+    }
+
+
 def check_rows(handle: Handle, rank: int, where: str) -> None:
     """Check that a handle has room for the rows that it counts. Its tensors must have been filled.
 
     Raises:
         ValueError: It has not.
     """
-    num_rows = handle.rank_prefix_matrix.tolist()[-1][rank]
-    if num_rows > handle.num_rows:
+    _check_count(where, "received rows", handle.rank_prefix_matrix.tolist()[-1][rank], "recv_src_idx", handle.num_rows)
+
+
+def check_rail_rows(handle: RailHandle, where: str) -> None:
+    """The same for the handle of a dispatch across nodes."""
+    num_rows, num_passed_on = (
+        handle.recv_gbl_rank_prefix_sum.tolist()[-1],
+        handle.recv_rdma_rank_prefix_sum.tolist()[-1],
+    )
+    _check_count(where, "received rows", num_rows, "recv_src_meta", handle.num_rows)
+    _check_count(where, "rows passed on", num_passed_on, "send_nvl_head", handle.send_nvl_head.size(0))
+
+
+def _check_count(where: str, what: str, counted: int, name: str, num_rows: int) -> None:
+    if counted > num_rows:
         raise ValueError(
-            f"{where}: the `handle` counts {num_rows} received rows, but its `recv_src_idx` has {handle.num_rows}. "
+            f"{where}: the `handle` counts {counted} {what}, but its `{name}` has {num_rows}. "
             "Pass the handle as dispatch returned it"
         )

@@ -61,14 +61,33 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ra
     )
 
 
+def pack_bits(mask: torch.Tensor) -> torch.Tensor:
+    """Bits of a [n, P] bool mask: [n, ceil(P / 8)] uint8, column 0 the lowest bit.
+
+    Example:
+        `[[1, 0, 1]]` is `[[5]]`.
+    """
+    num_bytes = -(-mask.size(1) // 8)
+    padded = mask.new_zeros(mask.size(0), 8 * num_bytes, dtype=torch.uint8)
+    padded[:, : mask.size(1)] = mask
+    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    return (padded.view(-1, num_bytes, 8) * powers).sum(2, dtype=torch.uint8)
+
+
+def unpack_bits(bits: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """The reverse of `pack_bits`: [n, num_columns] bool."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits.unsqueeze(2) >> places & 1).view(bits.size(0), 8 * bits.size(1))[:, :num_columns].bool()
+
+
 def rank_prefix_matrix(num_tokens: torch.Tensor) -> torch.Tensor:
     """Rows that each rank receives from the ranks up to and including another.
 
     Args:
-        num_tokens: [R, R] int32, `[s, d]` tokens that rank s sends to rank d.
+        num_tokens: [R, R] int32, `[s, d]` tokens that rank s sends to rank d; or some columns of it.
 
     Returns:
-        [R, R] int32, `[s, d] = sum(num_tokens[:s + 1, d])`.
+        The same shape, int32, `[s, d] = sum(num_tokens[:s + 1, d])`.
     """
     return num_tokens.cumsum(0, dtype=torch.int32)
 
@@ -77,12 +96,12 @@ def token_slots(is_token_in_rank: torch.Tensor, prefix: torch.Tensor, rank: int)
     """The row of every token at every destination.
 
     Args:
-        is_token_in_rank: [T, R] bool.
-        prefix: [R, R] int32, from `rank_prefix_matrix`.
+        is_token_in_rank: [T, R] bool, or some columns of it.
+        prefix: [R, R] int32, from `rank_prefix_matrix`, the same columns.
         rank: The source rank.
 
     Returns:
-        [T, R] int32, -1 where the token is not sent.
+        [T, R] int32, the same columns, -1 where the token is not sent.
 
     Example:
         With mask `[[1, 1], [0, 1]]` on rank 1 and prefix `[[5, 7], [6, 9]]` the slots are `[[5, 7], [-1, 8]]`.

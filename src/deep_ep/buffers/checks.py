@@ -129,10 +129,14 @@ def check_routing(
     topk_idx: Any,
     topk_weights: Any,
     device: torch.device,
+    num_nodes: int = 1,
+    num_tokens_per_rdma_rank: Any = None,
 ) -> Routing:
     """Check what a dispatch without a handle needs."""
+    per_node = {"num_tokens_per_rdma_rank": num_tokens_per_rdma_rank} if num_nodes > 1 else {}
     layout = {
         "num_tokens_per_rank": num_tokens_per_rank,
+        **per_node,
         "is_token_in_rank": is_token_in_rank,
         "num_tokens_per_expert": num_tokens_per_expert,
     }
@@ -143,6 +147,8 @@ def check_routing(
             "`get_dispatch_layout` makes them"
         )
     check_tensor(where, "num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), (torch.int32,), device=device)
+    for name, counts in per_node.items():
+        check_tensor(where, name, counts, (num_nodes,), (torch.int32,), device=device)
     check_tensor(where, "is_token_in_rank", is_token_in_rank, (num_tokens, num_ranks), (torch.bool,), device=device)
     check_tensor(where, "num_tokens_per_expert", num_tokens_per_expert, (None,), (torch.int32,), device=device)
     check_num_experts(where, "num_tokens_per_expert", num_tokens_per_expert.numel(), num_ranks)
@@ -153,7 +159,14 @@ def check_routing(
         check_tensor(
             where, "topk_weights", topk_weights, (num_tokens, topk_idx.size(1)), (torch.float32,), device=device
         )
-    return Routing(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
+    return Routing(
+        num_tokens_per_rank,
+        num_tokens_per_expert,
+        is_token_in_rank,
+        topk_idx,
+        topk_weights,
+        num_tokens_per_rdma_rank if num_nodes > 1 else None,
+    )
 
 
 def check_biases(where: str, bias: Any, like: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:

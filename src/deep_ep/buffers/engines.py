@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from .. import env
-from ..control import Control
+from ..control import Control, NodeControl
 from ..engine.direct import DirectEngine
 from ..engine.low_latency.direct import DirectLowLatency
 from ..errors import EPUnsupported
 from ..stream import CommStream, CudaStream, LaunchStream
+from ..topology import Topology
 from ..transport import MAX_EXPERTS, WindowSizes, choose
 from ..transport.device import DeviceMemory, DeviceWindow
 from ..transport.interpreted import InterpretedMemory
@@ -51,8 +53,9 @@ def make_engine(
     sizes: WindowSizes,
     device_limit_secs: float,
     enable_shrink: bool = False,
-) -> tuple[Engine, str]:
-    """The engine of a buffer inside one node, and a line that says how it reaches its peers. All ranks call it.
+    topology: Topology | None = None,
+) -> tuple[Engine | None, str]:
+    """The engine of a buffer, and a line that says how it reaches its peers. All ranks call it.
 
     Args:
         control: The group.
@@ -61,7 +64,15 @@ def make_engine(
         sizes: Of the window.
         device_limit_secs: Seconds that a wait on a GPU may take.
         enable_shrink: Low-latency calls mask ranks that stay silent.
+        topology: Where this rank stands; None: all ranks are one node.
+
+    Returns:
+        The engine (None: there is none across nodes for this device), and the line.
     """
+    if topology is not None and topology.num_nodes > 1:
+        if device.type != "cpu" or env.TRANSPORT.get() == INTERPRETED:
+            return None, f"none ({topology.num_nodes} nodes; across nodes only the CPU's engine works)"
+        return _rails(control, topology, sizes)
     if device.type == "cuda":
         reason = why_not(group, control.num_ranks)
         if reason is not None:
@@ -77,6 +88,22 @@ def make_engine(
     if sizes.low_latency_bytes:
         engine.low_latency = DirectLowLatency(engine.chain, engine.stream, sizes.low_latency_bytes, enable_shrink)
     return engine, f"{choice.name} ({choice.reason})"
+
+
+def _rails(control: Control, topology: Topology, sizes: WindowSizes) -> tuple[Engine, str]:
+    """The engine across nodes: a window inside the node, messages on the rail."""
+    # Not before a buffer needs them: other systems have no such sockets.
+    from ..engine.rails.engine import RailsEngine
+    from ..transport.message import make_rail
+
+    size = topology.ranks_per_node
+    choice = choose(size)
+    window = choice.make_window(NodeControl(control, topology.node * size, size), sizes)
+    rail = make_rail(control, topology)
+    number = control.gather(secrets.randbits(32), "numbering the buffer")[0]
+    engine = RailsEngine(window, rail, topology, number, CommStream(f"deep_ep-comm-{control.rank}"))
+    inside = f"{choice.name} inside a node ({size} ranks; {choice.reason})"
+    return engine, f"{inside}, message between {topology.num_nodes} nodes (TCP on the rail)"
 
 
 def _streamed(

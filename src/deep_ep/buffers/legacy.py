@@ -129,16 +129,15 @@ class Buffer(LowLatencyMethods):
         self._finalizer = weakref.finalize(self, _release, self._engine, explicitly_destroy)
 
     def _make_engine(self, control: Control, gpu_limit_secs: float) -> tuple[Engine | None, str]:
-        if self._topology.num_nodes > 1:
-            return None, f"none ({self._topology.num_nodes} nodes)"
         sizes = WindowSizes(
             arena_bytes=self.num_nvl_bytes,
             arena_limit_bytes=env.ARENA_BYTES.get(),
             # Twice what `get_local_buffer_tensor` shows: its length does not shrink with its offset.
             scratch_bytes=max(2 * (self.num_nvl_bytes + self.num_rdma_bytes), _LEAST_SCRATCH_BYTES),
-            low_latency_bytes=self.num_rdma_bytes if self.low_latency_mode else 0,
+            low_latency_bytes=self.num_rdma_bytes if self.low_latency_mode and self._topology.num_nodes == 1 else 0,
         )
-        return make_engine(control, self.group, self.device, sizes, gpu_limit_secs, self.enable_shrink)
+        shrinks, topology = self.enable_shrink, self._topology
+        return make_engine(control, self.group, self.device, sizes, gpu_limit_secs, shrinks, topology)
 
     def __repr__(self) -> str:
         return f"Buffer(rank {self.rank}/{self.group_size}, {self.device}, transport {self.transport})"
@@ -294,7 +293,8 @@ class Buffer(LowLatencyMethods):
             topk_weights: [T, K] float32, or None; both or neither.
             expert_alignment: The counts per expert are rounded up to a multiple of it.
             num_worst_tokens: Make room for this many rows and do not wait for the counts; needs top-k.
-            config: Accepted; the CPU needs no tuning.
+            config: Across nodes, how many tokens a message holds and how many messages are queued; without one the
+                buffer chooses. Inside a node the CPU needs no tuning.
             previous_event: Wait for it first.
             async_finish: Return an event instead of waiting for the rows.
             allocate_on_comm_stream: Needs both of the above; no difference on the CPU.
@@ -306,7 +306,8 @@ class Buffer(LowLatencyMethods):
         """
         where = "dispatch"
         order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
-        num_sms = Buffer._bound(checks.check_config(where, config))
+        given = checks.check_config(where, config)
+        num_sms = Buffer._bound(given)
         config = config or Buffer.get_dispatch_config(self.group_size)
         payload = checks.check_payload(where, x, self.device)
         assert handle is None or (topk_idx is None and topk_weights is None), (
@@ -314,8 +315,9 @@ class Buffer(LowLatencyMethods):
         )
         with self._lock:
             engine = self._require_engine(where)
+            engine.tune(given)
             if handle is not None:
-                parsed = parse_handle(handle, self.group_size, self.device, where)
+                parsed = self._parse(handle, where)
                 if parsed.num_tokens != payload.x.size(0):
                     raise ValueError(
                         f"{where}: `x` must have the handle's {parsed.num_tokens} tokens, it has {payload.x.size(0)}"
@@ -333,6 +335,8 @@ class Buffer(LowLatencyMethods):
                 topk_idx,
                 topk_weights,
                 self.device,
+                self._topology.num_nodes,
+                num_tokens_per_rdma_rank,
             )
             expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1)
             num_worst_tokens = checks.check_int(where, "num_worst_tokens", num_worst_tokens, 0)
@@ -377,7 +381,8 @@ class Buffer(LowLatencyMethods):
             handle: Of the dispatch.
             topk_weights: [n, K] float32 to sum likewise, contiguous, or None.
             bias: One or two [T, H] tensors of x's dtype, contiguous, added first.
-            config: Accepted; the CPU needs no tuning.
+            config: Across nodes, how many tokens a message holds and how many messages are queued; without one the
+                buffer chooses. Inside a node the CPU needs no tuning.
             previous_event: Wait for it first.
             async_finish: Return an event instead of waiting. `x` must stay as it is until then.
             allocate_on_comm_stream: Needs both of the above; no difference on the CPU.
@@ -387,10 +392,12 @@ class Buffer(LowLatencyMethods):
         """
         where = "combine"
         order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
-        num_sms = Buffer._bound(checks.check_config(where, config))
+        given = checks.check_config(where, config)
+        num_sms = Buffer._bound(given)
         with self._lock:
             engine = self._require_engine(where)
-            parsed = parse_handle(handle, self.group_size, self.device, where)
+            engine.tune(given)
+            parsed = self._parse(handle, where)
             shape, device = (parsed.num_rows, None), self.device
             checks.check_tensor(where, "x", x, shape, checks.COMBINE_DTYPES, device=device)
             if topk_weights is not None:
@@ -399,13 +406,55 @@ class Buffer(LowLatencyMethods):
             combined, event = engine.combine(x, parsed, topk_weights, biases, order, num_sms)
             return combined.x, combined.topk_weights, EventOverlap(event)
 
-    def internode_dispatch(self, *args: Any, **kwargs: Any) -> None:
-        """Dispatch across nodes, which is not there yet; `dispatch` will choose it by itself."""
-        raise _not_yet("internode_dispatch", "communication across nodes")
+    def internode_dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        handle: tuple | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        config: Config | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple:
+        """`dispatch` under the name that DeepEP gives it across nodes. Use `dispatch`, which chooses by itself."""
+        self._require_nodes("internode_dispatch")
+        return self.dispatch(
+            x,
+            handle,
+            num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            config=config,
+            previous_event=previous_event,
+            async_finish=async_finish,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
 
-    def internode_combine(self, *args: Any, **kwargs: Any) -> None:
-        """Combine across nodes, which is not there yet; `combine` will choose it by itself."""
-        raise _not_yet("internode_combine", "communication across nodes")
+    def internode_combine(
+        self,
+        x: torch.Tensor,
+        handle: tuple,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | EventHandle | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """`combine` under the name that DeepEP gives it across nodes. Use `combine`, which chooses by itself."""
+        self._require_nodes("internode_combine")
+        stream = (previous_event, async_finish, allocate_on_comm_stream)
+        return self.combine(x, handle, topk_weights, bias, config, *stream)
 
     # Memory, streams, statistics -------------------------------------------------------------------------------------
 
@@ -425,7 +474,7 @@ class Buffer(LowLatencyMethods):
         where = "get_combine_buffer"
         with self._lock:
             engine = self._require_engine(where)
-            parsed = parse_handle(handle, self.group_size, self.device, where)
+            parsed = self._parse(handle, where)
             if hidden is None and self._last_rows is None:
                 raise ValueError(f"{where}: `hidden` must be given where no dispatch came before")
             last_hidden, last_dtype = self._last_rows or (0, torch.bfloat16)
@@ -474,7 +523,7 @@ class Buffer(LowLatencyMethods):
         """The stream that communication runs on: on the CPU a thread, with `synchronize`, `wait_event` and the like."""
         self._require_open("get_comm_stream")
         if self._engine is None:
-            raise _not_yet("get_comm_stream", "communication across nodes")
+            raise _not_yet("get_comm_stream", "communication across nodes on a GPU")
         stream = self._engine.stream  # also that of a buffer that has failed
         return stream if isinstance(stream, CommStream) else stream.raw
 
@@ -514,7 +563,9 @@ class Buffer(LowLatencyMethods):
             `calls`: how many calls took which path (`dispatch/direct`, `dispatch/posted`, `dispatch/staged`,
             `combine/pulled`, `combine/posted`, `combine/copied_in`, `combine/staged`); `rounds`: how many rounds they
             took (one a call, unless some rank was staged); `bytes_to` and `bytes_from`: bytes of rows, by peer;
-            `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`.
+            `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`. Across nodes also
+            `rail`: messages and bytes sent and received between nodes, with everything that is added to rows; a token
+            passed on inside a node counts there as a row of the rank that passed it on.
         """
         return self._require_engine("stats").numbers()
 
@@ -537,19 +588,27 @@ class Buffer(LowLatencyMethods):
         if self.runtime is None:
             raise EPClosed(f"{where}: the buffer was destroyed (rank {self.rank}/{self.group_size}). Make a new one")
 
+    def _parse(self, handle: Any, where: str) -> Any:
+        return parse_handle(handle, self.group_size, self.device, where, self._topology.num_nodes)
+
+    def _require_nodes(self, where: str) -> None:
+        if self._topology.num_nodes == 1:
+            raise EPUnsupported(f"{where}: the group is on one node. Call `{where.removeprefix('internode_')}`")
+
     def _require_engine(self, where: str) -> Engine:
         self._require_open(where)
         if self._engine is None:
             raise _not_yet(
                 where,
-                f"communication across nodes ({self._topology.num_nodes} of {self._topology.ranks_per_node} ranks)",
+                f"communication across nodes ({self._topology.num_nodes} of {self._topology.ranks_per_node} ranks) "
+                "on a GPU",
             )
         self._engine.require_working()
         return self._engine
 
 
 def _not_yet(where: str, what: str) -> EPUnsupported:
-    return EPUnsupported(f"{where}: {what} is not there yet in this version. One node is")
+    return EPUnsupported(f"{where}: {what} is not there yet in this version. One node is, and several on the CPU are")
 
 
 def _release(engine: Engine | None, should_have_been_destroyed: bool) -> None:

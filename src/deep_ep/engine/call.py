@@ -214,16 +214,17 @@ class Call:
             EPError: They do not; it says who differs in what.
         """
         posts = [peer.board.read(HEADER, self.epoch) for peer in self.window.peers]
-        mine = self.header.agreement
+        mine, place = self.header.agreement, self.window.place
         expected = self._words[: len(mine)]
         clashes = []
         for rank, words in enumerate(posts):
             if words[: len(expected)] != expected:
-                clashes.append(f"rank {rank} has {mine.differences(Agreement.from_words(words))}")
+                clashes.append(f"rank {place.first_rank + rank} has {mine.differences(Agreement.from_words(words))}")
         if clashes:
             raise EPError(
                 f"{self}: all ranks must make the same call, but {'; '.join(clashes)} "
-                f"(rank {self.window.rank}/{len(posts)}). Make the calls in the same order on all ranks"
+                f"(rank {place.first_rank + self.window.rank}/{place.num_ranks}). "
+                "Make the calls in the same order on all ranks"
             )
         own = slice(len(expected), len(expected) + 3)
         return [Header(mine, *words[own]) for words in posts]
@@ -261,7 +262,7 @@ class Chain:
         self.window = window
         self.results = Arena(PrivateMemory())
         self.posted_bytes = min(env.POSTED_BYTES.get(), POSTED_BYTES)
-        self.stats = Stats(len(window.peers))
+        self.stats = Stats(window.place.num_ranks)
         self._epoch = 0
         self._has_warned = False
 
@@ -308,4 +309,5 @@ class Chain:
         if not self._has_warned:
             self._has_warned = True
             used_bytes = self.window.arena.num_bytes()["used"]
-            warn_staged(operation, used_bytes, self.window.rank, len(self.window.peers))
+            place = self.window.place
+            warn_staged(operation, used_bytes, place.first_rank + self.window.rank, place.num_ranks)

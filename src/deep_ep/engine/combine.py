@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from ..handle import Handle
 from ..kernels.reduce import reduce_rows, sum_rows
 from ..kernels.rows import as_bytes, row_bytes
 from .call import OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
@@ -51,14 +51,14 @@ class Combine:
         self,
         chain: Chain,
         x: torch.Tensor,
-        handle: Handle,
+        handle: Any,
         topk_weights: torch.Tensor | None = None,
         biases: Sequence[torch.Tensor] = (),
     ):
         self._chain = chain
         self._window = chain.window
         self._x = self._window.out_of_scratch(x)
-        self._handle = handle
+        self._handle: Any = handle
         self._topk_weights = self._window.out_of_scratch(topk_weights) if topk_weights is not None else None
         self._biases = biases
         self._combined: Combined | None = None

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import layout
+from ..config import Config
 from ..event import EventHandle
 from ..handle import Handle, check_rows
 from ..stream import CommStream
@@ -81,7 +82,7 @@ class DirectEngine:
         Returns:
             What is received, the selections of each local expert, and the job that moves the rows.
         """
-        dispatch = Dispatch(self.chain, payload, routing, num_channels=num_channels)
+        dispatch = self._new_dispatch(payload, routing, num_channels=num_channels)
         try:
             num_rows, expert_counts = self.stream.run(lambda: order.begin(dispatch.exchange_counts))
             received = dispatch.make_room(num_rows)
@@ -103,7 +104,7 @@ class DirectEngine:
         num_sms: int | None = None,
     ) -> tuple[Received, EventHandle | None]:
         """A dispatch into room for `num_rows` rows, without waiting for counts."""
-        dispatch = Dispatch(self.chain, payload, routing, num_worst_tokens=num_rows, num_channels=num_channels)
+        dispatch = self._new_dispatch(payload, routing, num_worst_tokens=num_rows, num_channels=num_channels)
         if order.is_due():
             dispatch.check_counts()
         received = dispatch.make_room(num_rows)
@@ -114,7 +115,7 @@ class DirectEngine:
     ) -> tuple[Received, EventHandle | None]:
         """A dispatch along the slots of an earlier one."""
         self._check_handle(handle, order, "dispatch")
-        dispatch = Dispatch(self.chain, payload, handle=handle)
+        dispatch = self._new_dispatch(payload, handle=handle)
         received = dispatch.make_room(handle.num_rows)
         return received, self._call(order, dispatch, dispatch.move_rows)
 
@@ -129,7 +130,7 @@ class DirectEngine:
     ) -> tuple[Combined, EventHandle | None]:
         """A combine along the slots of an earlier dispatch."""
         self._check_handle(handle, order, "combine")
-        combine = Combine(self.chain, x, handle, topk_weights, biases)
+        combine = self._new_combine(x, handle, topk_weights, biases)
         combined = combine.make_room()
         return combined, self._call(order, combine, combine.sum_rows)
 
@@ -180,10 +181,33 @@ class DirectEngine:
         """Close when what is queued has finished, without waiting for it."""
         self.stream.finish_with(self.window.close)
 
+    def tune(self, config: Config | None) -> None:
+        """Take the chunks of the next call from a config. One hop has none."""
+
+    # What the engine across nodes has in another form
+
+    def _new_dispatch(
+        self,
+        payload: Payload,
+        routing: Routing | None = None,
+        handle: Any = None,
+        num_worst_tokens: int = 0,
+        num_channels: int = 1,
+    ) -> Dispatch:
+        return Dispatch(self.chain, payload, routing, handle, num_worst_tokens, num_channels)
+
+    def _new_combine(
+        self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None, biases: Sequence[torch.Tensor]
+    ) -> Combine:
+        return Combine(self.chain, x, handle, topk_weights, biases)
+
+    def _check_rows(self, handle: Any, where: str) -> None:
+        check_rows(handle, self.window.rank, where)
+
     def _check_handle(self, handle: Handle, order: Order, where: str) -> None:
         """Look into a handle, unless the dispatch that fills it may still be under way."""
         if self.stream.query() and order.is_due():
-            check_rows(handle, self.window.rank, where)
+            self._check_rows(handle, where)
 
     def _call(self, order: Order, half: Dispatch | Combine, work: Callable[[], None]) -> EventHandle | None:
         """Make a call to its end: queue it, or, if it is synchronous, wait for it.

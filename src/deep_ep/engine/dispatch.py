@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from itertools import accumulate
 from operator import add
+from typing import Any
 
 import torch
 
 from .. import layout
 from ..errors import EPOverflow
-from ..handle import Handle
 from ..kernels.rows import Section, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
 from ..transport import ordinary_tensor
 from .call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Chain, Header, Offer, checksum
@@ -59,7 +59,7 @@ class Dispatch:
         chain: Chain,
         payload: Payload,
         routing: Routing | None = None,
-        handle: Handle | None = None,
+        handle: Any = None,
         num_worst_tokens: int = 0,
         num_channels: int = 1,
     ):
@@ -70,7 +70,7 @@ class Dispatch:
             self._window.out_of_scratch(payload.scales) if payload.scales is not None else None,
         )
         self._routing = routing
-        self._handle = handle
+        self._handle: Any = handle
         self._num_worst_tokens = num_worst_tokens
         self._num_channels = num_channels
         self._counts: list[int] = []  # tokens for each peer
@@ -97,7 +97,7 @@ class Dispatch:
         self._received = Received(x, scales, records, topk_idx, topk_weights, self._room_handle(num_rows), is_staged)
         return self._received
 
-    def _room_handle(self, num_rows: int) -> Handle:
+    def _room_handle(self, num_rows: int) -> Any:
         if self._handle is not None:
             return self._handle
         assert self._routing is not None

@@ -8,6 +8,7 @@ taken apart on arrival.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,6 +40,7 @@ class Routing:
         is_token_in_rank: [T, R] bool.
         topk_idx: [T, K] int32 or int64, or None.
         topk_weights: [T, K] float32, or None.
+        num_tokens_per_node: [nodes] int32; None on one node.
     """
 
     num_tokens_per_rank: torch.Tensor
@@ -46,6 +48,7 @@ class Routing:
     is_token_in_rank: torch.Tensor
     topk_idx: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
+    num_tokens_per_node: torch.Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -78,7 +81,7 @@ class Received:
         records: [n, W] int32, ids, weights and source index side by side; dropped when the call ends.
         topk_idx: [n, K] ordinary memory, or None.
         topk_weights: [n, K] ordinary memory, or None.
-        handle: The handle; its tensors are ordinary memory.
+        handle: The `Handle`, across nodes the `RailHandle`; its tensors are ordinary memory.
         is_staged: The arena could not hold the rows.
     """
 
@@ -87,7 +90,7 @@ class Received:
     records: torch.Tensor | None
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
-    handle: Handle
+    handle: Any
     is_staged: bool
 
     def parts(self) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import layout
+from ..config import Config
 from ..errors import EPUnsupported
 from ..event import EventHandle
 from ..handle import Handle
@@ -368,6 +369,10 @@ class StreamedEngine:
         if self._local is None:
             self._local = torch.zeros(self._num_local_bytes, dtype=torch.uint8, device=self.window.device)
         return self._local[start : start + num_bytes]
+
+    def tune(self, config: Config | None) -> None:
+        """Take the chunks of the next call from a config. One hop has none."""
+        del config
 
     def trim(self) -> int:
         """Memory that peers have mapped stays: only all ranks together could give it back."""

@@ -81,6 +81,7 @@ def _dispatch(state: State, worst_case: bool) -> None:
     result = state.buffer.dispatch(
         (x, state.sent(scales[rank])) if scales is not None else x,
         num_tokens_per_rank=mask.sum(0, dtype=torch.int32),
+        num_tokens_per_rdma_rank=_tokens_per_node(mask, state.num_nodes),
         is_token_in_rank=mask,
         num_tokens_per_expert=state.sent(routing["per_expert"][rank]),
         topk_idx=state.sent(routing["ids"][rank]) if has_topk else None,
@@ -116,10 +117,25 @@ def check_dispatched(result: tuple, expected: reference.Dispatched, worst_case: 
     same("recv_topk_weights", _first(weights, rows), expected.recv_topk_weights)
     if idx is not None:
         same("recv_topk_idx beyond the rows", idx[rows:], torch.full_like(idx[rows:], -1))
-    same("recv_src_idx", handle[3][:rows], torch.tensor(expected.src_token, dtype=torch.int32))
+    same("recv_src_idx", _source_idx(handle)[:rows], torch.tensor(expected.src_token, dtype=torch.int32))
     expected_counts = [] if worst_case else expected.num_recv_tokens_per_expert_list
     if counts != expected_counts:
         raise Mismatch(f"counts {counts}, expected {expected_counts}")
+
+
+def _tokens_per_node(mask: torch.Tensor, num_nodes: int) -> torch.Tensor | None:
+    if num_nodes == 1:
+        return None
+    return mask.unflatten(1, (num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
+
+
+def _source_idx(handle: tuple) -> torch.Tensor:
+    """The source index of each row: an item of its own, or, across nodes, beside the source rank."""
+    return (
+        handle[3]
+        if len(handle) == 6
+        else handle[7].view(torch.int32)[:, 1].clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _first(tensor: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
@@ -165,7 +181,8 @@ def combine(state: State) -> None:
     num_topk = draw.randint(1, 4) if draw.random() < 0.4 else 0
     weights = inputs.row_weights(counts, num_topk) if num_topk else None
     biases = inputs.biases([mask.size(0) for mask in known.masks], x.size(1), x.dtype)
-    expected = reference.combine(ys, known.masks, biases=biases, topk_weights=weights)[rank]
+    size = inputs.num_ranks // state.num_nodes
+    expected = reference.combine(ys, known.masks, biases=biases, topk_weights=weights, ranks_per_node=size)[rank]
     out, out_weights, event = state.buffer.combine(
         x,
         known.handle,

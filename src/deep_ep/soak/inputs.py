@@ -32,7 +32,7 @@ class Inputs:
         self.draw = random.Random(seed)
         self.call_idx = 0  # the data of each call is its own
         self._seed = seed
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._most_tokens, self._most_hidden = most_tokens, most_hidden
         self._data = torch.Generator()
 
@@ -42,7 +42,7 @@ class Inputs:
         def draw() -> int:
             return self.draw.choice([0, 1, self.draw.randint(0, self._most_tokens), self._most_tokens])
 
-        return [0] * self._num_ranks if self.draw.random() < 0.02 else [draw() for _ in range(self._num_ranks)]
+        return [0] * self.num_ranks if self.draw.random() < 0.02 else [draw() for _ in range(self.num_ranks)]
 
     def hidden(self) -> int:
         """A hidden size."""
@@ -61,7 +61,7 @@ class Inputs:
 
     def routing(self, num_tokens: list[int]) -> dict[str, Any]:
         """Ids, weights, masks and counts of all ranks."""
-        num_experts = self._num_ranks * self.draw.randint(1, 4)
+        num_experts = self.num_ranks * self.draw.randint(1, 4)
         num_topk, idx_dtype = self.draw.randint(1, 5), self.draw.choice((torch.int32, torch.int64))
         free_mask = self.draw.random() < 0.2  # a mask that does not follow the ids: it is the mask that counts
         ids, weights, masks, per_expert = [], [], [], []
@@ -70,9 +70,9 @@ class Inputs:
             drawn = torch.randint(-2, num_experts + 2, (count, num_topk), generator=generator)
             ids.append(drawn.to(idx_dtype))
             weights.append(torch.rand(count, num_topk, generator=generator))
-            seen = reference.layout(drawn, num_experts, self._num_ranks)
+            seen = reference.layout(drawn, num_experts, self.num_ranks)
             per_expert.append(seen.num_tokens_per_expert)
-            random_mask = torch.rand(count, self._num_ranks, generator=generator) < 0.5
+            random_mask = torch.rand(count, self.num_ranks, generator=generator) < 0.5
             masks.append(random_mask if free_mask else seen.is_token_in_rank)
         return {"ids": ids, "weights": weights, "masks": masks, "per_expert": per_expert, "num_experts": num_experts}
 

@@ -53,6 +53,7 @@ class State:
     def __init__(self, buffer: Buffer, inputs: Inputs):
         self.buffer = buffer
         self.rank = buffer.rank
+        self.num_nodes = buffer.runtime.get_num_rdma_ranks() if buffer.runtime is not None else 1
         self.inputs = inputs
         self.draw = inputs.draw
         self.report = Report()

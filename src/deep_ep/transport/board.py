@@ -28,7 +28,7 @@ NUM_SENT_POSTS = 8  # of low-latency calls, by their number
 
 _NUM_POST_WORDS = 32
 _POST_BYTES = 8 * _NUM_POST_WORDS
-_TEXT = Span(4 * LINE_BYTES, 2048)
+_TEXT = Span(5 * LINE_BYTES, 2048)
 _POSTS = 2048  # 2 kinds x 2 parities of `_POST_BYTES` each
 _SENT_POSTS = 3072  # `NUM_SENT_POSTS` of `_SENT_POST_BYTES` each
 _SENT_POST_BYTES = 128
@@ -56,6 +56,7 @@ class Board:
         self.failed = word(mapping.memory, LINE_BYTES)
         self.closed = word(mapping.memory, 2 * LINE_BYTES)
         self.sent = word(mapping.memory, 3 * LINE_BYTES)
+        self.waiting = word(mapping.memory, 4 * LINE_BYTES)
         self._text = mapping.view(_TEXT)
         self._posts = [
             [mapping.view(_post_span(kind, parity)).cast("q") for parity in (0, 1)] for kind in (HEADER, OFFER)

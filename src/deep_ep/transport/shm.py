@@ -18,7 +18,7 @@ from .board import Board
 from .fds import exchange_fds
 from .memory import SharedMemory
 from .spans import Span
-from .window import Peer, Window, WindowSizes
+from .window import Peer, Place, Window, WindowSizes
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,12 @@ def make_window(control: Control, sizes: WindowSizes) -> Window:
     all_well(control, None, problem, "mapping shared memory")
     # Everybody must divide this memory alike: the largest wish is everybody's. Only what is used is taken.
     sizes = replace(sizes, low_latency_bytes=max(address.low_latency_bytes for address in addresses))
-    return Window(control.rank, peers, memory, sizes, control.limit_secs)
+    place = Place(control.first_rank, control.num_all_ranks)
+    return Window(control.rank, peers, memory, sizes, control.limit_secs, place)
 
 
 def open_all(control: Control, addresses: list[Address], memory: SharedMemory) -> list[SharedMemory]:
-    """Every rank's memory: through `/proc`, or, if that fails anywhere, over sockets on all ranks."""
+    """Every rank's memory: through `/proc`, or, if that fails anywhere in the group, over sockets on all ranks."""
     opened: list[SharedMemory] = []
     refused = None
     for rank, address in enumerate(addresses):
@@ -106,21 +107,21 @@ def open_all(control: Control, addresses: list[Address], memory: SharedMemory) -
         except OSError as error:
             refused = f"rank {rank}'s memory: {error}"
             break
-    if not any(control.gather(refused, "opening shared memory")):
+    if not any(control.gather_all(refused, "opening shared memory")):
         return opened
     fds = exchange_fds(control, memory.fd)
     return [memory if rank == control.rank else SharedMemory(fd) for rank, fd in enumerate(fds)]
 
 
 def all_well(control: Control, value: object, problem: str | None, purpose: str) -> list:
-    """Gather `value`, or everybody's problems: all ranks go on, or all raise."""
-    answers = control.gather((value, problem), purpose)
+    """Gather `value`, or everybody's problems: all ranks of all nodes go on, or all raise."""
+    answers = control.gather_all((value, problem), purpose)
     problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem]
     if problems:
         raise EPTransportError(
             f"{purpose}: {'; '.join(problems)}. `python -m deep_ep doctor` shows what this host allows"
         )
-    return [value for value, _ in answers]
+    return [value for value, _ in answers[control.first_rank : control.first_rank + control.num_ranks]]
 
 
 def _open(address: Address) -> SharedMemory:

@@ -1,15 +1,16 @@
-"""A window for a group of one rank: private memory, no peers. Works on every system."""
+"""A window for one rank, alone in its group or on its node: private memory, no peers. Works on every system."""
 
 from __future__ import annotations
 
 from ..control import Control
 from .board import Board
 from .memory import PrivateMemory
-from .window import Peer, Window, WindowSizes
+from .window import Peer, Place, Window, WindowSizes
 
 
 def make_window(control: Control, sizes: WindowSizes) -> Window:
     """Make the window of the only rank."""
     memory = PrivateMemory()
     board = Board(memory.map(memory.grow(Board.num_bytes(1))), 1)
-    return Window(0, [Peer(0, memory, board)], memory, sizes, control.limit_secs)
+    place = Place(control.first_rank, control.num_all_ranks)
+    return Window(0, [Peer(0, memory, board)], memory, sizes, control.limit_secs, place)

@@ -33,6 +33,8 @@ _SHORT_WAIT_SECS = 4e-3
 SENT_TABLE_BYTES = 8 * MAX_EXPERTS  # of a low-latency call: a number for each expert
 SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the low-latency memory
 
+# How much longer a wait takes for a peer that waits on its rail; longer than the grace of a rail's own waits.
+_PATIENCE_SHARE, _MOST_PATIENCE_SECS = 0.5, 5.0
 _PULSE_SECS = 0.02  # how often a wait asks whether the peers' processes live
 
 
@@ -100,15 +102,28 @@ class WindowSizes:
     low_latency_bytes: int = 0
 
 
+class Place(NamedTuple):
+    """Where the ranks of a window stand in their group: errors name ranks as the group does.
+
+    Attributes:
+        first_rank: The group's rank of peer 0.
+        num_ranks: Ranks of the group.
+    """
+
+    first_rank: int
+    num_ranks: int
+
+
 class Window:
     """A rank's memory, its peers', and the signals between them.
 
     Args:
-        rank: This rank.
+        rank: This rank, counted inside the node.
         peers: All ranks by rank, this one included.
         memory: This rank's memory, with its board already mapped.
         sizes: How large to make it.
         limit_secs: Seconds that a wait may take.
+        place: Where the peers stand in the group; None: they are the group.
 
     Attributes:
         low_latency: Memory of low-latency calls; None: there is none.
@@ -116,9 +131,18 @@ class Window:
         fault: Told of every fault point, where tests stop or kill the rank, or delay it; None: nobody is.
     """
 
-    def __init__(self, rank: int, peers: list[Peer], memory: Memory, sizes: WindowSizes, limit_secs: float):
+    def __init__(
+        self,
+        rank: int,
+        peers: list[Peer],
+        memory: Memory,
+        sizes: WindowSizes,
+        limit_secs: float,
+        place: Place | None = None,
+    ):
         self.rank = rank
         self.peers = peers
+        self.place = place or Place(0, len(peers))
         self.board = peers[rank].board
         self.limit_secs = limit_secs
         self.failure: str | None = None
@@ -188,15 +212,21 @@ class Window:
                 if now - pulse > _PULSE_SECS:
                     pulse = now
                     self._raise_if_dead(where, pending, target)
-                if now - begin > self.limit_secs:
+                if now - begin > self.limit_secs and (silent := self._silent(pending, now - begin)):
                     raise EPTimeout(
-                        f"{where}: no signal from {_ranks(pending)} after {self.limit_secs:g} s ({self._me()}). "
+                        f"{where}: no signal from {self._named(silent)} after {self.limit_secs:g} s ({self._me()}). "
                         "It exited, hangs, or called in another order; look at its output"
                     )
         # A peer that failed may have let its caller overwrite what this rank has just read: progress alone proves
         # nothing.
         self._raise_if_failed(where)
         self._raise_if_astray(where)
+
+    def _silent(self, pending: list[Peer], waited_secs: float) -> list[Peer]:
+        """Whom to blame at the limit: not those that wait for another node themselves, which will say for whom."""
+        if waited_secs > self.limit_secs + min(_MOST_PATIENCE_SECS, _PATIENCE_SHARE * self.limit_secs):
+            return pending
+        return [peer for peer in pending if not peer.board.waiting.load_acquire()]
 
     def wait_sent(self, number: int, ranks: Sequence[int], operation: str, *, may_lose: bool) -> Arrivals:
         """Wait until every one of these ranks has sent low-latency call `number`.
@@ -258,6 +288,10 @@ class Window:
             self.board.write_text(cause)
             self.board.failed.store_release(1)
 
+    def raise_if_peer_failed(self, epoch: int, operation: str) -> None:
+        """For waits that are not the window's: raise if a peer has failed."""
+        self._raise_if_failed(_Where(operation, epoch))
+
     def close(self) -> None:
         """Tell the peers that this rank is gone, and let go of what new mappings need. Tensors stay valid."""
         if os.getpid() != self._pid:
@@ -269,14 +303,15 @@ class Window:
     def _raise_if_failed(self, where: _Where, peers: list[Peer] | None = None) -> None:
         for peer in self._others if peers is None else peers:
             if peer.board.failed.load_acquire():
-                raise EPPeerFailed(peer.rank, peer.board.read_text(), f"{where}: rank {peer.rank} failed", self._me())
+                rank = self.place.first_rank + peer.rank
+                raise EPPeerFailed(rank, peer.board.read_text(), f"{where}: rank {rank} failed", self._me())
 
     def _raise_if_closed(self, where: _Where, pending: list[Peer], target: int) -> None:
         for peer in pending:
             # Closed first, progress second: a peer may have done its part and then left.
             if peer.board.closed.load_acquire() and peer.board.progress.load_acquire() < target:
                 raise EPError(
-                    f"{where}: rank {peer.rank} has destroyed its buffer ({self._me()}). "
+                    f"{where}: {self._named([peer])} has destroyed its buffer ({self._me()}). "
                     "All ranks of a buffer must make the same calls"
                 )
 
@@ -286,19 +321,22 @@ class Window:
         astray = [peer for peer in self._others if peer.board.progress.load_acquire() >= limit]
         if astray:
             raise EPError(
-                f"{where}: {_ranks(astray)} is more than one call ahead ({self._me()}). This is a bug: report it"
+                f"{where}: {self._named(astray)} is more than one call ahead ({self._me()}). This is a bug: report it"
             )
 
     def _raise_if_dead(self, where: _Where, pending: list[Peer], target: int) -> None:
         dead = [peer for peer in pending if not peer.is_alive() and peer.board.progress.load_acquire() < target]
         if dead:
             raise EPError(
-                f"{where}: the process of {_ranks(dead)} has ended ({self._me()}). "
+                f"{where}: the process of {self._named(dead)} has ended ({self._me()}). "
                 "Look at its output, and make a new buffer over the ranks that live"
             )
 
     def _me(self) -> str:
-        return f"rank {self.rank}/{len(self.peers)}"
+        return f"rank {self.place.first_rank + self.rank}/{self.place.num_ranks}"
+
+    def _named(self, peers: list[Peer]) -> str:
+        return named([self.place.first_rank + peer.rank for peer in peers])
 
 
 class Arrivals(NamedTuple):
@@ -335,7 +373,3 @@ class _Where(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.operation} (call {self.epoch})"
-
-
-def _ranks(peers: list[Peer]) -> str:
-    return named([peer.rank for peer in peers])

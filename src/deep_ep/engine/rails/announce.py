@@ -1,0 +1,127 @@
+"""What the ranks of a rail tell each other at the beginning of a call."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ... import layout
+from ...errors import EPError
+from ...transport.links import ANNOUNCE
+from ...transport.message import Rail, Wait
+from ..call import Agreement, Call
+from ..parcel import Routing
+
+_NUM_AGREED = len(Agreement._fields)
+_WORDS = struct.Struct(f"<{_NUM_AGREED + 1}q")  # what must agree, and the rows that will come
+
+
+class Announcement(NamedTuple):
+    """What one node's rank of the rail sends to this node.
+
+    Attributes:
+        num_rows: Rows that it sends.
+        num_tokens: [P] int32, how many of them go to each rank of this node; None: as the handle says.
+        num_selected: [E / N] int32, its selections of this node's experts, likewise.
+        mask: [num_rows, P] bool, which go to which, likewise.
+    """
+
+    num_rows: int
+    num_tokens: torch.Tensor | None = None
+    num_selected: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+
+def announcement_to(routing: Routing, node: int, num_nodes: int) -> Announcement:
+    """What a dispatch with routing tells a node."""
+    size = routing.is_token_in_rank.size(1) // num_nodes
+    mask = routing.is_token_in_rank[:, node * size : (node + 1) * size]
+    mask = mask[mask.any(1)]
+    num_tokens = routing.num_tokens_per_rank[node * size : (node + 1) * size]
+    num_experts = routing.num_experts // num_nodes
+    selected = routing.num_tokens_per_expert[node * num_experts : (node + 1) * num_experts]
+    return Announcement(mask.size(0), num_tokens, selected, mask)
+
+
+def send_announcement(rail: Rail, call: Call, node: int, said: Announcement) -> None:
+    """Tell one node what comes."""
+    parts = []
+    if said.num_tokens is not None and said.num_selected is not None and said.mask is not None:
+        numbers = torch.cat([said.num_tokens, said.num_selected])
+        parts = [numbers.view(torch.uint8), layout.pack_bits(said.mask).flatten()]
+    page = rail.pool.take(_WORDS.size + sum(part.numel() for part in parts))
+    page.view()[: _WORDS.size] = _WORDS.pack(*call.header.agreement.words(), said.num_rows)
+    if parts:
+        torch.cat(parts, out=page.tensor()[_WORDS.size :])
+    rail.send(node, ANNOUNCE, call.epoch, page)
+
+
+def receive_announcements(
+    rail: Rail, wait: Wait, call: Call, num_local_ranks: int, num_experts: int = 0
+) -> dict[int, Announcement]:
+    """What the other nodes send, by node.
+
+    Args:
+        rail: The rail.
+        wait: How the call waits.
+        call: The call.
+        num_local_ranks: P.
+        num_experts: Of a node, in a dispatch with routing; 0: there are no counts.
+
+    Raises:
+        EPError: A rank makes another call; it says in what it differs.
+    """
+    heard, clashes = {}, []
+    mine = call.header.agreement
+    for node in rail.nodes:
+        frame = rail.receive(node, wait)
+        if frame.topic != ANNOUNCE or frame.epoch != call.epoch:
+            raise EPError(
+                f"{call}: {rail.name(node)} is in call {frame.epoch} ({_me(call)}). "
+                "Make the calls in the same order on all ranks"
+            )
+        words = _WORDS.unpack_from(frame.page.view())
+        if list(words[:_NUM_AGREED]) != mine.words():
+            clashes.append(f"{rail.name(node)} has {mine.differences(Agreement.from_words(words))}")
+            continue
+        data = frame.page.tensor()[_WORDS.size :].clone()
+        heard[node] = _parse(data, words[_NUM_AGREED], num_local_ranks, num_experts)
+        rail.pool.give(frame.page)
+    if clashes:
+        raise EPError(
+            f"{call}: all ranks must make the same call, but {'; '.join(clashes)} ({_me(call)}). "
+            "Make the calls in the same order on all ranks"
+        )
+    return heard
+
+
+def _parse(data: torch.Tensor, num_rows: int, num_local_ranks: int, num_experts: int) -> Announcement:
+    if not num_experts:
+        return Announcement(num_rows)
+    num_bytes = 4 * (num_local_ranks + num_experts)
+    numbers = data[:num_bytes].view(torch.int32)
+    bits = data[num_bytes:].view(num_rows, -(-num_local_ranks // 8))
+    mask = layout.unpack_bits(bits, num_local_ranks)
+    return Announcement(num_rows, numbers[:num_local_ranks], numbers[num_local_ranks:], mask)
+
+
+def require_rows(call: Call, rail: Rail, heard: dict[int, Announcement], expected: Sequence[int]) -> None:
+    """Check that the handles of both ends count the same rows.
+
+    Raises:
+        EPError: They do not.
+    """
+    for node, said in heard.items():
+        if said.num_rows != expected[node]:
+            raise EPError(
+                f"{call}: {rail.name(node)} sends {said.num_rows} rows, the handle counts {expected[node]} "
+                f"({_me(call)}). Pass the handle as dispatch returned it"
+            )
+
+
+def _me(call: Call) -> str:
+    place = call.window.place
+    return f"rank {place.first_rank + call.window.rank}/{place.num_ranks}"

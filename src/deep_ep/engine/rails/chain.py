@@ -1,0 +1,46 @@
+"""The calls of a buffer across nodes."""
+
+from __future__ import annotations
+
+import zlib
+
+from ...topology import Topology
+from ...transport import Window
+from ...transport.message import Rail, Wait
+from ..call import Call, Chain
+
+
+class RailChain(Chain):
+    """The calls of a buffer across nodes, one after the other.
+
+    Args:
+        window: The node's window.
+        rail: The links to other nodes.
+        topology: Where this rank stands.
+        number: Tells buffers apart; the same on all ranks.
+    """
+
+    def __init__(self, window: Window, rail: Rail, topology: Topology, number: int):
+        super().__init__(window)
+        self.rail = rail
+        self.topology = topology
+        self._number = number
+
+    def fail(self, error: BaseException, call: Call | None) -> None:
+        """Whatever goes wrong in a call goes wrong for all ranks of all nodes: tell node and rail, and close."""
+        super().fail(error, call)
+        if self.window.failure is not None:
+            self.rail.fail(self.window.failure)
+
+    def waiting(self, call: Call) -> Wait:
+        """How a call waits on the rail."""
+        window = self.window
+        return self.rail.waiting(
+            str(call),
+            lambda: window.raise_if_peer_failed(call.epoch, call.operation),
+            lambda is_waiting: window.board.waiting.store_release(int(is_waiting)),
+        )
+
+    def mark(self, epoch: int) -> int:
+        """A number that tells the dispatches of all buffers apart, the same on all ranks; never 0."""
+        return zlib.crc32(f"{self._number} {epoch}".encode()) >> 2 | 1

@@ -1,0 +1,340 @@
+"""Dispatch across nodes: a token crosses to a node once, and is written there straight into its final rows.
+
+The rank of the rail that receives a token knows its slot at every rank of the node, from counts that were exchanged
+before: over the rail, and then inside the node. See `docs/protocol.md` for the steps.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from ... import layout
+from ...config import Config
+from ...errors import EPOverflow, EPTransportError
+from ...handle import RailHandle
+from ...kernels.rows import Lane, Section, put_rows, row_bytes, rows_as, widest_dtype
+from ...transport.links import VERDICT
+from ..call import ANNOUNCED, OFFERED, READY, Call, Header
+from ..dispatch import Dispatch
+from ..parcel import Payload, Received, Routing, agreement_of, outgoing_parts, section_columns, unpack_records
+from .announce import (
+    Announcement,
+    announcement_to,
+    receive_announcements,
+    require_rows,
+    send_announcement,
+)
+from .chain import RailChain
+from .routes import Routes
+from .traffic import ChunkForm, Chunks, Traffic
+
+_OVERFLOW = struct.Struct("<3q")  # rank, rows, num_worst_tokens
+
+
+class RailsDispatch(Dispatch):
+    """One dispatch of one rank, over two hops.
+
+    Args:
+        chain: The calls of the buffer, of which this is the next.
+        payload: What this rank sends.
+        routing: Where it goes; None: where `handle` says.
+        handle: The handle of an earlier dispatch.
+        num_worst_tokens: Rows to make room for; 0: as many as come.
+        num_channels: Columns of the handle's unused items.
+        config: How rows are cut into messages.
+    """
+
+    def __init__(
+        self,
+        chain: RailChain,
+        payload: Payload,
+        routing: Routing | None = None,
+        handle: RailHandle | None = None,
+        num_worst_tokens: int = 0,
+        num_channels: int = 1,
+        config: Config | None = None,
+    ):
+        super().__init__(chain, payload, routing, handle, num_worst_tokens, num_channels)
+        self._rails = chain
+        self._topology = chain.topology
+        self._config = config
+        self._prefix: torch.Tensor | None = None  # [R, P] int32, what this node's ranks receive
+        self._tables: list[list[torch.Tensor]] = []
+        self._said: dict[int, Announcement] = {}  # by node, what its rank of the rail sends to this node
+
+    # By the caller ---------------------------------------------------------------------------------------------------
+
+    def make_room(self, num_rows: int) -> Received:
+        """Allocate everything that the call returns, rows in the arena.
+
+        Raises:
+            EPTransportError: The arena cannot hold them.
+        """
+        received = super().make_room(num_rows)
+        if received.is_staged:
+            raise no_room("dispatch", num_rows, self._topology.rank, self._topology.num_ranks)
+        return received
+
+    def _room_handle(self, num_rows: int) -> RailHandle:
+        if self._handle is not None:
+            return self._handle
+        assert self._routing is not None
+        mask, topology = self._routing.is_token_in_rank, self._topology
+        num_channels, num_nodes, num_ranks = self._num_channels, topology.num_nodes, topology.num_ranks
+        new, zeros = mask.new_empty, mask.new_zeros
+        return RailHandle(
+            is_token_in_rank=mask,
+            rdma_channel_prefix_matrix=zeros(num_nodes, num_channels, dtype=torch.int32),
+            gbl_channel_prefix_matrix=zeros(num_ranks, num_channels, dtype=torch.int32),
+            recv_rdma_channel_prefix_matrix=zeros(num_nodes, num_channels, dtype=torch.int32),
+            recv_rdma_rank_prefix_sum=new(num_nodes, dtype=torch.int32),
+            recv_gbl_channel_prefix_matrix=zeros(num_ranks, num_channels, dtype=torch.int32),
+            recv_gbl_rank_prefix_sum=new(num_ranks, dtype=torch.int32),
+            recv_src_meta=new(num_rows, 8, dtype=torch.uint8),
+            send_rdma_head=new(mask.size(0), num_nodes, dtype=torch.int32),
+            # Of a size that the counts tell. A worst-case dispatch makes its handle before it knows them.
+            send_nvl_head=new(self._num_passed_on(), topology.ranks_per_node, dtype=torch.int32),
+        )
+
+    def _num_passed_on(self) -> int:
+        return sum(said.num_rows for said in self._said.values())
+
+    # On the comm stream ----------------------------------------------------------------------------------------------
+
+    def check_counts(self) -> None:
+        """The caller's counts must be those of its mask, per rank and per node."""
+        if self._routing is None or self._counts:
+            return
+        super().check_counts()
+        mask, told = self._routing.is_token_in_rank, self._routing.num_tokens_per_node
+        assert told is not None
+        seen = mask.unflatten(1, (self._topology.num_nodes, -1)).any(2).sum(0).tolist()
+        if seen != told.tolist():
+            self._counts = []
+            raise ValueError(
+                "dispatch: `num_tokens_per_rdma_rank` must count the tokens of `is_token_in_rank` for each node, "
+                f"got {told.tolist()}, there are {seen}"
+            )
+
+    def exchange_counts(self) -> tuple[int, list[int]]:
+        """Announce a full dispatch, to the rail and then to the node, and learn what comes.
+
+        Returns:
+            The number of rows, and the selections of each local expert.
+        """
+        call = self._announce("dispatch")
+        self._hear(call)
+        self._post_header(call)
+        call.signal(ANNOUNCED)
+        call.wait(ANNOUNCED)
+        call.headers()
+        self._prefix = self._read_counts(call)
+        return self._prefix.tolist()[-1][self._window.rank], self._local_expert_counts(call)
+
+    def move_rows(self) -> None:
+        """Offer the room, send this rank's rows, pass on those of the rail, wait for the node's."""
+        assert self._received is not None
+        call = self.call
+        if call is None:
+            call = self._announce("cached dispatch" if self._handle is not None else "worst-case dispatch")
+            self._hear(call)
+            self._post_header(call)
+        self._offer(call)
+        if self._num_worst_tokens:
+            call.wait(OFFERED)
+            self._prefix = self._agreed_counts(call)
+        if self._handle is None:
+            self._fill_rail_handle(call)
+        routes = Routes(self._received.handle, self._topology)
+        if self._handle is not None:
+            require_rows(call, self._rails.rail, self._said, routes.num_in)
+        outgoing = outgoing_parts(self._payload, self._routing)
+        traffic = self._traffic(call, routes, outgoing)
+        traffic.start()
+        call.wait(OFFERED)
+        call.headers()
+        self._open(call, outgoing)
+        self._put_own(outgoing, routes)
+        traffic.finish()
+        call.signal(READY)
+        call.wait(READY)
+        self._end(routes)
+
+    def _announce(self, operation: str) -> Call:
+        """Begin the call, and tell the rail."""
+        self.check_counts()
+        handle, rail, topology = self._handle, self._rails.rail, self._topology
+        number = int(handle.recv_rdma_channel_prefix_matrix[0, 0]) if handle is not None else 0
+        agreement = agreement_of(operation, self._payload, self._routing, number)
+        call = self.call = self._chain.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens))
+        num_out = (handle.send_rdma_head >= 0).sum(0).tolist() if handle is not None else []
+        for node in [*rail.nodes, topology.node]:
+            if self._routing is not None:
+                said = announcement_to(self._routing, node, topology.num_nodes)
+            else:
+                said = Announcement(num_out[node])
+            if node == topology.node:
+                self._said[node] = said
+            else:
+                send_announcement(rail, call, node, said)
+        return call
+
+    def _hear(self, call: Call) -> None:
+        """What the rail sends to this node."""
+        num_experts = self._routing.num_experts // self._topology.num_nodes if self._routing is not None else 0
+        wait, size = self._rails.waiting(call), self._topology.ranks_per_node
+        self._said.update(receive_announcements(self._rails.rail, wait, call, size, num_experts))
+
+    def _post_header(self, call: Call) -> None:
+        """Tell the node, too: what this rank will pass on, and what the rail selected of the node's experts."""
+        if self._routing is None:
+            call.post_header()
+            return
+        said = [self._said[node] for node in range(self._topology.num_nodes)]
+        counts = [one.num_tokens for one in said if one.num_tokens is not None]
+        selected = [one.num_selected for one in said if one.num_selected is not None]
+        call.post_header(torch.cat(counts), torch.stack(selected).sum(0, dtype=torch.int32))
+
+    def _read_counts(self, call: Call) -> torch.Tensor:
+        """[R, P] int32, rows that each rank of this node receives from the group's ranks up to another."""
+        num_ranks, size = self._topology.num_ranks, self._topology.ranks_per_node
+        # A peer has posted, for each node, what the rank of its rail there sends to each rank of this node.
+        counts = torch.tensor([peer.board.read_values(call.epoch, 0, num_ranks) for peer in self._window.peers])
+        counts = counts.to(torch.int32).view(size, -1, size).transpose(0, 1)
+        return layout.rank_prefix_matrix(counts.reshape(num_ranks, size))
+
+    def _local_expert_counts(self, call: Call) -> list[int]:
+        assert self._routing is not None
+        num_local = self._routing.num_experts // self._topology.num_ranks
+        start = self._topology.num_ranks + self._window.rank * num_local
+        counts = [peer.board.read_values(call.epoch, start, start + num_local) for peer in self._window.peers]
+        return list(map(sum, zip(*counts, strict=True)))
+
+    def _agreed_counts(self, call: Call) -> torch.Tensor:
+        """The counts of a worst-case dispatch, if they fit everywhere: all nodes tell each other."""
+        headers, first = call.headers(), self._window.place.first_rank
+        prefix = self._read_counts(call)
+        rows = zip(headers, prefix.tolist()[-1], strict=True)
+        seen = [
+            (first + local, num_rows, header.num_worst_tokens)
+            for local, (header, num_rows) in enumerate(rows)
+            if num_rows > header.num_worst_tokens
+        ]
+        rail, wait = self._rails.rail, self._rails.waiting(call)
+        for node in rail.nodes:
+            rail.send(node, VERDICT, call.epoch, rail.pool.filled(_OVERFLOW.pack(*seen[0]) if seen else b""))
+        for node in rail.nodes:
+            frame = rail.receive(node, wait)
+            if frame.page.num_bytes:
+                seen.append(_OVERFLOW.unpack(frame.page.view()))
+        if seen:
+            rank, num_rows, limit = min(seen)
+            raise EPOverflow(
+                f"dispatch: rank {rank} receives {num_rows} rows, more than its num_worst_tokens={limit} "
+                f"(rank {self._topology.rank}/{self._topology.num_ranks}). "
+                "Raise num_worst_tokens; tokens x ranks always suffices"
+            )
+        return prefix
+
+    def _fill_rail_handle(self, call: Call) -> None:
+        """All but the source indices, which come with the rows."""
+        assert self._received is not None
+        assert self._routing is not None
+        assert self._prefix is not None
+        handle, prefix, topology = self._received.handle, self._prefix, self._topology
+        assert isinstance(handle, RailHandle)
+        size, mask = topology.ranks_per_node, self._routing.is_token_in_rank
+        said = [self._said[node] for node in range(topology.num_nodes)]
+        slots = [
+            layout.token_slots(one.mask, prefix, node * size + topology.local_rank)
+            for node, one in enumerate(said)
+            if one.mask is not None
+        ]
+        handle.send_nvl_head.resize_(self._num_passed_on(), size).copy_(torch.cat(slots))
+        handle.recv_rdma_channel_prefix_matrix.fill_(self._rails.mark(call.epoch))
+        handle.recv_rdma_rank_prefix_sum.copy_(prefix.new_tensor([one.num_rows for one in said]).cumsum(0))
+        received = prefix[:, topology.local_rank]
+        handle.recv_gbl_rank_prefix_sum.copy_(received)
+        in_node = mask.unflatten(1, (topology.num_nodes, size)).any(2)
+        handle.send_rdma_head.copy_(layout.token_slots(in_node, prefix, 0))
+        num_rows = received.tolist()[-1]
+        sources = torch.arange(topology.num_ranks, dtype=torch.int32, device=prefix.device)
+        counts = received.diff(prepend=received.new_zeros(1))
+        handle.recv_src_rank[:num_rows].copy_(sources.repeat_interleave(counts.long()))
+
+    # Rows ------------------------------------------------------------------------------------------------------------
+
+    def _traffic(self, call: Call, routes: Routes, outgoing: Sequence[torch.Tensor]) -> Traffic:
+        rows = [rows_as(part, widest_dtype(row_bytes(part), _place(part), part.data_ptr())) for part in outgoing]
+        tokens = {node: routes.tokens_to(node) for node in self._rails.rail.nodes}
+        form = ChunkForm([(part.size(1), part.dtype) for part in rows])
+
+        def pack(node: int, first: int, last: int, views: list[torch.Tensor]) -> None:
+            for part, view in zip(rows, views, strict=True):
+                torch.index_select(part, 0, tokens[node][first:last], out=view)
+
+        def take(node: int, first: int, last: int, views: list[torch.Tensor]) -> None:
+            self._put(routes.blocks[node][first:last], views)
+
+        chunks, wait = Chunks.of(self._config, form.row_bytes), self._rails.waiting(call)
+        return Traffic(self._rails.rail, wait, call.epoch, form, chunks, routes.num_out, routes.num_in, pack, take)
+
+    def _open(self, call: Call, outgoing: Sequence[torch.Tensor]) -> None:
+        """Look where the ranks of the node take rows: tensors for each section, in the widest elements that fit."""
+        offers = call.offers()
+        self._tables = []
+        for index, part in enumerate(outgoing):
+            width = row_bytes(part)
+            offsets = [base.offset for offer in offers if (base := offer.bases[index]) is not None]
+            dtype = widest_dtype(width, _place(part), part.data_ptr(), *offsets)
+            self._tables.append(call.peer_rows(offers, index, width // dtype.itemsize, dtype))
+
+    def _put_own(self, outgoing: Sequence[torch.Tensor], routes: Routes) -> None:
+        """Write this rank's rows to the ranks of its own node."""
+        own = self._topology.node
+        slots = routes.blocks[own].new_full((self._payload.x.size(0), self._topology.ranks_per_node), -1)
+        slots[routes.tokens_to(own)] = routes.blocks[own]
+        self._put(slots, outgoing)
+
+    def _put(self, slots: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+        """Write rows to the ranks of this node that take them.
+
+        Args:
+            slots: [n, P] int32.
+            rows: [n, columns] for each section.
+        """
+        if not slots.size(0):
+            return
+        ends, counts = slots.amax(0).tolist(), (slots >= 0).sum(0).tolist()
+        # Slots of a column ascend without gaps, so the last one and their number say which they are.
+        lanes = [Lane(end + 1 - count, end + 1, 0) for end, count in zip(ends, counts, strict=True)]
+        sections = [
+            Section(rows_as(part, table[0].dtype), table) for part, table in zip(rows, self._tables, strict=True)
+        ]
+        put_rows(sections, slots, lanes, first_peer=self._window.rank)
+
+    def _end(self, routes: Routes) -> None:
+        assert self._received is not None
+        if self._routing is not None:
+            num_rows = self._received.handle.recv_gbl_rank_prefix_sum.tolist()[-1]
+            num_local = self._routing.num_experts // self._topology.num_ranks
+            unpack_records(self._received, num_rows, self._topology.rank, num_local)
+        columns = section_columns(self._payload, self._routing)
+        bytes_each = sum(count * dtype.itemsize for count, dtype in columns)
+        self._chain.stats.count("dispatch", "direct", 1, routes.rows_put, routes.rows_got, bytes_each)
+        self._tables = []
+
+
+def _place(part: torch.Tensor) -> int:
+    return int(part.storage_offset()) * part.element_size()
+
+
+def no_room(operation: str, num_rows: int, rank: int, num_ranks: int) -> EPTransportError:
+    """The error of a call across nodes whose rows the arena cannot hold."""
+    return EPTransportError(
+        f"{operation}: the arena has no room for {num_rows} rows, and across nodes there is no staging "
+        f"(rank {rank}/{num_ranks}). Drop received tensors, or raise DEEP_EP_ARENA_BYTES"
+    )

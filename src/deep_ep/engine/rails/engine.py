@@ -1,0 +1,92 @@
+"""The engine of a buffer across nodes: the face of the one-hop engine, with two-hop calls behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ... import layout
+from ...config import Config
+from ...event import EventHandle
+from ...handle import check_rail_rows
+from ...stream import CommStream
+from ...topology import Topology
+from ...transport import Window
+from ...transport.message import Rail
+from ..direct import DirectEngine, Order, count_layout
+from ..parcel import Payload, Routing
+from .chain import RailChain
+from .combine import RailsCombine
+from .dispatch import RailsDispatch
+
+
+class RailsEngine(DirectEngine):
+    """Dispatch and combine over a node's window and the rail.
+
+    Args:
+        window: The node's window.
+        rail: The links to other nodes.
+        topology: Where this rank stands.
+        number: Tells buffers apart; the same on all ranks.
+        stream: Where communication runs.
+    """
+
+    def __init__(self, window: Window, rail: Rail, topology: Topology, number: int, stream: CommStream):
+        super().__init__(window, stream)
+        self.rail = rail
+        self._topology = topology
+        self._rail_chain = self.chain = RailChain(window, rail, topology, number)
+        self._config: Config | None = None
+
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: Order
+    ) -> tuple[layout.DispatchLayout, EventHandle | None]:
+        """Count where this rank's tokens go. Local: it is queued only behind an event that is still to come."""
+        return count_layout(self.stream, topk_idx, num_experts, self._topology.num_ranks, num_nodes, order)
+
+    def tune(self, config: Config | None) -> None:
+        """Take the chunks of the next call from a config; None: choose them."""
+        self._config = config
+
+    def numbers(self) -> dict[str, Any]:
+        """What was counted so far."""
+        wait_secs, first = [0.0] * self._topology.num_ranks, self.window.place.first_rank
+        for node, link in self.rail.links.items():
+            wait_secs[self.rail.rank_of(node)] = link.wait_secs
+        for peer in self.window.peers:
+            wait_secs[first + peer.rank] = peer.wait_secs
+        return {**super().numbers(), "wait_secs": wait_secs, "rail": self.rail.numbers()}
+
+    def stop(self) -> None:
+        """Let what is queued finish, and close."""
+        self.stream.stop()
+        self._close()
+
+    def forget(self) -> None:
+        """Close when what is queued has finished, without waiting for it."""
+        self.stream.finish_with(self._close)
+
+    def _close(self) -> None:
+        self.window.close()
+        self.rail.close()
+
+    def _new_dispatch(
+        self,
+        payload: Payload,
+        routing: Routing | None = None,
+        handle: Any = None,
+        num_worst_tokens: int = 0,
+        num_channels: int = 1,
+    ) -> RailsDispatch:
+        chain, config = self._rail_chain, self._config
+        return RailsDispatch(chain, payload, routing, handle, num_worst_tokens, num_channels, config)
+
+    def _new_combine(
+        self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None, biases: Sequence[torch.Tensor]
+    ) -> RailsCombine:
+        return RailsCombine(self._rail_chain, x, handle, topk_weights, biases, self._config)
+
+    def _check_rows(self, handle: Any, where: str) -> None:
+        check_rail_rows(handle, where)

@@ -1,0 +1,179 @@
+"""Rows over the rail: cut into chunks, several on their way at a time, both directions at once.
+
+A chunk holds a few rows of every section, section after section. Who sends packs the next chunk while earlier ones
+travel; who receives hands each on as soon as it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...config import Config
+from ...errors import EPError
+from ...sizing import align, ceil_div
+from ...transport.links import ROWS, Frame
+from ...transport.message import Rail, Wait
+
+_SECTION_UNIT_BYTES = 16  # sections of a chunk begin at multiples of this: any element is aligned
+_COUNT_BITS = 24  # of a frame's place: rows of the chunk; the rest is the first row
+_LEAST_CHUNK_BYTES = 1 << 18  # where nobody asked for a size
+_AHEAD = 4
+
+
+class Chunks(NamedTuple):
+    """How rows are cut.
+
+    Attributes:
+        num_rows: Most rows of a chunk.
+        num_ahead: Chunks that are queued before the first has left.
+    """
+
+    num_rows: int
+    num_ahead: int
+
+    @classmethod
+    def of(cls, config: Config | None, row_bytes: int) -> Chunks:
+        """As a config says; without one, chunks that are worth a message."""
+        if config is None:
+            return cls(min(ceil_div(_LEAST_CHUNK_BYTES, max(1, row_bytes)), (1 << _COUNT_BITS) - 1), _AHEAD)
+        send, receive = config.num_max_rdma_chunked_send_tokens, config.num_max_rdma_chunked_recv_tokens
+        return cls(min(send, (1 << _COUNT_BITS) - 1), max(1, receive // send))
+
+
+class ChunkForm:
+    """Where the sections of a chunk lie.
+
+    Args:
+        columns: Columns and dtype of each section.
+    """
+
+    def __init__(self, columns: Sequence[tuple[int, torch.dtype]]):
+        self._columns = list(columns)
+        self.row_bytes = sum(count * dtype.itemsize for count, dtype in columns)
+
+    def num_bytes(self, num_rows: int) -> int:
+        """Bytes of a chunk of so many rows."""
+        return sum(self._sizes(num_rows))
+
+    def views(self, payload: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
+        """The sections of a chunk: [num_rows, columns] each, in place."""
+        views = []
+        for (count, dtype), part in zip(self._columns, payload.split(self._sizes(num_rows)), strict=True):
+            views.append(part[: num_rows * count * dtype.itemsize].view(dtype).view(num_rows, count))
+        return views
+
+    def _sizes(self, num_rows: int) -> list[int]:
+        return [align(num_rows * count * dtype.itemsize, _SECTION_UNIT_BYTES) for count, dtype in self._columns]
+
+
+class Traffic:
+    """The rows of one call on this rank's rail.
+
+    Args:
+        rail: The rail.
+        wait: How the call waits.
+        epoch: Of the call.
+        form: Of the chunks.
+        chunks: How rows are cut.
+        num_out: For each node, the rows to send.
+        num_in: For each node, the rows to come.
+        pack: `pack(node, first, last, views)` fills the sections of a chunk with rows [first, last) for a node.
+        take: `take(node, first, last, views)` hands on rows [first, last) of a node.
+    """
+
+    def __init__(
+        self,
+        rail: Rail,
+        wait: Wait,
+        epoch: int,
+        form: ChunkForm,
+        chunks: Chunks,
+        num_out: Sequence[int],
+        num_in: Sequence[int],
+        pack: Callable[[int, int, int, list[torch.Tensor]], None],
+        take: Callable[[int, int, int, list[torch.Tensor]], None],
+    ):
+        self._rail = rail
+        self._wait = wait
+        self._epoch = epoch
+        self._form = form
+        self._chunks = chunks
+        self._pack = pack
+        self._take = take
+        self._num_out, self._num_in = num_out, num_in
+        self._packed = dict.fromkeys(rail.nodes, 0)
+        self._taken = dict.fromkeys(rail.nodes, 0)
+
+    def start(self) -> None:
+        """Queue the first chunks for every node."""
+        while self._pack_some():
+            pass
+
+    def finish_packing(self) -> None:
+        """Go on until all chunks are packed; what comes meanwhile is taken."""
+        self._run(self._unpacked)
+
+    def finish(self) -> None:
+        """Go on until everything is sent and taken."""
+        self._run(lambda: [*self._unpacked(), *self._untaken(), *self._unsent()])
+
+    def _unpacked(self) -> list[int]:
+        return [node for node, count in self._packed.items() if count < self._num_out[node]]
+
+    def _untaken(self) -> list[int]:
+        return [node for node, count in self._taken.items() if count < self._num_in[node]]
+
+    def _unsent(self) -> list[int]:
+        return [node for node in self._rail.nodes if self._rail.links[node].num_queued]
+
+    def _run(self, pending: Callable[[], list[int]]) -> None:
+        while nodes := pending():
+            self._wait.require_working()
+            self._rail.turn(0)
+            has_packed, has_taken = self._pack_some(), self._take_some()
+            if not has_packed and not has_taken:
+                self._wait.until(self._can_go_on, nodes)
+
+    def _can_go_on(self) -> bool:
+        """Whether there is something to pack or to take, or nothing left to wait for."""
+        is_idle = not self._unpacked() and not self._untaken() and not self._unsent()
+        return is_idle or bool(self._packable()) or any(self._rail.links[node].inbox for node in self._untaken())
+
+    def _packable(self) -> list[int]:
+        most = self._chunks.num_ahead
+        return [node for node in self._unpacked() if self._rail.links[node].num_queued < most]
+
+    def _pack_some(self) -> bool:
+        """Pack a chunk for every node whose queue has room."""
+        nodes = self._packable()
+        for node in nodes:
+            first = self._packed[node]
+            last = min(first + self._chunks.num_rows, self._num_out[node])
+            page = self._rail.pool.take(self._form.num_bytes(last - first))
+            self._pack(node, first, last, self._form.views(page.tensor(), last - first))
+            self._rail.send(node, ROWS, self._epoch, page, first << _COUNT_BITS | (last - first))
+            self._packed[node] = last
+        return bool(nodes)
+
+    def _take_some(self) -> bool:
+        """Hand on a chunk of every node that has sent one."""
+        nodes = [node for node in self._untaken() if self._rail.links[node].inbox]
+        for node in nodes:
+            frame = self._rail.take(node)
+            first, last = self._rows_of(node, frame)
+            self._take(node, first, last, self._form.views(frame.page.tensor(), last - first))
+            self._taken[node] = last
+            self._rail.pool.give(frame.page)
+        return bool(nodes)
+
+    def _rows_of(self, node: int, frame: Frame) -> tuple[int, int]:
+        """Which rows a chunk holds. What does not fit the call is refused before anything is written."""
+        first, count = frame.place >> _COUNT_BITS, frame.place & ((1 << _COUNT_BITS) - 1)
+        is_next = frame.topic == ROWS and frame.epoch == self._epoch and first == self._taken[node]
+        fits = first + count <= self._num_in[node] and frame.page.num_bytes == self._form.num_bytes(count)
+        if not (is_next and fits and count):
+            raise EPError(f"{self._wait.where}: {self._rail.name(node)} sends what this call does not expect")
+        return first, first + count

@@ -1,0 +1,233 @@
+"""A link: frames over one socket to one rank, in order, never blocking.
+
+A frame is a head and a payload of any length; the head says how long, so a reader never has to know what comes. All
+frames of a link are read in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..sizing import align
+
+# Topics of frames: what a call says first, whether its rows fit, rows; and the last words of a rank.
+ANNOUNCE, VERDICT, ROWS, FAILED, BYE = 1, 2, 3, 4, 5
+
+_HEAD = struct.Struct("<QQQQ")  # topic, epoch, place, bytes of the payload
+_MOST_AHEAD = 64  # frames read before anybody asks for them; then the sender has to wait
+_MOST_PIECES = 16  # handed to the system at once
+_POOL_UNIT_BYTES = 1 << 16
+_MOST_SPARE = 16
+_CLOSED = "has closed the connection"
+
+
+class Frame(NamedTuple):
+    """What came.
+
+    Attributes:
+        topic: What it is.
+        epoch: Of the call that it belongs to.
+        place: A number, by topic: the first row of rows.
+        page: The payload.
+    """
+
+    topic: int
+    epoch: int
+    place: int
+    page: Page
+
+
+class Page(NamedTuple):
+    """Memory of a payload, as a socket wants it and as a tensor.
+
+    Attributes:
+        memory: Perhaps more than is used. It begins at a multiple of 16.
+        num_bytes: How much is.
+    """
+
+    memory: bytearray
+    num_bytes: int
+
+    def view(self) -> memoryview:
+        """As bytes."""
+        return memoryview(self.memory)[: self.num_bytes]
+
+    def tensor(self) -> torch.Tensor:
+        """As [num_bytes] uint8."""
+        return torch.frombuffer(self.memory, dtype=torch.uint8)[: self.num_bytes]
+
+
+class Pool:
+    """Pages for payloads. They are used again: memory fresh from the system costs more than to fill it."""
+
+    def __init__(self) -> None:
+        self._spare: list[bytearray] = []
+
+    def take(self, num_bytes: int) -> Page:
+        """A page of so many bytes, whatever is in them."""
+        for index, memory in enumerate(self._spare):
+            if len(memory) >= num_bytes:
+                return Page(self._spare.pop(index), num_bytes)
+        return Page(bytearray(align(max(num_bytes, 1), _POOL_UNIT_BYTES)), num_bytes)
+
+    def filled(self, data: bytes) -> Page:
+        """A page with these bytes."""
+        page = self.take(len(data))
+        page.view()[:] = data
+        return page
+
+    def give(self, page: Page) -> None:
+        """Let others have a page that was taken."""
+        if len(self._spare) < _MOST_SPARE:
+            self._spare.append(page.memory)
+
+
+@dataclass
+class _Outgoing:
+    """A frame on its way: what is left of it, and the page to give back."""
+
+    pieces: list[memoryview]
+    page: Page
+
+
+class Link:
+    """The connection to one rank.
+
+    Args:
+        connection: A connected socket.
+        pool: Where payloads lie.
+
+    Attributes:
+        inbox: Frames that came and that nobody has taken yet.
+        failure: Why the peer has failed, as it said; None: it has not.
+        has_left: The peer said that it leaves.
+        ending: Why nothing more will come; None: more may.
+        bytes_sent: Bytes that were handed to the system, heads included.
+        bytes_received: Likewise.
+        wait_secs: Time spent waiting for this rank.
+    """
+
+    def __init__(self, connection: socket.socket, pool: Pool):
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):  # not TCP
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._pool = pool
+        self._outbox: deque[_Outgoing] = deque()
+        self._is_begun = False
+        self._head = bytearray(_HEAD.size)
+        self._target = memoryview(self._head)
+        self._coming: tuple[int, int, int] | None = None
+        self._page: Page | None = None
+        self.inbox: deque[Frame] = deque()
+        self.failure: str | None = None
+        self.has_left = False
+        self.ending: str | None = None
+        self.bytes_sent = self.bytes_received = 0
+        self.wait_secs = 0.0
+
+    def fileno(self) -> int:
+        """Of the socket."""
+        return self._socket.fileno()
+
+    @property
+    def num_queued(self) -> int:
+        """Frames that are not yet handed to the system."""
+        return len(self._outbox)
+
+    @property
+    def may_read(self) -> bool:
+        """Whether to look for more: not when enough lies unread, and not after the end."""
+        return self.ending is None and len(self.inbox) < _MOST_AHEAD
+
+    def send(self, topic: int, epoch: int, place: int, page: Page) -> None:
+        """Queue a frame, and hand over what the system takes. The page goes back to the pool when it is sent."""
+        pieces = [memoryview(_HEAD.pack(topic, epoch, place, page.num_bytes)), page.view()]
+        self._outbox.append(_Outgoing([one for one in pieces if one.nbytes], page))
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand to the system what it takes. A broken connection shows when reading: the last words may be there."""
+        try:
+            while self._outbox:
+                pieces = [piece for outgoing in self._outbox for piece in outgoing.pieces][:_MOST_PIECES]
+                self._advance(self._socket.sendmsg(pieces))
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self._outbox.clear()
+
+    def _advance(self, num_bytes: int) -> None:
+        self.bytes_sent += num_bytes
+        self._is_begun = True
+        while num_bytes and self._outbox:
+            outgoing = self._outbox[0]
+            piece = outgoing.pieces[0]
+            taken = min(num_bytes, piece.nbytes)
+            num_bytes -= taken
+            if taken < piece.nbytes:
+                outgoing.pieces[0] = piece[taken:]
+                return
+            outgoing.pieces.pop(0)
+            if not outgoing.pieces:
+                self._outbox.popleft()
+                self._is_begun = num_bytes > 0
+                self._pool.give(outgoing.page)
+
+    def fill(self) -> None:
+        """Read what is there."""
+        try:
+            while self.may_read:
+                num_bytes = self._socket.recv_into(self._target)
+                if not num_bytes:
+                    self.ending = _CLOSED
+                    return
+                self.bytes_received += num_bytes
+                self._target = self._target[num_bytes:]
+                while not self._target.nbytes:
+                    self._next_target()
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self.ending = f"{_CLOSED} ({error.strerror or error})"
+
+    def _next_target(self) -> None:
+        """After a head its payload, after a payload the next head."""
+        if self._coming is None:
+            topic, epoch, place, num_bytes = _HEAD.unpack(self._head)
+            self._coming = (topic, epoch, place)
+            self._page = self._pool.take(num_bytes)
+            self._target = self._page.view()
+            return
+        assert self._page is not None
+        frame = Frame(*self._coming, self._page)
+        if frame.topic == FAILED:
+            self.failure = bytes(self._page.view()).decode(errors="replace")
+        elif frame.topic == BYE:
+            self.has_left = True
+        else:
+            self.inbox.append(frame)
+        self._coming, self._page = None, None
+        self._target = memoryview(self._head)
+
+    def drop_queued(self) -> None:
+        """Forget frames of which nothing has been sent: those of a call that has failed."""
+        while len(self._outbox) > int(self._is_begun):
+            self._outbox.pop()
+
+    def close(self) -> None:
+        """Say that this rank leaves, and close. What the system has taken still arrives."""
+        self.drop_queued()
+        if not self._outbox and self.ending is None:
+            self.send(BYE, 0, 0, self._pool.filled(b""))
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        self._socket.close()
+        self.ending = self.ending or "is closed here"

@@ -1,0 +1,242 @@
+"""Messages between nodes: what a rank says to the ranks of its rail, over TCP.
+
+Only the comm stream uses a rail. Nothing blocks: a wait turns the links round, looks whether a peer of the node has
+failed, and has a limit. `docs/decisions/0008-rails.md` says why these are sockets of our own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Callable, Collection, Iterable
+
+from ..control import Control
+from ..errors import EPError, EPTimeout, EPTransportError
+from ..topology import Topology
+from .links import FAILED, Frame, Link, Page, Pool
+from .rendezvous import connect_rail
+from .window import EPPeerFailed
+
+_LOOK_SECS = 0.02  # how often a wait looks at the node
+_FAREWELL_SECS = 0.5  # for the last words of a rank that fails
+# A wait on a rail is longer than one inside a node: if a rank is silent, its own node shall be the first to say so, and
+# name it, before another node complains of the rank that waits for it.
+_GRACE_SHARE, _MOST_GRACE_SECS = 0.2, 2.0
+
+
+class Rail:
+    """The links of one rank, a node each.
+
+    Args:
+        links: By node, none for the own one.
+        topology: Where this rank stands.
+        limit_secs: Seconds that a wait may take.
+        pool: Where payloads lie.
+    """
+
+    def __init__(self, links: dict[int, Link], topology: Topology, limit_secs: float, pool: Pool):
+        self.links = links
+        self.pool = pool
+        self.num_sent = self.num_received = 0
+        self._topology = topology
+        self._limit_secs = limit_secs
+        self._pid = os.getpid()
+        self._has_failed = False
+
+    @property
+    def nodes(self) -> list[int]:
+        """The other nodes, beginning with the next, so that not all send to the same one first."""
+        num_nodes, node = self._topology.num_nodes, self._topology.node
+        return [(node + step) % num_nodes for step in range(1, num_nodes)]
+
+    def rank_of(self, node: int) -> int:
+        """The rank of this rail on a node."""
+        return node * self._topology.ranks_per_node + self._topology.local_rank
+
+    def name(self, node: int) -> str:
+        """The rank of this rail on a node, for a message."""
+        return f"rank {self.rank_of(node)} (node {node})"
+
+    def send(self, node: int, topic: int, epoch: int, page: Page, place: int = 0) -> None:
+        """Queue a message. Its page goes back to the pool when it is sent."""
+        self.links[node].send(topic, epoch, place, page)
+        self.num_sent += 1
+
+    def receive(self, node: int, wait: Wait) -> Frame:
+        """The next message of one node."""
+        wait.until(lambda: bool(self.links[node].inbox), [node])
+        wait.require_working()
+        return self.take(node)
+
+    def take(self, node: int) -> Frame:
+        """The next message of one node, which is there."""
+        self.num_received += 1
+        return self.links[node].inbox.popleft()
+
+    def waiting(self, where: str, look: Callable[[], None], tell: Callable[[bool], None]) -> Wait:
+        """How a call waits.
+
+        Args:
+            where: The call, for errors.
+            look: Raises if a peer of the node has failed.
+            tell: Tells the node whether this rank waits on its rail.
+        """
+        return Wait(self, where, look, tell, self._limit_secs)
+
+    def turn(self, secs: float) -> bool:
+        """Send and read what can be sent and read, after at most so many seconds. Whether anything could."""
+        poll, links = select.poll(), {}
+        for link in self.links.values():
+            events = (select.POLLIN if link.may_read else 0) | (select.POLLOUT if link.num_queued else 0)
+            if events:
+                links[link.fileno()] = link
+                poll.register(link.fileno(), events)
+        if not links:
+            time.sleep(secs)  # all are gone, or have said more than anybody asked for
+        ready = poll.poll(secs * 1000) if links else []
+        for number, events in ready:
+            if events & select.POLLOUT:
+                links[number].flush()
+            if events & ~select.POLLOUT:
+                links[number].fill()
+        return bool(ready)
+
+    def last_words(self) -> tuple[int, str] | None:
+        """A node whose rank said that it has failed, and why."""
+        return next(((node, link.failure) for node, link in self.links.items() if link.failure is not None), None)
+
+    def fail(self, cause: str) -> None:
+        """Tell the rail, once, that this rank has failed. The links stay open: peers may still be sending."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        for link in self.links.values():
+            link.drop_queued()
+            if link.ending is None:
+                link.send(FAILED, 0, 0, self.pool.filled(cause.encode()))
+        deadline = time.monotonic() + _FAREWELL_SECS
+        while any(link.num_queued for link in self.links.values()) and time.monotonic() < deadline:
+            self.turn(_LOOK_SECS)
+
+    def close(self) -> None:
+        """Say that this rank leaves, and close the links."""
+        if os.getpid() == self._pid:
+            for link in self.links.values():
+                link.close()
+
+    def numbers(self) -> dict[str, int]:
+        """What went over the rail so far: messages, and bytes with everything that we add to rows."""
+        return {
+            "messages_sent": self.num_sent,
+            "messages_received": self.num_received,
+            "bytes_sent": sum(link.bytes_sent for link in self.links.values()),
+            "bytes_received": sum(link.bytes_received for link in self.links.values()),
+        }
+
+
+class Wait:
+    """The waits of one call on a rail.
+
+    Args:
+        rail: The rail.
+        where: The call, for errors.
+        look: Raises if a peer of the node has failed.
+        tell: Tells the node whether this rank waits on its rail.
+        limit_secs: Seconds without anything coming or going.
+    """
+
+    def __init__(
+        self, rail: Rail, where: str, look: Callable[[], None], tell: Callable[[bool], None], limit_secs: float
+    ):
+        self._rail = rail
+        self.where = where
+        self._look = look
+        self._tell = tell
+        self._limit_secs = limit_secs
+        self._patience_secs = limit_secs + min(_MOST_GRACE_SECS, _GRACE_SHARE * limit_secs)
+
+    def until(self, is_done: Callable[[], bool], nodes: Collection[int]) -> None:
+        """Turn the links until something holds.
+
+        Args:
+            is_done: What must hold.
+            nodes: The nodes that it depends on.
+
+        Raises:
+            EPTimeout: Nothing moved for the limit.
+            EPError: A rank of the rail, or of the node, failed or left.
+        """
+        if is_done():
+            return
+        self._tell(True)
+        try:
+            self._until(is_done, nodes)
+        finally:
+            self._tell(False)
+
+    def _until(self, is_done: Callable[[], bool], nodes: Collection[int]) -> None:
+        last = time.monotonic()
+        while not is_done():
+            begin = time.monotonic()
+            if self._rail.turn(_LOOK_SECS):
+                last = time.monotonic()
+            for node in nodes:
+                self._rail.links[node].wait_secs += time.monotonic() - begin
+            self.require_working(() if is_done() else nodes)
+            if time.monotonic() - last > self._patience_secs:
+                raise EPTimeout(
+                    f"{self.where}: no message from {self._names(nodes)} after {self._limit_secs:g} s "
+                    f"({self._me()}). It exited, hangs, or called in another order; look at its output"
+                )
+
+    def require_working(self, nodes: Iterable[int] = ()) -> None:
+        """Raise if somebody has failed, or if one of the nodes that are waited for is gone."""
+        said = self._rail.last_words()
+        if said is not None:
+            node, cause = said
+            raise EPPeerFailed(
+                self._rail.rank_of(node), cause, f"{self.where}: {self._rail.name(node)} failed", self._me()
+            )
+        self._look()
+        for node in nodes:
+            link = self._rail.links[node]
+            if link.has_left and not link.inbox:
+                raise EPError(
+                    f"{self.where}: {self._rail.name(node)} has destroyed its buffer ({self._me()}). "
+                    "All ranks of a buffer must make the same calls"
+                )
+            if link.ending is not None and not link.inbox:
+                raise EPError(
+                    f"{self.where}: {self._rail.name(node)} {link.ending}: its process has ended, or the network "
+                    f"has failed ({self._me()}). Look at its output, and make a new buffer over the ranks that live"
+                )
+
+    def _names(self, nodes: Collection[int]) -> str:
+        return ", ".join(self._rail.name(node) for node in nodes)
+
+    def _me(self) -> str:
+        topology = self._rail._topology
+        return f"rank {topology.rank}/{topology.num_ranks}"
+
+
+def make_rail(control: Control, topology: Topology) -> Rail:
+    """Connect this rank to its rail. All ranks of the group call it together.
+
+    Raises:
+        EPTransportError: A pair of ranks could not be connected. All ranks raise.
+    """
+    size = topology.ranks_per_node
+    rail = [node * size + topology.local_rank for node in range(topology.num_nodes)]
+    connections, problem = connect_rail(control, rail)
+    answers = control.gather_all(problem, "connecting the rails")
+    problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(answers) if problem]
+    if problems:
+        for connection in connections.values():
+            with contextlib.suppress(OSError):
+                connection.close()
+        raise EPTransportError(f"transport message: {'; '.join(problems)}")
+    pool = Pool()
+    links = {rank // size: Link(connection, pool) for rank, connection in sorted(connections.items())}
+    return Rail(links, topology, control.limit_secs, pool)
