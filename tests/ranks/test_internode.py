@@ -429,7 +429,7 @@ def broken(rank: int, num_ranks: int, how: str, victim: int) -> tuple[str, str, 
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "killed inside":
-            buffer._engine.window.fault = lambda point: os.kill(os.getpid(), signal.SIGKILL)
+            buffer._engine.window.fault = lambda _: os.kill(os.getpid(), signal.SIGKILL)
         elif how == "raises":
             buffer._engine.window.fault = _raise
         elif how == "silent":
