@@ -14,11 +14,12 @@ from ...config import Config
 from ...handle import RailHandle
 from ...kernels.reduce import reduce_rows
 from ...kernels.rows import row_bytes
-from ..call import OFFERED, READY, TAKEN, Agreement, Call, Header
-from ..combine import Combine, Supply
+from ..call import OFFERED, READY, TAKEN, Agreement, Call, Header, Offer
+from ..combine import Combine
+from ..staging import Staging
 from .announce import Announcement, receive_announcements, require_rows, send_announcement
 from .chain import RailChain
-from .dispatch import no_room
+from .rounds import copy_out, lane_of, num_rounds, passed_on, read_passed_on, rows_by_source, staged_slots
 from .routes import Routes
 from .traffic import ChunkForm, Chunks, Traffic
 
@@ -55,18 +56,21 @@ class RailsCombine(Combine):
         routes, rail = Routes(self._handle, self._topology), self._rails.rail
         for node in rail.nodes:
             send_announcement(rail, call, node, Announcement(routes.num_in[node]))
-        call.post_header()
+        call.post_header(passed_on(self._handle))
         supply = self._supply(self._handle.recv_gbl_rank_prefix_sum.tolist()[-1])
         call.post_offer(supply.offer)
-        call.signal(READY)  # rows lie ready as soon as they are offered: nobody is staged
+        # Rows that lie ready need no second signal; staged ones come when all offers, and so the rounds, are known.
+        call.signal(READY if supply.staging is None else OFFERED)
         wait, size = self._rails.waiting(call), self._topology.ranks_per_node
         require_rows(call, rail, receive_announcements(rail, wait, call, size), routes.num_out)
         call.wait(OFFERED)
         call.headers()
-        self._sum_nodes(call, routes)
-        call.wait(TAKEN)
+        tables, rounds = self._collect(call, routes, supply.staging)
+        # Rows that were pulled are read until the sums are made: one step after the rounds.
+        self._sum_nodes(call, routes, tables, TAKEN + 2 * rounds)
+        call.wait(TAKEN + 2 * rounds)
         bytes_each = sum(row_bytes(part) for part in self._sections())
-        self._chain.stats.count("combine", supply.path, 1, routes.rows_got, routes.rows_put, bytes_each)
+        self._chain.stats.count("combine", supply.path, max(1, rounds), routes.rows_got, routes.rows_put, bytes_each)
 
     def _agreement(self) -> Agreement:
         weights = self._topk_weights
@@ -78,16 +82,52 @@ class RailsCombine(Combine):
             handle=int(self._handle.recv_rdma_channel_prefix_matrix[0, 0]),
         )
 
-    def _supply(self, num_rows: int) -> Supply:
-        supply = super()._supply(num_rows)
-        if supply.staging is not None:
-            raise no_room("combine", self._x.size(0), self._topology.rank, self._topology.num_ranks)
-        return supply
+    def _collect(self, call: Call, routes: Routes, staging: Staging | None) -> tuple[list[list[torch.Tensor]], int]:
+        """Where the rows of the node's ranks lie, for each section: theirs, or, of staged ranks, copies made in rounds.
 
-    def _sum_nodes(self, call: Call, routes: Routes) -> None:
-        """Sum inside the node for every node, exchange the sums, add them up."""
-        offers, sections = call.offers(), self._sections()
+        Returns:
+            The tables, and the number of rounds.
+        """
+        offers, sections, rank = call.offers(), self._sections(), self._window.rank
         tables = [call.peer_rows(offers, index, part.size(1), part.dtype) for index, part in enumerate(sections)]
+        is_staged = [offer.is_staged for offer in offers]
+        if not any(is_staged):
+            return tables, 0
+        counts = read_passed_on(call)
+        slots, numbers = staged_slots(self._handle, is_staged)
+        routes.blocks = list(torch.maximum(slots, numbers).split(routes.num_in))
+        copies = {
+            local: [self._chain.result((counts[rank][local], part.size(1)), part.dtype) for part in sections]
+            for local, staged in enumerate(is_staged)
+            if staged
+        }
+        sources, rounds = rows_by_source(self._handle, self._topology), num_rounds(counts, offers)
+        for index in range(rounds):
+            if staging is not None:
+                copy_out(staging, sections, sources, index, reverse=True)
+            if staging is not None or index:
+                call.signal(READY + 2 * index)
+            call.wait(READY + 2 * index)
+            for local, rows in copies.items():
+                self._copy_lane(offers[local], index, rows, [table[local] for table in tables])
+            call.signal(TAKEN + 2 * index)
+            call.wait(TAKEN + 2 * index)
+        return [
+            [copies[local][section] if local in copies else rows for local, rows in enumerate(table)]
+            for section, table in enumerate(tables)
+        ], rounds
+
+    def _copy_lane(self, offer: Offer, index: int, copies: list[torch.Tensor], staged: list[torch.Tensor]) -> None:
+        """Take this rank's lane of a staged rank."""
+        size = self._topology.ranks_per_node
+        start = self._window.rank * offer.lane_rows(size)
+        for rows, lanes in zip(copies, staged, strict=True):
+            first, last = lane_of(offer, rows.size(0), index, size)
+            rows[first:last].copy_(lanes[start : start + last - first])
+
+    def _sum_nodes(self, call: Call, routes: Routes, tables: list[list[torch.Tensor]], taken: int) -> None:
+        """Sum inside the node for every node, exchange the sums, add them up. `taken` is the step of having read."""
+        sections = self._sections()
         shifts = [0] * self._topology.ranks_per_node
         # By node, the sums of this rank's tokens there.
         sums = [
@@ -109,7 +149,7 @@ class RailsCombine(Combine):
         own = self._topology.node
         pack(own, 0, routes.num_in[own], sums[own])
         traffic.finish_packing()
-        call.signal(TAKEN)
+        call.signal(taken)
         traffic.finish()
         self._add_up(sums)
 

@@ -13,13 +13,14 @@ import torch
 
 from ... import layout
 from ...config import Config
-from ...errors import EPOverflow, EPTransportError
+from ...errors import EPOverflow
 from ...handle import RailHandle
 from ...kernels.rows import Lane, Section, put_rows, row_bytes, rows_as, widest_dtype
 from ...transport.links import VERDICT
-from ..call import ANNOUNCED, OFFERED, READY, Call, Header
+from ..call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Header, Offer
 from ..dispatch import Dispatch
-from ..parcel import Payload, Received, Routing, agreement_of, outgoing_parts, section_columns, unpack_records
+from ..parcel import Payload, Routing, agreement_of, outgoing_parts, section_columns, unpack_records
+from ..staging import Staging
 from .announce import (
     Announcement,
     announcement_to,
@@ -28,6 +29,7 @@ from .announce import (
     send_announcement,
 )
 from .chain import RailChain
+from .rounds import copy_out, lane_of, num_rounds, passed_on, read_passed_on, rows_by_source, staged_slots
 from .routes import Routes
 from .traffic import ChunkForm, Chunks, Traffic
 
@@ -63,20 +65,11 @@ class RailsDispatch(Dispatch):
         self._config = config
         self._prefix: torch.Tensor | None = None  # [R, P] int32, what this node's ranks receive
         self._tables: list[list[torch.Tensor]] = []
+        self._held: list[torch.Tensor] = []  # where somebody is staged: the rows to pass on, for each section
+        self._numbers: torch.Tensor | None = None
         self._said: dict[int, Announcement] = {}  # by node, what its rank of the rail sends to this node
 
     # By the caller ---------------------------------------------------------------------------------------------------
-
-    def make_room(self, num_rows: int) -> Received:
-        """Allocate everything that the call returns, rows in the arena.
-
-        Raises:
-            EPTransportError: The arena cannot hold them.
-        """
-        received = super().make_room(num_rows)
-        if received.is_staged:
-            raise no_room("dispatch", num_rows, self._topology.rank, self._topology.num_ranks)
-        return received
 
     def _room_handle(self, num_rows: int) -> RailHandle:
         if self._handle is not None:
@@ -142,7 +135,7 @@ class RailsDispatch(Dispatch):
             call = self._announce("cached dispatch" if self._handle is not None else "worst-case dispatch")
             self._hear(call)
             self._post_header(call)
-        self._offer(call)
+        staging = self._offer(call)
         if self._num_worst_tokens:
             call.wait(OFFERED)
             self._prefix = self._agreed_counts(call)
@@ -156,12 +149,15 @@ class RailsDispatch(Dispatch):
         traffic.start()
         call.wait(OFFERED)
         call.headers()
-        self._open(call, outgoing)
+        offers = call.offers()
+        self._open(call, offers, outgoing, routes)
         self._put_own(outgoing, routes)
         traffic.finish()
-        call.signal(READY)
-        call.wait(READY)
-        self._end(routes)
+        rounds = self._put_in_lanes(call, offers, staging) if self._held else 0
+        if not rounds:
+            call.signal(READY)
+            call.wait(READY)
+        self._end(routes, max(1, rounds))
 
     def _announce(self, operation: str) -> Call:
         """Begin the call, and tell the rail."""
@@ -191,7 +187,7 @@ class RailsDispatch(Dispatch):
     def _post_header(self, call: Call) -> None:
         """Tell the node, too: what this rank will pass on, and what the rail selected of the node's experts."""
         if self._routing is None:
-            call.post_header()
+            call.post_header(passed_on(self._handle))
             return
         said = [self._said[node] for node in range(self._topology.num_nodes)]
         counts = [one.num_tokens for one in said if one.num_tokens is not None]
@@ -278,26 +274,72 @@ class RailsDispatch(Dispatch):
 
         def take(node: int, first: int, last: int, views: list[torch.Tensor]) -> None:
             self._put(routes.blocks[node][first:last], views)
+            before = sum(routes.num_in[:node])
+            for held, view in zip(self._held, views, strict=False):
+                held[before + first : before + last].copy_(rows_as(view, held.dtype))
 
         chunks, wait = Chunks.of(self._config, form.row_bytes), self._rails.waiting(call)
         return Traffic(self._rails.rail, wait, call.epoch, form, chunks, routes.num_out, routes.num_in, pack, take)
 
-    def _open(self, call: Call, outgoing: Sequence[torch.Tensor]) -> None:
+    def _open(self, call: Call, offers: list[Offer], outgoing: Sequence[torch.Tensor], routes: Routes) -> None:
         """Look where the ranks of the node take rows: tensors for each section, in the widest elements that fit."""
-        offers = call.offers()
         self._tables = []
         for index, part in enumerate(outgoing):
             width = row_bytes(part)
             offsets = [base.offset for offer in offers if (base := offer.bases[index]) is not None]
             dtype = widest_dtype(width, _place(part), part.data_ptr(), *offsets)
             self._tables.append(call.peer_rows(offers, index, width // dtype.itemsize, dtype))
+        is_staged = [offer.is_staged for offer in offers]
+        if any(is_staged):
+            assert self._received is not None
+            slots, self._numbers = staged_slots(self._received.handle, is_staged)
+            routes.blocks = list(slots.split(routes.num_in))
+            # All rows that this rank passes on, until the lanes have taken them.
+            shapes = [(slots.size(0), table[0].size(1), table[0].dtype) for table in self._tables]
+            self._held = [self._chain.result((count, columns), dtype) for count, columns, dtype in shapes]
 
     def _put_own(self, outgoing: Sequence[torch.Tensor], routes: Routes) -> None:
         """Write this rank's rows to the ranks of its own node."""
         own = self._topology.node
         slots = routes.blocks[own].new_full((self._payload.x.size(0), self._topology.ranks_per_node), -1)
-        slots[routes.tokens_to(own)] = routes.blocks[own]
+        tokens = routes.tokens_to(own)
+        slots[tokens] = routes.blocks[own]
         self._put(slots, outgoing)
+        first = sum(routes.num_in[:own])
+        for held, part in zip(self._held, outgoing, strict=False):
+            torch.index_select(rows_as(part, held.dtype), 0, tokens, out=held[first : first + tokens.numel()])
+
+    def _put_in_lanes(self, call: Call, offers: list[Offer], staging: Staging | None) -> int:
+        """Every round: put what goes to staged ranks, tell, wait, copy out. Returns the number of rounds."""
+        assert self._received is not None
+        assert self._numbers is not None
+        size, rank = len(offers), self._window.rank
+        counts = self._counts_by_source(call)
+        sections = [Section(held, table) for held, table in zip(self._held, self._tables, strict=True)]
+        sources = rows_by_source(self._received.handle, self._topology)
+        rounds = num_rounds(counts, offers)
+        for index in range(rounds):
+            lanes = []
+            for local, offer in enumerate(offers):
+                first, last = lane_of(offer, counts[rank][local], index, size) if offer.is_staged else (0, 0)
+                lanes.append(Lane(first, last, rank * offer.lane_rows(size) - first if last > first else 0))
+            put_rows(sections, self._numbers, lanes, first_peer=rank)
+            call.signal(READY + 2 * index)
+            call.wait(READY + 2 * index)
+            if staging is not None:
+                copy_out(staging, self._received.parts(), sources, index, reverse=False)
+            if index + 1 < rounds:
+                call.signal(TAKEN + 2 * index)
+                call.wait(TAKEN + 2 * index)
+        return rounds
+
+    def _counts_by_source(self, call: Call) -> list[list[int]]:
+        """`[i][d]` rows that local rank i passes on to local rank d."""
+        if self._prefix is None:
+            return read_passed_on(call)
+        counts = self._prefix.diff(dim=0, prepend=self._prefix.new_zeros(1, self._prefix.size(1)))
+        size = self._topology.ranks_per_node
+        return counts.view(-1, size, size).sum(0).tolist()
 
     def _put(self, slots: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         """Write rows to the ranks of this node that take them.
@@ -316,7 +358,7 @@ class RailsDispatch(Dispatch):
         ]
         put_rows(sections, slots, lanes, first_peer=self._window.rank)
 
-    def _end(self, routes: Routes) -> None:
+    def _end(self, routes: Routes, rounds: int) -> None:
         assert self._received is not None
         if self._routing is not None:
             num_rows = self._received.handle.recv_gbl_rank_prefix_sum.tolist()[-1]
@@ -324,17 +366,10 @@ class RailsDispatch(Dispatch):
             unpack_records(self._received, num_rows, self._topology.rank, num_local)
         columns = section_columns(self._payload, self._routing)
         bytes_each = sum(count * dtype.itemsize for count, dtype in columns)
-        self._chain.stats.count("dispatch", "direct", 1, routes.rows_put, routes.rows_got, bytes_each)
-        self._tables = []
+        path = "staged" if self._received.is_staged else "direct"
+        self._chain.stats.count("dispatch", path, rounds, routes.rows_put, routes.rows_got, bytes_each)
+        self._tables, self._held = [], []
 
 
 def _place(part: torch.Tensor) -> int:
     return int(part.storage_offset()) * part.element_size()
-
-
-def no_room(operation: str, num_rows: int, rank: int, num_ranks: int) -> EPTransportError:
-    """The error of a call across nodes whose rows the arena cannot hold."""
-    return EPTransportError(
-        f"{operation}: the arena has no room for {num_rows} rows, and across nodes there is no staging "
-        f"(rank {rank}/{num_ranks}). Drop received tensors, or raise DEEP_EP_ARENA_BYTES"
-    )
