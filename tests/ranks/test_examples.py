@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import decode  # noqa: E402
 import overlap  # noqa: E402
+import train_moe  # noqa: E402
 import training_step  # noqa: E402
 
 
@@ -41,6 +43,14 @@ def test_training_step_under_torchrun(device: str, num_ranks: int) -> None:
 @pytest.mark.cpu_only
 def test_training_step_alone(device: str) -> None:
     assert "3 ranks: forward and backward right" in run("examples/training_step.py", "--ranks", "3")
+
+
+def test_train_moe(device: str) -> None:
+    options = train_moe.Options(steps=8, sequences=2, length=24)
+    losses, same = run_ranks(train_moe.train, 2, options)
+    assert losses == same
+    assert losses[-1] < 0.9 * losses[0]
+    assert run_ranks(train_moe.train, 2, replace(options, checkpoint=True))[0] == pytest.approx(losses, rel=1e-3)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -1,0 +1,19 @@
+"""Training with it: a gate, dispatch and combine with gradients, and a Mixture-of-Experts layer made of them."""
+
+from .gate import Gate, GateOptions, Routes
+from .layer import MoELayer, MoEOutput, merge_experts, reduce_replicated_gradients, take_experts
+from .ops import Received, combine, dispatch
+
+__all__ = [
+    "Gate",
+    "GateOptions",
+    "MoELayer",
+    "MoEOutput",
+    "Received",
+    "Routes",
+    "combine",
+    "dispatch",
+    "merge_experts",
+    "reduce_replicated_gradients",
+    "take_experts",
+]

@@ -1,0 +1,323 @@
+"""The gate: which experts a token goes to, and with what weights. Plain torch, local, differentiable in the weights.
+
+Shape letters: T tokens of this rank, H hidden size, E experts, G groups of E / G experts each, K selections of a token.
+The functions are the steps; `Gate` does them in order:
+
+    scores = score(logits)                                     softmax or sigmoid
+    topk_idx = choose_experts(scores + bias)                   best groups, then best experts inside them
+    topk_weights = weigh(scores, topk_idx)                     without the bias: it steers, it does not weigh
+    drop_beyond_capacity(topk_idx, topk_weights)               on request
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+Scoring = Literal["sigmoid", "softmax"]
+Keep = Literal["heaviest", "first"]
+
+_TINY = 1e-20  # against 0 / 0 where all scores of a token have underflown
+
+
+# The steps -----------------------------------------------------------------------------------------------------------
+
+
+def score(logits: torch.Tensor, scoring: Scoring = "sigmoid") -> torch.Tensor:
+    """How much each token likes each expert: [T, E] to [T, E], in at least FP32."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if scoring == "sigmoid":
+        return logits.sigmoid()
+    if scoring == "softmax":
+        return logits.softmax(dim=-1)
+    raise ValueError(f"score: `scoring` must be 'sigmoid' or 'softmax', got {scoring!r}")
+
+
+def choose_experts(
+    scores: torch.Tensor, topk: int, num_groups: int = 1, topk_groups: int = 1, num_deciding: int = 2
+) -> torch.Tensor:
+    """The best experts of each token inside its best groups.
+
+    Args:
+        scores: [T, E] float; with the balancing bias, if there is one.
+        topk: K.
+        num_groups: G, a divisor of E. Experts of a group are neighbours, so that a group can be a node's.
+        topk_groups: How many groups a token may go to.
+        num_deciding: A group is as good as the sum of this many of its best experts (1: DeepSeek-V2, 2: V3).
+
+    Returns:
+        [T, K] int64, best first, all different.
+
+    Example:
+        `choose_experts(tensor([[9., 0, 0, 0, 5, 6]]), 2, num_groups=3)` is `[[5, 4]]`: the last group has 11, the
+        first only 9.
+    """
+    num_experts = scores.size(-1)
+    check_choice(num_experts, topk, num_groups, topk_groups)
+    scores = scores.detach()
+    if topk_groups < num_groups:
+        by_group = scores.unflatten(-1, (num_groups, num_experts // num_groups))
+        group_scores = by_group.topk(min(num_deciding, by_group.size(-1)), dim=-1).values.sum(-1)
+        best = group_scores.topk(topk_groups, dim=-1).indices
+        is_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
+        scores = by_group.masked_fill(is_out.unsqueeze(-1), -math.inf).flatten(-2)
+    return scores.topk(topk, dim=-1).indices
+
+
+def check_choice(num_experts: int, topk: int, num_groups: int, topk_groups: int) -> None:
+    """Check that K experts can be chosen.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"gate: {num_experts} experts must divide evenly into `num_groups`, got {num_groups}")
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"gate: `topk_groups` must be between 1 and the {num_groups} groups, got {topk_groups}")
+    most = topk_groups * (num_experts // num_groups)
+    if not 1 <= topk <= most:
+        raise ValueError(f"gate: `topk` must be between 1 and the {most} experts of a token's groups, got {topk}")
+
+
+def weigh(scores: torch.Tensor, topk_idx: torch.Tensor, is_normalized: bool = True, scale: float = 1.0) -> torch.Tensor:
+    """The weights of the chosen experts; gradients flow into the scores.
+
+    Args:
+        scores: [T, E] float32 or float64, without bias.
+        topk_idx: [T, K] int64 expert ids; -1: nothing.
+        is_normalized: Whether the weights of a token sum to `scale`.
+        scale: Factor on all weights.
+
+    Returns:
+        [T, K] of the dtype of `scores`, 0 where the id is -1.
+    """
+    weights = scores.gather(-1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0.0)
+    if is_normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    return weights * scale
+
+
+def drop_beyond_capacity(
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, capacity: int, keep: Keep = "heaviest"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let each expert keep at most so many of this rank's selections.
+
+    Args:
+        topk_idx: [T, K] int64; -1: nothing.
+        topk_weights: [T, K] float.
+        num_experts: E.
+        capacity: The most selections of an expert.
+        keep: Which stay: those of the greatest weights, or those of the first tokens. Ties: the first.
+
+    Returns:
+        The ids with -1 and the weights with 0 where a selection was dropped. Other weights do not change.
+
+    Example:
+        Ids `[[0], [0], [1]]`, weights `[[.2], [.5], [.1]]`, capacity 1: ids `[[-1], [0], [1]]`; with `keep="first"`
+        `[[0], [-1], [1]]`.
+    """
+    if keep not in ("heaviest", "first"):
+        raise ValueError(f"drop_beyond_capacity: `keep` must be 'heaviest' or 'first', got {keep!r}")
+    ids = topk_idx.flatten()
+    ids = torch.where(ids < 0, num_experts, ids)  # selections of nothing go behind all others
+    if keep == "first":
+        order = torch.arange(ids.numel(), device=ids.device)
+    else:
+        order = topk_weights.detach().flatten().argsort(descending=True, stable=True)
+    order = order[ids[order].argsort(stable=True)]  # by expert, the most deserving first
+    counts = torch.bincount(ids, minlength=num_experts + 1)
+    starts = counts.cumsum(0) - counts
+    place = torch.arange(ids.numel(), device=ids.device) - starts[ids[order]]
+    is_dropped = torch.empty_like(ids, dtype=torch.bool).scatter_(0, order, place >= capacity).view_as(topk_idx)
+    return topk_idx.masked_fill(is_dropped, -1), topk_weights.masked_fill(is_dropped, 0.0)
+
+
+def count_selections(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How often each expert was chosen: [T, K] to [E] int64."""
+    return torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
+
+
+# Balance -------------------------------------------------------------------------------------------------------------
+
+
+def balanced_bias(bias: torch.Tensor, load: torch.Tensor, speed: float) -> torch.Tensor:
+    """One step of loss-free balancing: experts that were chosen too often get less, the others more.
+
+    Args:
+        bias: [E] float.
+        load: [E], how often each expert was chosen, on all ranks.
+        speed: The size of the step.
+
+    Returns:
+        [E], the next bias.
+    """
+    load = load.to(torch.float64)  # exact for all counts
+    return bias + speed * (load.mean() - load).sign().to(bias.dtype)
+
+
+def sequence_balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, num_sequences: int = 1) -> torch.Tensor:
+    """The sequence-wise auxiliary loss of DeepSeek-V3, without its factor; 1 for a sequence that is balanced.
+
+    For each sequence `sum(f * p)` over the experts: f is E / K times the share of its tokens that chose the expert, p
+    the mean of the expert's share of a token's scores. Gradients flow through p.
+
+    Args:
+        scores: [T, E] float, without bias.
+        topk_idx: [T, K] int64, before anything is dropped.
+        num_sequences: S, a divisor of T; tokens of a sequence are neighbours.
+
+    Returns:
+        A scalar of the dtype of `scores`: the mean over the sequences; 0 without tokens.
+    """
+    (num_tokens, num_experts), topk = scores.shape, topk_idx.size(1)
+    if num_sequences < 1 or num_tokens % num_sequences:
+        raise ValueError(
+            f"sequence_balance_loss: {num_tokens} tokens must divide evenly into `num_sequences`, got {num_sequences}"
+        )
+    if num_tokens == 0:
+        return scores.sum()  # 0, and still in the graph
+    shape = (num_sequences, num_tokens // num_sequences)
+    is_chosen = torch.zeros_like(scores).scatter_add_(1, topk_idx.clamp(min=0), (topk_idx >= 0).to(scores.dtype))
+    share = scores / (scores.sum(-1, keepdim=True) + _TINY)
+    often = is_chosen.unflatten(0, shape).mean(1) * (num_experts / topk)
+    return (often * share.unflatten(0, shape).mean(1)).sum(-1).mean()
+
+
+# The module ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """How a gate chooses.
+
+    Attributes:
+        scoring: `sigmoid` or `softmax`.
+        num_groups: G, a divisor of the experts.
+        topk_groups: How many groups a token may go to.
+        num_deciding: How many of its best experts a group is judged by.
+        is_normalized: Whether the weights of a token sum to `scale`.
+        scale: Factor on all weights.
+        capacity_factor: Each expert keeps at most this many times its even share of this rank's selections; None: all.
+        keep: Which selections it keeps.
+        balance_loss: Factor of the sequence-wise auxiliary loss; 0: none is computed.
+    """
+
+    scoring: Scoring = "sigmoid"
+    num_groups: int = 1
+    topk_groups: int = 1
+    num_deciding: int = 2
+    is_normalized: bool = True
+    scale: float = 1.0
+    capacity_factor: float | None = None
+    keep: Keep = "heaviest"
+    balance_loss: float = 0.0
+
+
+class Routes(NamedTuple):
+    """What a gate decides.
+
+    Attributes:
+        topk_idx: [T, K] int64 expert ids, -1 where dropped.
+        topk_weights: [T, K] float32 (float64 for float64 tokens), 0 where dropped.
+        balance_loss: Scalar, with its factor; 0 where none was asked for.
+    """
+
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    balance_loss: torch.Tensor
+
+
+class Gate(nn.Module):
+    """A linear router with everything above. The same on all ranks.
+
+    In training it counts its choices, for `update_bias`. Under activation checkpointing every choice counts twice,
+    which changes nothing: only the experts' order relative to the mean matters. The bias must stay as it is between a
+    forward and its recomputation, so update it after the backward pass.
+
+    Args:
+        hidden: H.
+        num_experts: E.
+        topk: K.
+        options: How it chooses.
+        device: Of the parameters.
+        dtype: Of the weight; default FP32, and scores are never made in less.
+
+    Attributes:
+        weight: [E, H].
+        bias: [E] float32, added to the scores for the choice only.
+        load: [E] int64, choices since the last update. Not in the state dict.
+    """
+
+    bias: torch.Tensor
+    load: torch.Tensor
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        topk: int,
+        options: GateOptions | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        self.options = options or GateOptions()
+        check_choice(num_experts, topk, self.options.num_groups, self.options.topk_groups)
+        self.topk = topk
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
+        self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
+        self.register_buffer("load", torch.zeros(num_experts, device=device, dtype=torch.int64), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the weight, with a standard deviation of 1 / sqrt(H)."""
+        nn.init.normal_(self.weight, std=self.weight.size(1) ** -0.5, generator=generator)
+
+    def forward(self, x: torch.Tensor, num_sequences: int = 1) -> Routes:
+        """Choose experts for tokens.
+
+        Args:
+            x: [T, H] float.
+            num_sequences: How many sequences of equal length the tokens are; for the auxiliary loss.
+        """
+        options, num_experts = self.options, self.weight.size(0)
+        dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
+        scores = score(F.linear(x.to(dtype), self.weight.to(dtype)), options.scoring)
+        topk_idx = choose_experts(
+            scores + self.bias.to(dtype), self.topk, options.num_groups, options.topk_groups, options.num_deciding
+        )
+        if self.training:
+            self.load += count_selections(topk_idx, num_experts)
+        loss = scores.new_zeros(())
+        if options.balance_loss:
+            loss = options.balance_loss * sequence_balance_loss(scores, topk_idx, num_sequences)
+        topk_weights = weigh(scores, topk_idx, options.is_normalized, options.scale)
+        if options.capacity_factor is not None:
+            capacity = math.ceil(options.capacity_factor * topk_idx.numel() / num_experts)
+            topk_idx, topk_weights = drop_beyond_capacity(topk_idx, topk_weights, num_experts, capacity, options.keep)
+        return Routes(topk_idx, topk_weights, loss)
+
+    @torch.no_grad()
+    def update_bias(self, speed: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
+        """Make one step towards balance, and count anew. With a group: all its ranks together, over all their choices.
+
+        Args:
+            speed: The size of the step.
+            group: Ranks that share the gate; None: this rank alone.
+        """
+        if group is not None:
+            dist.all_reduce(self.load, group=group)
+        self.bias.copy_(balanced_bias(self.bias, self.load, speed))
+        self.load.zero_()
+
+    def extra_repr(self) -> str:
+        """Shown by `print(layer)`."""
+        num_experts, hidden = self.weight.shape
+        return f"{hidden}, top-{self.topk} of {num_experts} experts, {self.options}"

@@ -1,0 +1,321 @@
+"""The MoE layer on several ranks against the dense layer of one process: outputs and every gradient.
+
+The dense layer is plain torch; it shares only the gate with the other, which tests/pure/test_moe_gate.py is about. A
+buffer's limit is short here: a rank that stays away from a backward pass is an error soon, not a hang.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import deep_ep
+from common import OneRank, error_of, run_ranks
+from deep_ep import moe
+from deep_ep.moe import GateOptions, MoELayer
+
+T, H, INNER, E, K = 20, 24, 16, 8, 3
+LIMIT_SECS = 20.0
+LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 6e-2}  # of the largest value
+
+
+PLAIN = GateOptions()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and what it is given.
+
+    Attributes:
+        options: Of the gate.
+        shared: Inner size of the shared expert.
+        empty_rank: Has no tokens.
+        unloved: The experts of the last rank get nothing.
+        is_checkpointed: Whether activations are computed again.
+        two_buffers: Two layers, each on a buffer of its own, in a row and side by side.
+    """
+
+    options: GateOptions = PLAIN
+    shared: int = 0
+    empty_rank: int = -1
+    unloved: bool = False
+    is_checkpointed: bool = False
+    two_buffers: bool = False
+
+
+GROUPED = GateOptions(num_groups=4, topk_groups=2, scale=1.5, balance_loss=0.3)
+DROPPING = GateOptions(scoring="softmax", is_normalized=False, capacity_factor=0.6, balance_loss=0.2)
+CASES = {
+    "plain": Case(),
+    "grouped, shared": Case(GROUPED, shared=8),
+    "dropping": Case(DROPPING),
+    "empty rank": Case(DROPPING, empty_rank=0),
+    "no rows": Case(shared=8, unloved=True),
+    "checkpointed": Case(GROUPED, shared=8, is_checkpointed=True),
+    "checkpointed, no rows": Case(empty_rank=1, unloved=True, is_checkpointed=True),
+    "two buffers": Case(GROUPED, two_buffers=True),
+    "two buffers, checkpointed": Case(two_buffers=True, unloved=True, is_checkpointed=True),
+}
+
+
+def inputs(case: Case, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's tokens, and the gradient of their outputs."""
+    generator = torch.Generator().manual_seed(rank)
+    x, grad = torch.randn(2, 0 if rank == case.empty_rank else T, H, generator=generator, dtype=torch.float64)
+    return x.to(dtype).requires_grad_(), grad.to(dtype)
+
+
+def make_layers(case: Case, buffers: list[deep_ep.Buffer], dtype: torch.dtype) -> torch.nn.ModuleList:
+    torch.manual_seed(5)
+    layers = torch.nn.ModuleList(
+        MoELayer(H, INNER, E, K, buffer=buffer, shared_intermediate=case.shared, options=case.options, dtype=dtype)
+        for buffer in buffers
+    )
+    if case.unloved:
+        for layer in layers:
+            layer.gate.bias[-E // 4 :] = -100.0  # at least those of the last of 4 ranks
+            layer.gate.bias[-E // max(buffers[0].group_size, 2) :] = -100.0
+    return layers
+
+
+def network(case: Case, layers: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer; or two in a row with the second one beside them, on the same input."""
+
+    def call(layer: Any, x: torch.Tensor) -> Any:
+        return checkpoint(layer, x, use_reentrant=False) if case.is_checkpointed else layer(x)
+
+    first, loss = call(layers[0], x)
+    if not case.two_buffers:
+        return first, loss
+    second, second_loss = call(layers[1], torch.tanh(first))
+    beside, third_loss = call(layers[1], x)
+    return second + beside, loss + second_loss + third_loss
+
+
+def new_buffer() -> deep_ep.Buffer:
+    return deep_ep.Buffer(dist.group.WORLD, num_cpu_timeout_secs=LIMIT_SECS)
+
+
+def train(rank: int, num_ranks: int, names: list[str], *dtypes: torch.dtype) -> dict[Any, Any]:
+    """Forward and backward of each case. Returns output, gradient of the input, all other gradients and the state."""
+    buffers, seen = [new_buffer(), new_buffer()], {}
+    for name, dtype in itertools.product(names, dtypes):
+        case = CASES[name]
+        layers = make_layers(case, buffers[: 1 + case.two_buffers], dtype)
+        x, grad = inputs(case, rank, dtype)
+        output, loss = network(case, layers, x)
+        ((output * grad).sum() + loss).backward()
+        moe.reduce_replicated_gradients(layers, dist.group.WORLD)
+        grads = {parameter: value.grad for parameter, value in layers.named_parameters()}
+        seen[name, dtype] = (output.detach(), x.grad, grads, layers.state_dict())
+    return seen
+
+
+class Dense(torch.nn.Module):
+    """The layer without communication, with a rank's gate and shared expert and all experts."""
+
+    def __init__(self, gate: moe.Gate, state: dict[str, torch.nn.Parameter]):
+        super().__init__()
+        self.gate, self.state = gate, state
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        routes, state = self.gate(x), self.state
+        output = torch.zeros_like(x)
+        for expert in range(E):
+            weight = (routes.topk_weights * (routes.topk_idx == expert)).sum(1, keepdim=True)
+            output = output + weight * self.block(x, state["experts.up"][expert], state["experts.down"][expert])
+        if "shared.up" in state:
+            output = output + self.block(x, state["shared.up"], state["shared.down"])
+        return output, routes.balance_loss
+
+    @staticmethod
+    def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        inner = x @ up.T
+        return (torch.nn.functional.silu(inner[:, : down.size(1)]) * inner[:, down.size(1) :]) @ down.T
+
+
+def dense_layers(case: Case, full: dict[str, torch.Tensor], dtype: torch.dtype) -> list[Dense]:
+    layers = []
+    for index in range(1 + case.two_buffers):
+        start = f"{index}."
+        state = {name[len(start) :]: value for name, value in full.items() if name.startswith(start)}
+        gate = moe.Gate(H, E, K, case.options, dtype=state["gate.weight"].dtype)
+        gate.load_state_dict({"weight": state.pop("gate.weight"), "bias": state.pop("gate.bias")})
+        parameters = {name: torch.nn.Parameter(value.to(dtype)) for name, value in state.items()}
+        layers.append(Dense(gate, parameters))
+    return layers
+
+
+def assert_close(name: str, seen: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
+    assert seen.shape == expected.shape, name
+    if expected.numel():
+        error, largest = (seen - expected).abs().max().item(), expected.abs().max().item()
+        assert error <= limit * max(largest, 1.0), f"{name}: error {error}, largest {largest}"
+
+
+def compare_with_dense(name: str, results: list[dict[Any, Any]], dtype: torch.dtype, wide: torch.dtype) -> None:
+    """All ranks' results of a case against the dense layer, computed in another dtype."""
+    case, limit = CASES[name], LIMITS[dtype]
+    outputs, input_grads, grads, states = zip(*[result[name, dtype] for result in results], strict=True)
+    layers = dense_layers(case, moe.merge_experts(states), wide)
+    tokens = [inputs(case, rank, dtype) for rank in range(len(results))]
+    xs = [x.detach().to(wide).requires_grad_() for x, _ in tokens]
+    for rank, (x, (_, grad)) in enumerate(zip(xs, tokens, strict=True)):
+        output, loss = network(replace(case, is_checkpointed=False), layers, x)
+        ((output * grad).sum() + loss).backward()
+        assert_close(f"output of rank {rank}", outputs[rank], output.detach(), limit)
+    for rank, x in enumerate(xs):
+        assert_close(f"input of rank {rank}", input_grads[rank], x.grad, limit)
+    for parameter, grad in moe.merge_experts(grads).items():
+        index, kind = parameter.split(".", 1)
+        layer = layers[int(index)]
+        expected = layer.gate.weight if kind == "gate.weight" else layer.state[kind]
+        assert_close(parameter, grad, expected.grad, limit)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_layer_equals_the_dense_one(device: str, num_ranks: int) -> None:
+    dtypes = (torch.float32, torch.float64)
+    results = run_ranks(train, num_ranks, list(CASES), *dtypes)
+    for name, dtype in itertools.product(CASES, dtypes):
+        compare_with_dense(name, results, dtype, dtype)
+
+
+def test_layer_in_bf16(device: str) -> None:
+    results = run_ranks(train, 2, ["plain", "checkpointed"], torch.bfloat16)
+    for name in ("plain", "checkpointed"):
+        output, input_grad, grads, _ = results[0][name, torch.bfloat16]
+        assert output.dtype == input_grad.dtype == grads["0.experts.up"].dtype == torch.bfloat16
+        assert grads["0.gate.weight"].dtype == torch.float32
+        compare_with_dense(name, results, torch.bfloat16, torch.float32)
+
+
+# The operations ------------------------------------------------------------------------------------------------------
+
+
+def experts_that_look_away(rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Odd ranks' experts return constants, and their tokens need no gradients; the others must not wait for them."""
+    buffer = new_buffer()
+    x = torch.ones(4, H, requires_grad=rank % 2 == 0)
+    topk_idx = torch.arange(num_ranks).expand(4, -1)
+    weights = torch.full((4, num_ranks), 0.5)
+    received = moe.dispatch(buffer, x, topk_idx, weights, num_ranks)
+    y = torch.zeros(received.x.shape) if rank % 2 else received.x * 3
+    combined, _ = moe.combine(buffer, y, received)
+    combined.sum().backward()
+    return combined.detach(), x.grad
+
+
+def test_backward_is_made_by_all_ranks(device: str) -> None:
+    for rank, (combined, grad) in enumerate(run_ranks(experts_that_look_away, 3)):
+        assert torch.equal(combined, torch.full((4, H), 6.0))
+        assert grad is None if rank % 2 else torch.equal(grad, torch.full((4, H), 6.0))
+
+
+def weights_in_all_ways(rank: int, num_ranks: int) -> list[list[torch.Tensor]]:
+    buffer = new_buffer()
+    dtypes = (torch.float32, torch.float64)
+    return [weights_alone(buffer, dtype, is_async) for dtype in dtypes for is_async in (False, True)]
+
+
+def weights_alone(buffer: deep_ep.Buffer, dtype: torch.dtype, is_async: bool) -> list[torch.Tensor]:
+    """The sum of received weights; those whose expert is elsewhere are constants there."""
+    rank, num_ranks = buffer.rank, buffer.group_size
+    topk_idx = torch.tensor([[0, num_ranks - 1], [-1, 0]]).repeat(rank, 1)  # rank 0 has no tokens
+    weights = torch.rand(topk_idx.shape, dtype=dtype, requires_grad=True)
+    x = torch.ones(len(topk_idx), H, dtype=dtype)
+    received = moe.dispatch(buffer, x, topk_idx, weights, num_ranks, async_finish=is_async)
+    if is_async:
+        received.event.current_stream_wait()
+    combined, event = moe.combine(buffer, received.x * 0, received, async_finish=is_async)
+    if is_async:
+        event.current_stream_wait()
+    (combined.sum() + received.topk_weights.sum()).backward()
+    assert received.topk_weights.dtype == dtype
+    assert not received.topk_weights[received.topk_idx < 0].any()
+    return [weights.grad, (topk_idx >= 0).to(dtype)]
+
+
+def test_gradients_of_weights(device: str) -> None:
+    for grad, expected in itertools.chain(*run_ranks(weights_in_all_ways, 3)):
+        assert torch.equal(grad, expected)
+
+
+def test_operations_without_gradients_and_with_bad_arguments(device: str) -> None:
+    buffer = deep_ep.Buffer(None, comm=OneRank())
+    topk_idx, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
+    with torch.no_grad():
+        received = moe.dispatch(buffer, torch.ones(1, H, requires_grad=True), topk_idx, weights, 2)
+        combined, _ = moe.combine(buffer, received.x, received)
+    assert not combined.requires_grad
+    kind, text = error_of(moe.dispatch, buffer, torch.ones(1, H, dtype=torch.int32), topk_idx, weights, 2)
+    assert (kind, text[:14]) == ("TypeError", "moe.dispatch: ")
+    kind, text = error_of(MoELayer, H, INNER, E, K)
+    assert (kind, text) == ("ValueError", "MoELayer: `group` or `buffer` must be given, and not both")
+
+
+def test_recomputation_makes_the_dispatch_again_and_not_the_combine(device: str) -> None:
+    buffer = deep_ep.Buffer(None, comm=OneRank())
+    layer = MoELayer(H, INNER, E, K, buffer=buffer)
+    checkpoint(layer, inputs(Case(), 0, torch.float32)[0], use_reentrant=False).x.sum().backward()
+    calls = buffer.stats()["calls"]
+    num_calls = [sum(calls[path] for path in calls if path.startswith(kind)) for kind in ("dispatch", "combine")]
+    assert num_calls == [3, 2]  # forward, again, backward of combine; forward, backward of dispatch
+
+
+# Balance and checkpoints ---------------------------------------------------------------------------------------------
+
+
+def balance(rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    layer = MoELayer(H, INNER, E, K, group=dist.group.WORLD)
+    with torch.no_grad():
+        layer(inputs(Case(), rank, torch.float32)[0].view(2, -1, H))  # any leading dimensions
+    load = layer.gate.load.clone()
+    layer.update_bias(speed=0.25)
+    return load, layer.gate.bias.clone()
+
+
+def test_the_bias_follows_all_ranks(device: str) -> None:
+    loads, biases = zip(*run_ranks(balance, 2), strict=True)
+    load = sum(loads).float()
+    for bias in biases:
+        assert torch.equal(bias, 0.25 * (load.mean() - load).sign())
+
+
+def open_checkpoint(rank: int, num_ranks: int, shards: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
+    """A layer drawn from other numbers, with the state of other ranks."""
+    torch.manual_seed(100 + rank)
+    layers = torch.nn.ModuleList([MoELayer(H, INNER, E, K, group=dist.group.WORLD, options=CASES[name].options)])
+    layers.load_state_dict(moe.take_experts(moe.merge_experts(shards), rank, num_ranks))
+    with torch.no_grad():
+        return torch.cat([layers[0](inputs(CASES[name], source, torch.float32)[0]).x for source in range(4)])
+
+
+def test_a_checkpoint_of_four_ranks_opens_on_others(device: str) -> None:
+    results = run_ranks(train, 4, ["plain"], torch.float32)
+    expected = torch.cat([result["plain", torch.float32][0] for result in results])
+    shards = [result["plain", torch.float32][3] for result in results]
+    for num_ranks in (1, 2):
+        for output in run_ranks(open_checkpoint, num_ranks, shards, "plain"):
+            assert_close("output", output, expected, LIMITS[torch.float32])
+    assert error_of(moe.take_experts, moe.merge_experts(shards), 0, 3)[1].endswith("divide evenly over 3 ranks")
+
+
+def initial_state(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(rank)  # the first rank's counts
+    return MoELayer(H, INNER, E, K, group=dist.group.WORLD, shared_intermediate=8).state_dict()
+
+
+def test_weights_do_not_depend_on_the_number_of_ranks(device: str) -> None:
+    alone, many = run_ranks(initial_state, 1)[0], run_ranks(initial_state, 4)
+    merged = moe.merge_experts(many)
+    for name, value in alone.items():
+        assert torch.equal(value, merged[name]), name
+        assert "experts" in name or all(torch.equal(value, one[name]) for one in many)
+    assert not torch.equal(alone["experts.up"][0], alone["experts.up"][1])
