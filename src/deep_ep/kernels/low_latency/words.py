@@ -371,6 +371,11 @@ def await_all(
     if tl.sum((failed != 0).to(tl.int32)) > 0:
         first = tl.min(tl.where(failed != 0, lanes, LANES))
         record = words_at(board) + (num_ranks + first) * _LINE + 1
+        # If it is about what ranks said, whoever noticed had seen all posts, so they are there to be read.
+        there = post_at(memories, num_ranks, tl.load(record + 1))
+        tl.store(seen + 2 * lanes, tl.load(there + _A, mask=is_rank, other=0), mask=is_rank)
+        tl.store(seen + 2 * lanes + 1, tl.load(there + _B, mask=is_rank, other=0), mask=is_rank)
+        tl.debug_barrier()
         fail(
             boards, state, host, num_ranks, rank, tl.load(record), tl.load(record + 1), tl.load(record + 2),
             tl.load(record + 3), tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), LANES,
