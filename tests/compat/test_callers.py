@@ -234,6 +234,13 @@ def test_megatron_gradients(num_ranks: int, is_async: bool, dtype_name: str):
     run_ranks(megatron_step, num_ranks, is_async, dtype_name, limit_secs=90, env=LIMIT)
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("is_async", [False, True])
+def test_megatron_gradients_across_nodes(is_async: bool):
+    nodes = {**LIMIT, "DEEP_EP_RANKS_PER_NODE": "2"}
+    run_ranks(megatron_step, 4, is_async, "float32", limit_secs=90, env=nodes)
+
+
 def test_megatron_probes():
     with pytest.raises(ImportError):
         from deep_ep import HybridEPBuffer  # noqa: F401 (callers look whether it is there)

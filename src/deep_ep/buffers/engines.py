@@ -102,8 +102,8 @@ def _rails(control: Control, topology: Topology, sizes: WindowSizes) -> tuple[En
     rail = make_rail(control, topology)
     number = control.gather(secrets.randbits(32), "numbering the buffer")[0]
     engine = RailsEngine(window, rail, topology, number, CommStream(f"deep_ep-comm-{control.rank}"))
-    inside = f"{choice.name} inside a node ({size} ranks; {choice.reason})"
-    return engine, f"{inside}, message between {topology.num_nodes} nodes (TCP on the rail)"
+    inside = f"{choice.name} inside a node ({'CPU ranks of one host' if size > 1 else 'one rank each'})"
+    return engine, f"{inside}, message between {topology.num_nodes} nodes (TCP on the rail: they share no memory)"
 
 
 def _streamed(

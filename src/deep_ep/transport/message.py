@@ -34,13 +34,17 @@ class Rail:
         topology: Where this rank stands.
         limit_secs: Seconds that a wait may take.
         pool: Where payloads lie.
+
+    Attributes:
+        num_sent: Messages sent so far.
+        num_received: Messages taken so far.
     """
 
     def __init__(self, links: dict[int, Link], topology: Topology, limit_secs: float, pool: Pool):
         self.links = links
         self.pool = pool
         self.num_sent = self.num_received = 0
-        self._topology = topology
+        self.topology = topology
         self._limit_secs = limit_secs
         self._pid = os.getpid()
         self._has_failed = False
@@ -48,12 +52,12 @@ class Rail:
     @property
     def nodes(self) -> list[int]:
         """The other nodes, beginning with the next, so that not all send to the same one first."""
-        num_nodes, node = self._topology.num_nodes, self._topology.node
+        num_nodes, node = self.topology.num_nodes, self.topology.node
         return [(node + step) % num_nodes for step in range(1, num_nodes)]
 
     def rank_of(self, node: int) -> int:
         """The rank of this rail on a node."""
-        return node * self._topology.ranks_per_node + self._topology.local_rank
+        return node * self.topology.ranks_per_node + self.topology.local_rank
 
     def name(self, node: int) -> str:
         """The rank of this rail on a node, for a message."""
@@ -102,6 +106,11 @@ class Rail:
             if events & ~select.POLLOUT:
                 links[number].fill()
         return bool(ready)
+
+    def look(self, where: str) -> None:
+        """For waits that are not the rail's: raise if a rank of the rail has said that it failed."""
+        self.turn(0)
+        self.waiting(where, lambda: None, lambda _: None).require_working()
 
     def last_words(self) -> tuple[int, str] | None:
         """A node whose rank said that it has failed, and why."""
@@ -171,10 +180,8 @@ class Wait:
         if is_done():
             return
         self._tell(True)
-        try:
-            self._until(is_done, nodes)
-        finally:
-            self._tell(False)
+        self._until(is_done, nodes)
+        self._tell(False)  # not where it fails: the node shall not blame this rank before it has said why
 
     def _until(self, is_done: Callable[[], bool], nodes: Collection[int]) -> None:
         last = time.monotonic()
@@ -217,7 +224,7 @@ class Wait:
         return ", ".join(self._rail.name(node) for node in nodes)
 
     def _me(self) -> str:
-        topology = self._rail._topology
+        topology = self._rail.topology
         return f"rank {topology.rank}/{topology.num_ranks}"
 
 

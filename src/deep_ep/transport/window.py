@@ -128,6 +128,7 @@ class Window:
     Attributes:
         low_latency: Memory of low-latency calls; None: there is none.
         failure: Why this rank has failed; None: it has not.
+        look: Raises if something else than the window has failed, told where the wait is; None: there is nothing.
         fault: Told of every fault point, where tests stop or kill the rank, or delay it; None: nobody is.
     """
 
@@ -146,6 +147,7 @@ class Window:
         self.board = peers[rank].board
         self.limit_secs = limit_secs
         self.failure: str | None = None
+        self.look: Callable[[str], None] | None = None
         self.fault: Callable[[str], None] | None = None
         self._pid = os.getpid()
         self._others = [peer for peer in peers if peer.rank != rank]
@@ -212,6 +214,8 @@ class Window:
                 if now - pulse > _PULSE_SECS:
                     pulse = now
                     self._raise_if_dead(where, pending, target)
+                    if self.look is not None:
+                        self.look(str(where))
                 if now - begin > self.limit_secs and (silent := self._silent(pending, now - begin)):
                     raise EPTimeout(
                         f"{where}: no signal from {self._named(silent)} after {self.limit_secs:g} s ({self._me()}). "

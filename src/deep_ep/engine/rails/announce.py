@@ -10,7 +10,7 @@ import torch
 
 from ... import layout
 from ...errors import EPError
-from ...transport.links import ANNOUNCE
+from ...transport.links import ANNOUNCE, Frame
 from ...transport.message import Rail, Wait
 from ..call import Agreement, Call
 from ..parcel import Routing
@@ -78,11 +78,7 @@ def receive_announcements(
     mine = call.header.agreement
     for node in rail.nodes:
         frame = rail.receive(node, wait)
-        if frame.topic != ANNOUNCE or frame.epoch != call.epoch:
-            raise EPError(
-                f"{call}: {rail.name(node)} is in call {frame.epoch} ({_me(call)}). "
-                "Make the calls in the same order on all ranks"
-            )
+        require_topic(call, rail, node, frame, ANNOUNCE)
         words = _WORDS.unpack_from(frame.page.view())
         if list(words[:_NUM_AGREED]) != mine.words():
             clashes.append(f"{rail.name(node)} has {mine.differences(Agreement.from_words(words))}")
@@ -120,6 +116,19 @@ def require_rows(call: Call, rail: Rail, heard: dict[int, Announcement], expecte
                 f"{call}: {rail.name(node)} sends {said.num_rows} rows, the handle counts {expected[node]} "
                 f"({_me(call)}). Pass the handle as dispatch returned it"
             )
+
+
+def require_topic(call: Call, rail: Rail, node: int, frame: Frame, topic: int) -> None:
+    """Check that a message is what this call expects next.
+
+    Raises:
+        EPError: It is not.
+    """
+    if frame.topic != topic or frame.epoch != call.epoch:
+        raise EPError(
+            f"{call}: {rail.name(node)} is in call {frame.epoch} ({_me(call)}). "
+            "Make the calls in the same order on all ranks"
+        )
 
 
 def _me(call: Call) -> str:

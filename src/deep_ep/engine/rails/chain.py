@@ -23,6 +23,7 @@ class RailChain(Chain):
     def __init__(self, window: Window, rail: Rail, topology: Topology, number: int):
         super().__init__(window)
         self.rail = rail
+        window.look = rail.look  # other nodes' failures come over the rail, also while this node is waited for
         self.topology = topology
         self._number = number
 

@@ -26,6 +26,7 @@ from .announce import (
     announcement_to,
     receive_announcements,
     require_rows,
+    require_topic,
     send_announcement,
 )
 from .chain import RailChain
@@ -224,6 +225,7 @@ class RailsDispatch(Dispatch):
             rail.send(node, VERDICT, call.epoch, rail.pool.filled(_OVERFLOW.pack(*seen[0]) if seen else b""))
         for node in rail.nodes:
             frame = rail.receive(node, wait)
+            require_topic(call, rail, node, frame, VERDICT)
             if frame.page.num_bytes:
                 seen.append(_OVERFLOW.unpack(frame.page.view()))
         if seen:
