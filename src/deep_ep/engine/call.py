@@ -214,17 +214,16 @@ class Call:
             EPError: They do not; it says who differs in what.
         """
         posts = [peer.board.read(HEADER, self.epoch) for peer in self.window.peers]
-        mine, place = self.header.agreement, self.window.place
+        mine, first = self.header.agreement, self.window.place.first_rank
         expected = self._words[: len(mine)]
         clashes = []
         for rank, words in enumerate(posts):
             if words[: len(expected)] != expected:
-                clashes.append(f"rank {place.first_rank + rank} has {mine.differences(Agreement.from_words(words))}")
+                clashes.append(f"rank {first + rank} has {mine.differences(Agreement.from_words(words))}")
         if clashes:
             raise EPError(
                 f"{self}: all ranks must make the same call, but {'; '.join(clashes)} "
-                f"(rank {place.first_rank + self.window.rank}/{place.num_ranks}). "
-                "Make the calls in the same order on all ranks"
+                f"({self.window.me()}). Make the calls in the same order on all ranks"
             )
         own = slice(len(expected), len(expected) + 3)
         return [Header(mine, *words[own]) for words in posts]

@@ -215,7 +215,7 @@ class Dispatch:
             if 0 < header.num_worst_tokens < num_rows:
                 raise EPOverflow(
                     f"dispatch: rank {rank} receives {num_rows} rows, more than its "
-                    f"num_worst_tokens={header.num_worst_tokens} (rank {self._window.rank}/{len(headers)}). "
+                    f"num_worst_tokens={header.num_worst_tokens} ({self._window.me()}). "
                     "Raise num_worst_tokens; tokens x ranks always suffices"
                 )
 

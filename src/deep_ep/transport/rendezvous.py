@@ -145,7 +145,9 @@ def _answer(
         except TimeoutError:
             if time.monotonic() < deadline:
                 continue
-            raise OSError(f"ranks {sorted(expected)} did not connect") from None
+            raise OSError(
+                f"ranks {sorted(expected)} did not connect. {env.SOCKET_IFNAME.name} says which network to use"
+            ) from None
         except OSError:
             continue
         if said != secret or rank not in expected:

@@ -218,7 +218,7 @@ class Window:
                         self.look(str(where))
                 if now - begin > self.limit_secs and (silent := self._silent(pending, now - begin)):
                     raise EPTimeout(
-                        f"{where}: no signal from {self._named(silent)} after {self.limit_secs:g} s ({self._me()}). "
+                        f"{where}: no signal from {self._named(silent)} after {self.limit_secs:g} s ({self.me()}). "
                         "It exited, hangs, or called in another order; look at its output"
                     )
         # A peer that failed may have let its caller overwrite what this rank has just read: progress alone proves
@@ -263,7 +263,7 @@ class Window:
             pending = [peer for peer in pending if peer.board.sent.load_acquire() < number]
             gone = {peer.rank: reasons[peer.rank] for peer in pending if peer.rank in reasons}
             if gone and not may_lose:
-                raise EPTimeout(f"{where}: {told(gone)} ({self._me()}). Look at its output, and make a new buffer")
+                raise EPTimeout(f"{where}: {told(gone)} ({self.me()}). Look at its output, and make a new buffer")
             lost.update(gone)
             pending = [peer for peer in pending if peer.rank not in gone]
         for rank, nanoseconds in enumerate(waited_ns):
@@ -308,14 +308,14 @@ class Window:
         for peer in self._others if peers is None else peers:
             if peer.board.failed.load_acquire():
                 rank = self.place.first_rank + peer.rank
-                raise EPPeerFailed(rank, peer.board.read_text(), f"{where}: rank {rank} failed", self._me())
+                raise EPPeerFailed(rank, peer.board.read_text(), f"{where}: rank {rank} failed", self.me())
 
     def _raise_if_closed(self, where: _Where, pending: list[Peer], target: int) -> None:
         for peer in pending:
             # Closed first, progress second: a peer may have done its part and then left.
             if peer.board.closed.load_acquire() and peer.board.progress.load_acquire() < target:
                 raise EPError(
-                    f"{where}: {self._named([peer])} has destroyed its buffer ({self._me()}). "
+                    f"{where}: {self._named([peer])} has destroyed its buffer ({self.me()}). "
                     "All ranks of a buffer must make the same calls"
                 )
 
@@ -325,18 +325,19 @@ class Window:
         astray = [peer for peer in self._others if peer.board.progress.load_acquire() >= limit]
         if astray:
             raise EPError(
-                f"{where}: {self._named(astray)} is more than one call ahead ({self._me()}). This is a bug: report it"
+                f"{where}: {self._named(astray)} is more than one call ahead ({self.me()}). This is a bug: report it"
             )
 
     def _raise_if_dead(self, where: _Where, pending: list[Peer], target: int) -> None:
         dead = [peer for peer in pending if not peer.is_alive() and peer.board.progress.load_acquire() < target]
         if dead:
             raise EPError(
-                f"{where}: the process of {self._named(dead)} has ended ({self._me()}). "
+                f"{where}: the process of {self._named(dead)} has ended ({self.me()}). "
                 "Look at its output, and make a new buffer over the ranks that live"
             )
 
-    def _me(self) -> str:
+    def me(self) -> str:
+        """This rank, for a message: as the group counts, also where the window is one node of several."""
         return f"rank {self.place.first_rank + self.rank}/{self.place.num_ranks}"
 
     def _named(self, peers: list[Peer]) -> str:

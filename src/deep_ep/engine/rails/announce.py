@@ -88,7 +88,7 @@ def receive_announcements(
         rail.pool.give(frame.page)
     if clashes:
         raise EPError(
-            f"{call}: all ranks must make the same call, but {'; '.join(clashes)} ({_me(call)}). "
+            f"{call}: all ranks must make the same call, but {'; '.join(clashes)} ({call.window.me()}). "
             "Make the calls in the same order on all ranks"
         )
     return heard
@@ -114,7 +114,7 @@ def require_rows(call: Call, rail: Rail, heard: dict[int, Announcement], expecte
         if said.num_rows != expected[node]:
             raise EPError(
                 f"{call}: {rail.name(node)} sends {said.num_rows} rows, the handle counts {expected[node]} "
-                f"({_me(call)}). Pass the handle as dispatch returned it"
+                f"({call.window.me()}). Pass the handle as dispatch returned it"
             )
 
 
@@ -126,11 +126,6 @@ def require_topic(call: Call, rail: Rail, node: int, frame: Frame, topic: int) -
     """
     if frame.topic != topic or frame.epoch != call.epoch:
         raise EPError(
-            f"{call}: {rail.name(node)} is in call {frame.epoch} ({_me(call)}). "
+            f"{call}: {rail.name(node)} is in call {frame.epoch} ({call.window.me()}). "
             "Make the calls in the same order on all ranks"
         )
-
-
-def _me(call: Call) -> str:
-    place = call.window.place
-    return f"rank {place.first_rank + call.window.rank}/{place.num_ranks}"

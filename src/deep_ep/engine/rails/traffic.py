@@ -175,5 +175,9 @@ class Traffic:
         is_next = frame.topic == ROWS and frame.epoch == self._epoch and first == self._taken[node]
         fits = first + count <= self._num_in[node] and frame.page.num_bytes == self._form.num_bytes(count)
         if not (is_next and fits and count):
-            raise EPError(f"{self._wait.where}: {self._rail.name(node)} sends what this call does not expect")
+            raise EPError(
+                f"{self._wait.where}: {self._rail.name(node)} sends {count} rows from {first} on of call {frame.epoch} "
+                f"({frame.page.num_bytes} bytes), expected rows from {self._taken[node]} on of {self._num_in[node]} "
+                f"of call {self._epoch}. Make the calls in the same order on all ranks"
+            )
         return first, first + count
