@@ -92,7 +92,7 @@ def send(
     num_blocks = min(sizes.num_experts, _MOST_IDLE_BLOCKS)
     if is_copied:
         num_blocks = sizes.num_experts * _SHARES
-    tile = tile_of(sizes.num_topk, num_tokens)
+    tile = tile_of(sizes.num_topk, sizes.max_tokens)
     waits = (patience is not None, patience is not None and patience.stats is not None)
     _send_variant(sizes, topk_idx.dtype, is_copied, word, vector, *waits, *tile, spots.num_lanes)(
         num_blocks,

@@ -87,7 +87,7 @@ def send(
     whole = 8 if sizes.hidden % 8 == 0 else 1  # channels of a vector
     is_aligned = whole > 1 and x.data_ptr() % 16 == 0
     waits = (patience is not None, patience is not None and patience.stats is not None)
-    tile = tile_of(sizes.num_topk, num_tokens)
+    tile = tile_of(sizes.num_topk, sizes.max_tokens)
     _send_variant(sizes, topk_idx.dtype, is_aligned, *waits, *tile, spots.num_lanes)(
         num_tokens + min(_MOST_NUMBERING_BLOCKS, sizes.num_experts),
         x,
@@ -139,10 +139,13 @@ def _send_variant(
 
 
 @functools.cache
-def tile_of(num_topk: int, num_tokens: int) -> tuple[int, int]:
-    """Selections of a token, and tokens, that are looked at together; powers of two."""
+def tile_of(num_topk: int, max_tokens: int) -> tuple[int, int]:
+    """Selections of a token, and tokens, that are looked at together; powers of two.
+
+    By the most tokens, not by those of the call: decoding must not compile a kernel because a batch is smaller.
+    """
     topk = next_power_of_2(max(1, num_topk))
-    return topk, max(1, min(next_power_of_2(max(1, num_tokens)), _MOST_CELLS // topk))
+    return topk, max(1, min(next_power_of_2(max_tokens), _MOST_CELLS // topk))
 
 
 @jit
