@@ -8,9 +8,48 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ...event import EventHandle
+from ..call import LOW_LATENCY, Agreement
 from .geometry import Form, Geometry
 
 Hook = Callable[[], None]
+
+DISPATCH, COMBINE, BARRIER = (f"{LOW_LATENCY} {name}" for name in ("dispatch", "combine", "barrier"))
+METHODS = {  # as their callers know them
+    DISPATCH: "low_latency_dispatch",
+    COMBINE: "low_latency_combine",
+    BARRIER: "clean_low_latency_buffer",
+}
+
+
+def agreement_of(
+    operation: str,
+    geometry: Geometry,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype | None,
+    variant: int,
+    idx_dtype: torch.dtype | None = None,
+) -> Agreement:
+    """What all ranks must say alike in a call.
+
+    Args:
+        operation: The call.
+        geometry: Its sizes.
+        dtype: Of the rows.
+        scale_dtype: Of their scales, or None.
+        variant: 1 where scales are powers of two, or rows compressed.
+        idx_dtype: Of the expert ids, where ranks compare it.
+    """
+    return Agreement(
+        operation,
+        num_experts=geometry.num_experts,
+        num_topk=geometry.num_topk,
+        hidden=geometry.hidden,
+        dtype=dtype,
+        num_scales=variant,
+        scale_dtype=scale_dtype,
+        idx_dtype=idx_dtype,
+        max_tokens=geometry.max_tokens,
+    )
 
 
 class Way(NamedTuple):

@@ -28,7 +28,7 @@ from ...transport.spans import Span
 from ...transport.sparse import GRAIN_BYTES, Atlas, HollowMemory, SparseSegment
 from ...transport.window import SENT_TABLE_BYTES, SENT_TABLES_BYTES, told
 from ..call import Agreement, Call, Chain, Header
-from .calls import Hook, Packed, Rows, Way
+from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Hook, Packed, Rows, Way, agreement_of
 from .flights import Flights
 from .geometry import Form, Geometry, Plan, plan_sets
 from .zero_copy import ZeroCopy, zero_copy_view
@@ -91,7 +91,7 @@ class DirectLowLatency:
             out = self._chain.result((rows.topk_idx.size(0), geometry.hidden), torch.bfloat16)
         zero_copy_offset = None
         if rows.zero_copy:
-            self._flights.require_room("low_latency_combine", plan.num_sets)  # a refused call must not take the tensor
+            self._make_way(COMBINE, plan.num_sets)  # a refused call must not take the tensor
             index = self._zero_copy.give(rows.src_info, self._flights.next_number)
             zero_copy_offset = plan.zero_copy_offset(index)
         call = _Combine(self.shared, plan, wait_stats, rows, geometry, out, zero_copy_offset)
@@ -139,9 +139,8 @@ class DirectLowLatency:
         self._chain.require_working()
         operation = call.agreement.operation
         num_sets = 0 if isinstance(call, _Barrier) else call.plan.num_sets
-        if self._flights.needs_barrier(num_sets):
-            self.clean()
-        flight = self._flights.send(operation.replace("-", "_").replace(" ", "_"), num_sets)
+        self._make_way(operation, num_sets)
+        flight = self._flights.send(METHODS[operation], num_sets)
         call.number = flight.number
         send, receive = self._contagious(call, call.send), self._contagious(call, call.receive)
         if way.has_hook:
@@ -162,6 +161,12 @@ class DirectLowLatency:
             return EventHandle(self._stream.submit(both)), None
         self._stream.run(both)
         return None, None
+
+    def _make_way(self, operation: str, num_sets: int) -> None:
+        """Have everybody read what the next call writes over, or refuse it."""
+        if self._flights.needs_barrier(num_sets):
+            self.clean()
+        self._flights.require_room(METHODS[operation], num_sets)
 
     def _contagious(self, call: _LowLatencyCall, work: Callable[[], None]) -> Callable[[], None]:
         """Whatever goes wrong in a half goes wrong for all ranks."""
@@ -375,7 +380,7 @@ class _LowLatencyCall(ABC):
         if clashes:
             raise _SpoiledError(
                 f"{self.name}: all ranks must make the same call, but {'; '.join(clashes)} "
-                f"(rank {window.rank}/{len(window.peers)}). Make the calls in the same order on all ranks"
+                f"({window.me()}). Make the calls in the same order on all ranks"
             )
         for rank, post in posts.items():
             self.shared.reach(rank, post.base.segment)
@@ -398,7 +403,7 @@ class _LowLatencyCall(ABC):
         window = self.shared.window
         if not self.shared.can_mask:
             raise EPTimeout(
-                f"{self.name}: {told(lost)} (rank {window.rank}/{len(window.peers)}). This rank was too late; look "
+                f"{self.name}: {told(lost)} ({window.me()}). This rank was too late; look "
                 "at its output, and make a new buffer"
             )
         self._mask(lost)
@@ -407,8 +412,7 @@ class _LowLatencyCall(ABC):
         window = self.shared.window
         self.shared.masked.update(lost)
         warnings.warn(
-            f"{self.name}: {told(lost)}. From now on masked: its experts' results are missing "
-            f"(rank {window.rank}/{len(window.peers)})",
+            f"{self.name}: {told(lost)}. From now on masked: its experts' results are missing ({window.me()})",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -428,7 +432,7 @@ class _LowLatencyCall(ABC):
 class _Barrier(_LowLatencyCall):
     """Nothing is sent but the signal."""
 
-    agreement = Agreement("low-latency barrier")
+    agreement = Agreement(BARRIER)
 
     def _publish(self) -> _Post:
         return _Post(0, self.shared.base(0))
@@ -456,8 +460,8 @@ class _Dispatch(_LowLatencyCall):
         self._form = form
         self._packed = packed
         self._recv_stats = recv_stats
-        self.agreement = _agreement(
-            "low-latency dispatch", geometry, topk_idx.dtype, form.dtype, form.scale_dtype, int(form.round_scale)
+        self.agreement = agreement_of(
+            DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale), topk_idx.dtype
         )
 
     def _publish(self) -> _Post:
@@ -586,8 +590,8 @@ class _Combine(_LowLatencyCall):
         self._geometry = geometry
         self._out = out
         self._zero_copy_offset = zero_copy_offset
-        self.agreement = _agreement(
-            "low-latency combine", geometry, rows.topk_idx.dtype, torch.bfloat16, None, int(rows.use_logfmt)
+        self.agreement = agreement_of(
+            COMBINE, geometry, torch.bfloat16, None, int(rows.use_logfmt), rows.topk_idx.dtype
         )
 
     def _publish(self) -> _Post:
@@ -658,27 +662,6 @@ class _Combine(_LowLatencyCall):
             # A rank that had masked this one at the dispatch has nothing for it.
             places[rank] = torch.where(is_right, start + firsts * (geometry.slot_bytes // GRAIN_BYTES), -1)
         return places.flatten()
-
-
-def _agreement(
-    operation: str,
-    geometry: Geometry,
-    idx_dtype: torch.dtype,
-    dtype: torch.dtype,
-    scale_dtype: torch.dtype | None,
-    variant: int,
-) -> Agreement:
-    return Agreement(
-        operation,
-        num_experts=geometry.num_experts,
-        num_topk=geometry.num_topk,
-        hidden=geometry.hidden,
-        dtype=dtype,
-        num_scales=variant,
-        scale_dtype=scale_dtype,
-        idx_dtype=idx_dtype,
-        max_tokens=geometry.max_tokens,
-    )
 
 
 def _table_offset(number: int) -> int:

@@ -132,7 +132,8 @@ class Flights:
 
     def _overwrites(self, num_sets: int) -> bool:
         """Whether the set of the next call may still be read as that of an earlier one."""
-        if len(self._recent) < 2:  # the call before lies in the other quarter
+        # As in any decoding loop: all but the call before has been read, and that lies in the other quarter.
+        if not self._recent or (not self._pending and self._recent[-1].most == 1):
             return False
         last_received = self._num_sent - len(self._pending_span())
         read = max((one.number - one.most for one in self._recent if one.number <= last_received), default=0)

@@ -24,17 +24,10 @@ from ...transport.device import DeviceWindow
 from ..call import OPERATIONS, Agreement
 from ..digest import pack
 from ..signals import Signals
-from .calls import Hook, Packed, Rows, Way
+from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Hook, Packed, Rows, Way, agreement_of
 from .flights import Flights
 from .geometry import NUM_ZERO_COPY, Form, Geometry, Plan, plan_sets
 from .zero_copy import ZeroCopy, zero_copy_view
-
-_DISPATCH, _COMBINE, _BARRIER = "low-latency dispatch", "low-latency combine", "low-latency barrier"
-_METHODS = {
-    _DISPATCH: "low_latency_dispatch",
-    _COMBINE: "low_latency_combine",
-    _BARRIER: "clean_low_latency_buffer",
-}  # as their callers know them
 
 
 class _Setup(NamedTuple):
@@ -135,7 +128,7 @@ class StreamedLowLatency:
             patience=patience,
             held=(x, topk_idx, *packed, recv_stats, wait_stats),
         )
-        return packed, *self._make(_DISPATCH, setup.num_sets, way, halves)
+        return packed, *self._make(DISPATCH, setup.num_sets, way, halves)
 
     def combine(
         self,
@@ -153,9 +146,7 @@ class StreamedLowLatency:
         earlier = torch.empty_like(topk_idx, dtype=torch.int32)
         offset = None
         if rows.zero_copy:
-            self._flights.require_room(
-                _METHODS[_COMBINE], setup.num_sets
-            )  # a refused call must not take the tensor away
+            self._make_way(COMBINE, setup.num_sets)  # a refused call must not take the tensor
             offset = setup.zero_copy_offsets[self._zero_copy.give(rows.src_info, self._flights.next_number)]
 
         patience = Patience(wait_stats, self._can_mask)
@@ -167,12 +158,12 @@ class StreamedLowLatency:
             patience=patience,
             held=(rows.x, topk_idx, topk_weights, rows.layout_range, earlier, combined, wait_stats),
         )
-        return combined, *self._make(_COMBINE, setup.num_sets, way, halves)
+        return combined, *self._make(COMBINE, setup.num_sets, way, halves)
 
     def clean(self) -> None:
         """A barrier over the ranks that are not masked. The host does not wait."""
         patience = Patience(None, self._can_mask)
-        call = _call(_BARRIER, Plan(16, 1), Agreement(_BARRIER))
+        call = _call(BARRIER, Plan(16, 1), Agreement(BARRIER))
         halves = Halves(
             send=lambda patience: words.signal(self.spots, call),  # noqa: ARG005 - it is one warp, and never waits
             wait=functools.partial(words.wait_for, self.spots, call, patience=patience, is_dispatch=False),
@@ -180,7 +171,7 @@ class StreamedLowLatency:
             patience=None,
             held=(),
         )
-        self._make(_BARRIER, 0, Way(), halves)
+        self._make(BARRIER, 0, Way(), halves)
 
     def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         """The zero-copy tensor of a handle."""
@@ -214,8 +205,8 @@ class StreamedLowLatency:
             plan = plan_sets("low_latency_dispatch", self._num_bytes, geometry.dispatch_bytes(form), geometry)
             row = (geometry.row_bytes(form), geometry.scales_offset, geometry.places_offset(form))
             sizes = dispatch.Sizes(*_sizes_of(geometry), *row, form.use_fp8, form.round_scale)
-            agreement = _agreement(_DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale))
-            setup = self._setups[geometry, form] = _Setup(_call(_DISPATCH, plan, agreement), sizes, plan.num_sets, ())
+            agreement = agreement_of(DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale))
+            setup = self._setups[geometry, form] = _Setup(_call(DISPATCH, plan, agreement), sizes, plan.num_sets, ())
         return setup
 
     def _combine_setup(self, geometry: Geometry, use_logfmt: bool) -> _Setup:
@@ -223,9 +214,9 @@ class StreamedLowLatency:
         if setup is None:
             plan = plan_sets("low_latency_combine", self._num_bytes, geometry.combine_bytes, geometry)
             sizes = combine.Sizes(*_sizes_of(geometry), geometry.slot_bytes, geometry.ranges_offset, use_logfmt)
-            agreement = _agreement(_COMBINE, geometry, torch.bfloat16, None, int(use_logfmt))
+            agreement = agreement_of(COMBINE, geometry, torch.bfloat16, None, int(use_logfmt))
             offsets = tuple(plan.zero_copy_offset(index) for index in range(NUM_ZERO_COPY))
-            call = _call(_COMBINE, plan, agreement)
+            call = _call(COMBINE, plan, agreement)
             setup = self._setups[geometry, use_logfmt] = _Setup(call, sizes, plan.num_sets, offsets)
         return setup
 
@@ -233,9 +224,8 @@ class StreamedLowLatency:
         """Launch a call: its send half, and its receive half unless there is a hook for that."""
         if self._masked_word.value != self._told:
             self._warn_of_masks()
-        if self._flights.needs_barrier(num_sets):
-            self.clean()
-        flight = self._flights.send(_METHODS[operation], num_sets)
+        self._make_way(operation, num_sets)
+        flight = self._flights.send(METHODS[operation], num_sets)
         caller = self._stream.caller()
         with self._signals.contagious(operation), self._stream.entered(None, way.is_async):
             if way.is_async:
@@ -265,6 +255,12 @@ class StreamedLowLatency:
                 self._stream.leave(False)
 
         return None, hook
+
+    def _make_way(self, operation: str, num_sets: int) -> None:
+        """Have everybody read what the next call writes over, or refuse it."""
+        if self._flights.needs_barrier(num_sets):
+            self.clean()
+        self._flights.require_room(METHODS[operation], num_sets)
 
     def _warn_of_masks(self) -> None:
         """Say once of each rank that a kernel has masked it."""
@@ -303,21 +299,6 @@ def _empty_packed(geometry: Geometry, form: Form, device: torch.device) -> Packe
 def _sizes_of(geometry: Geometry) -> tuple[int, int, int, int]:
     """What both kinds of rows have."""
     return geometry.hidden, geometry.num_topk, geometry.num_experts, geometry.max_tokens
-
-
-def _agreement(
-    operation: str, geometry: Geometry, dtype: torch.dtype, scale_dtype: torch.dtype | None, variant: int
-) -> Agreement:
-    return Agreement(
-        operation,
-        num_experts=geometry.num_experts,
-        num_topk=geometry.num_topk,
-        hidden=geometry.hidden,
-        dtype=dtype,
-        scale_dtype=scale_dtype,
-        num_scales=variant,
-        max_tokens=geometry.max_tokens,
-    )
 
 
 def _call(operation: str, plan: Plan, agreement: Agreement) -> Call:
