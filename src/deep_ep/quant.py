@@ -45,7 +45,7 @@ def per_token_cast_back(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     Args:
         q: `[..., H]` float8_e4m3fn.
         s: `[..., G]` float32, or `[..., 1]` for one scale per row, or `[..., P]` int32 with packed UE8M0
-            scales; any strides.
+            scales; any strides. Packed ones may come in another shape, in the same order.
 
     Returns:
         `[..., H]` bfloat16, new.
@@ -57,16 +57,19 @@ def per_token_cast_back(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return q.to(torch.bfloat16)
     hidden = q.shape[-1]
     num_groups = _num_groups(hidden)
+    scales = s
     if s.dtype == torch.int32:
-        s = unpack_ue8m0(s)[..., :num_groups]
+        num_packs = -(-num_groups // _BYTES_PER_PACK)
+        if s.numel() == q.numel() // hidden * num_packs:
+            scales = unpack_ue8m0(s.reshape(*q.shape[:-1], num_packs))[..., :num_groups]
     elif s.shape[-1] == 1:
-        s = s.expand(*s.shape[:-1], num_groups)
-    if s.shape != (*q.shape[:-1], num_groups):
+        scales = s.expand(*s.shape[:-1], num_groups)
+    if scales.dtype == torch.int32 or scales.shape != (*q.shape[:-1], num_groups):
         raise ValueError(
             f"per_token_cast_back: s must hold {num_groups} scales for each row of q {tuple(q.shape)}, "
-            f"got {tuple(s.shape)}"
+            f"got {tuple(s.shape)} {s.dtype}"
         )
-    return _join_groups(_split_groups(q) * s.unsqueeze(-1), hidden).to(torch.bfloat16)
+    return _join_groups(_split_groups(q) * scales.unsqueeze(-1), hidden).to(torch.bfloat16)
 
 
 def cast_fp8(x: torch.Tensor, round_scale: bool = False, use_ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -242,7 +242,19 @@ def test_cast_back_with_one_scale_per_row():
     assert torch.equal(back.float(), torch.tensor([[2.0], [0.5]]).expand(2, 256))
 
 
-@pytest.mark.parametrize("scales", [torch.ones(2, 3), torch.ones(3, 2), torch.ones(3, 2, dtype=torch.int32)])
+def test_cast_back_takes_packed_scales_in_another_shape():
+    """DeepEP's own test of low latency gives them `H // 128` to a row, as it gives those that are not packed."""
+    q, packed = cast_fp8(torch.randn(8, 1024), round_scale=True, use_ue8m0=True)
+    assert packed.shape == (8, 2)
+    assert torch.equal(per_token_cast_back(q, packed.view(-1, 8)), per_token_cast_back(q, packed))
+
+
+_INT32 = {"dtype": torch.int32}
+
+
+@pytest.mark.parametrize(
+    "scales", [torch.ones(2, 3), torch.ones(3, 2), torch.ones(3, 2, **_INT32), torch.ones(2, 2, **_INT32)]
+)
 def test_cast_back_refuses_scales_that_do_not_fit(scales):
     with pytest.raises(ValueError, match=r"2 scales for each row of q \(2, 256\)"):
         per_token_cast_back(torch.ones(2, 256).to(E4M3), scales)

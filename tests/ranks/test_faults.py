@@ -170,6 +170,8 @@ def test_a_late_peer_is_waited_for_and_accounted(device: str) -> None:
 def stopped_peer(rank: int, num_ranks: int) -> tuple[bool, bool]:
     buffer, given = make_buffer(), inputs(rank, num_ranks)
     recv_x, _, _, _, handle, _ = dispatch(buffer, given)
+    torch.randn(200, 200) @ torch.randn(200, 200)  # a GPU loads what is new only when no kernel runs, none that waits
+    buffer.dispatch(given["x"], handle=handle, async_finish=True)[-1].current_stream_wait()
     pids: list[Any] = [None] * num_ranks
     dist.all_gather_object(pids, os.getpid())
     is_early = False
