@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -141,11 +141,21 @@ class LaunchStream:
     @contextmanager
     def entered(self, after: EventHandle | None, is_async: bool) -> Iterator[None]:
         """Launches inside the block come after the caller's work (or just after an event), and after earlier calls."""
+        with torch.no_grad():
+            way_back = self.enter(after, is_async)
+            try:
+                yield
+            finally:
+                self.exit(way_back)
+
+    def enter(self, after: EventHandle | None, is_async: bool) -> Any:
+        """As `entered`, without the block: `exit` must follow, with what this returns."""
         del is_async
         if after is not None:
             after.current_stream_wait()
-        with torch.no_grad():
-            yield
+
+    def exit(self, way_back: Any) -> None:
+        """Back to the caller's stream."""
 
     def caller(self) -> Any:
         """The caller's stream."""
@@ -182,6 +192,25 @@ class LaunchStream:
         """Wait for everything that was launched."""
 
 
+_MOST_CALLERS = 64  # streams that are remembered: making the object takes longer than asking which it is
+
+
+class _WayBack(NamedTuple):
+    """Where a call has come from.
+
+    Attributes:
+        caller: The caller's stream.
+        is_elsewhere: The call is launched on another one.
+        device: The caller's.
+        is_capturing: The caller's stream is being captured.
+    """
+
+    caller: torch.cuda.Stream
+    is_elsewhere: bool
+    device: int
+    is_capturing: bool
+
+
 class CudaStream(LaunchStream):
     """A CUDA stream of high priority, beside the caller's.
 
@@ -198,14 +227,15 @@ class CudaStream(LaunchStream):
         self.current = self.raw
         self._before, self._after, self._last = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._last_stream: torch.cuda.Stream | None = None
+        self._callers: dict[tuple, torch.cuda.Stream] = {}
 
-    @contextmanager
-    def entered(self, after: EventHandle | None, is_async: bool) -> Iterator[None]:
-        """Launches inside the block come after the caller's work (or just after an event), and after earlier calls."""
-        caller, device = self.caller(), torch.cuda.current_device()
+    def enter(self, after: EventHandle | None, is_async: bool) -> _WayBack:
+        """As `entered`, without the block: `exit` must follow, with what this returns."""
+        caller, device = self.caller(), torch._C._cuda_getDevice()
         # Inside a capture all calls stay on one stream: events from outside could not bring two into order.
-        is_capturing = torch.cuda.is_current_stream_capturing()
+        is_capturing = torch._C._cuda_isCurrentStreamCapturing()
         self.current = caller if after is None and not is_async and not is_capturing else self.raw
+        way_back = _WayBack(caller, self.current is not caller, device, is_capturing)
         if self.current is self.raw and after is None:
             self._before.record(caller)
             self.raw.wait_event(self._before)
@@ -213,27 +243,36 @@ class CudaStream(LaunchStream):
             if self._last_stream is self.raw:
                 self._last.record(self.raw)
             self.current.wait_event(self._last)
-        is_elsewhere = self.current is not caller
-        if is_elsewhere or device != self._index:
+        if way_back.is_elsewhere or device != self._index:
             torch.cuda.set_stream(self.current)
-        try:
-            with torch.no_grad():
-                if after is not None:
-                    after.current_stream_wait()
-                yield
-        finally:
-            if is_elsewhere:
-                torch.cuda.set_stream(caller)
-            if device != self._index:
-                torch.cuda.set_device(device)  # setting a stream has set its device, too
-            if not is_capturing:
-                self._last_stream = self.current
-                if self.current is not self.raw:
-                    self._last.record(self.current)  # now: what the caller launches later is none of our calls
+        if after is not None:
+            try:
+                after.current_stream_wait()
+            except BaseException:
+                self.exit(way_back)
+                raise
+        return way_back
+
+    def exit(self, way_back: _WayBack) -> None:
+        """Back to the caller's stream."""
+        if way_back.is_elsewhere:
+            torch.cuda.set_stream(way_back.caller)
+        if way_back.device != self._index:
+            torch.cuda.set_device(way_back.device)  # setting a stream has set its device, too
+        if not way_back.is_capturing:
+            self._last_stream = self.current
+            if self.current is not self.raw:
+                self._last.record(self.current)  # now: what the caller launches later is none of our calls
 
     def caller(self) -> torch.cuda.Stream:
         """The caller's stream."""
-        return torch.cuda.current_stream(self._index)
+        key = torch._C._cuda_getCurrentStream(self._index)
+        stream = self._callers.get(key)
+        if stream is None:
+            if len(self._callers) == _MOST_CALLERS:
+                self._callers.clear()
+            stream = self._callers[key] = torch.cuda.current_stream(self._index)
+        return stream
 
     def behind(self, caller: torch.cuda.Stream) -> AbstractContextManager:
         """Inside the block, an earlier caller's stream is the caller's."""

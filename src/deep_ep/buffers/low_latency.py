@@ -332,9 +332,9 @@ class LowLatencyMethods:
 
 def _look_of(value: Any) -> Any:
     """What of an argument is checked, as a key: nothing of a tensor's contents is."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.device, value.is_contiguous()
-    return value
+    if value is None or not isinstance(value, torch.Tensor):
+        return value
+    return value.shape, value.dtype, value.device, value.is_contiguous()
 
 
 def _check_way(where: str, async_finish: bool, return_recv_hook: bool) -> Way:

@@ -149,17 +149,25 @@ class Signals:
     @contextmanager
     def contagious(self, operation: str) -> Iterator[None]:
         """Around a call. What goes wrong on the host is told to the peers, but a wrong argument that none heard of."""
-        self.require_working()
-        self.is_announced = False
+        self.begin()
         try:
             yield
         except BaseException as error:
-            is_refused = not self.is_announced and isinstance(error, (ValueError, TypeError, AssertionError))
-            if not is_refused and self._failure is None and not self._failed_word.value:
-                self._failure = f"{operation}: {type(error).__name__}: {error}"
-                with self._stream.aside():
-                    exchange.abort(self.places, OPERATIONS.index(operation))
+            self.spread(operation, error)
             raise
+
+    def begin(self) -> None:
+        """Begin a call, unless the buffer has failed."""
+        self.require_working()
+        self.is_announced = False
+
+    def spread(self, operation: str, error: BaseException) -> None:
+        """Tell the peers what went wrong in a call, but a wrong argument that none heard of."""
+        is_refused = not self.is_announced and isinstance(error, (ValueError, TypeError, AssertionError))
+        if not is_refused and self._failure is None and not self._failed_word.value:
+            self._failure = f"{operation}: {type(error).__name__}: {error}"
+            with self._stream.aside():
+                exchange.abort(self.places, OPERATIONS.index(operation))
 
     def require_working(self) -> None:
         """Refuse to go on after a failure.

@@ -30,6 +30,7 @@ except ImportError:
 __all__ = [
     "HAS_TRITON",
     "INTERPRETED",
+    "Launch",
     "Variant",
     "is_usable",
     "jit",
@@ -64,12 +65,15 @@ class Variant:
         constants: Its constants, in order.
         num_warps: Warps of a block.
         num_registers: Most registers of a thread; 0: as the compiler likes.
+
+    Attributes:
+        values: Of the constants.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any], num_warps: int, num_registers: int = 0):
         self._kernel = kernel
         self._constants = constants
-        self._values = tuple(constants.values())
+        self.values = tuple(constants.values())
         self._options = {"num_warps": num_warps, **({"maxnreg": num_registers} if num_registers else {})}
         self._loaded: dict[int, tuple] = {}
 
@@ -83,16 +87,20 @@ class Variant:
         if INTERPRETED:
             self._kernel[(num_blocks,)](*args, **self._constants)
             return
-        device = torch.cuda.current_device()
+        device = torch._C._cuda_getDevice()
         run, function, metadata = self._loaded.get(device) or self._load(device, args)
         numbers = [arg if type(arg) is int else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
         stream = torch._C._cuda_getCurrentRawStream(device)
-        run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *numbers, *self._values)
+        run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *numbers, *self.values)
 
     def prepare(self, *args: torch.Tensor | int) -> None:
         """Compile and load it for such arguments, without launching it."""
         if not INTERPRETED:
             self._load(torch.cuda.current_device(), args)
+
+    def loaded(self, device: int, args: Sequence[torch.Tensor | int]) -> tuple:
+        """What launches it on a device: a function, and what that wants to know of the kernel."""
+        return self._loaded.get(device) or self._load(device, args)
 
     def _load(self, device: int, args: Sequence[torch.Tensor | int]) -> tuple:
         compiled = self._kernel.warmup(*args, grid=(1,), **self._options, **self._constants)
@@ -100,6 +108,49 @@ class Variant:
         run = compiled.run  # loads it
         self._loaded[device] = run, compiled.function, compiled.packed_metadata
         return self._loaded[device]
+
+
+class Launch:
+    """A kernel with most of its arguments, which stay the same from call to call.
+
+    Args:
+        variant: The kernel.
+        types: Of the arguments that change, in order: what the kernel takes a tensor's memory for; None: as it is.
+        fixed: The arguments behind them.
+    """
+
+    def __init__(self, variant: Variant, types: tuple[torch.dtype | None, ...], fixed: tuple[torch.Tensor | int, ...]):
+        self._variant = variant
+        self._types = types
+        self._fixed = fixed
+        self._numbers = tuple(arg if isinstance(arg, int) else arg.data_ptr() for arg in fixed) + variant.values
+        self._loaded: dict[int, tuple] = {}
+
+    def __call__(self, num_blocks: int, *args: torch.Tensor | int) -> None:
+        """Launch it on the current stream.
+
+        Args:
+            num_blocks: The grid.
+            args: The arguments that change.
+        """
+        if not num_blocks:
+            return
+        if INTERPRETED:
+            self._variant(num_blocks, *self._seen(args), *self._fixed)
+            return
+        device = torch._C._cuda_getDevice()
+        run, function, metadata = self._loaded.get(device) or self._load(device, args)
+        numbers = [arg if type(arg) is int else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *numbers, *self._numbers)
+
+    def _load(self, device: int, args: Sequence[torch.Tensor | int]) -> tuple:
+        self._loaded[device] = self._variant.loaded(device, (*self._seen(args), *self._fixed))
+        return self._loaded[device]
+
+    def _seen(self, args: Sequence[torch.Tensor | int]) -> list[torch.Tensor | int]:
+        pairs = zip(args, self._types, strict=True)
+        return [arg if kind is None else arg.view(kind) for arg, kind in pairs]  # type: ignore[union-attr]
 
 
 def launch(

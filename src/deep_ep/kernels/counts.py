@@ -5,9 +5,11 @@ Shape letters: T tokens, K selections of a token, E experts, R ranks, N nodes.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from ._triton import jit, launch, next_power_of_2, tl
+from ._triton import Launch, Variant, jit, launch, next_power_of_2, tl
 
 _TILE_ELEMENTS = 4096  # of the largest matrix that a program holds
 _MOST_TOKENS = 128  # of a program: enough programs to fill a GPU from a few thousand tokens
@@ -44,20 +46,28 @@ def dispatch_layout(
     num_tokens, num_topk = topk_idx.shape
     counts, mask = out or empty_layout(topk_idx, num_experts, num_ranks, num_nodes)
     counts.zero_()
+    count, tile = _layout_launch(topk_idx.dtype, num_topk, num_experts, num_ranks, num_nodes)
+    count(-(-num_tokens // tile), topk_idx, counts, mask, num_tokens)
+    return *counts.split([num_ranks, num_nodes, num_experts]), mask
+
+
+@functools.cache
+def _layout_launch(
+    idx_dtype: torch.dtype, num_topk: int, num_experts: int, num_ranks: int, num_nodes: int
+) -> tuple[Launch, int]:
+    """The kernel, and the tokens of a block."""
     lanes = next_power_of_2(num_ranks)
     tile = max(1, min(_MOST_TOKENS, _TILE_ELEMENTS // max(lanes, next_power_of_2(num_topk))))
-    if num_tokens:
-        launch(
-            _layout_kernel,
-            -(-num_tokens // tile),
-            (topk_idx, counts, mask.view(torch.uint8), num_tokens, num_topk, num_experts, num_ranks, num_nodes),
-            (topk_idx.dtype,),
-            TILE=tile,
-            LANES=lanes,
-            NODES=next_power_of_2(num_nodes),
-            BINS=next_power_of_2(num_experts),
-        )
-    return *counts.split([num_ranks, num_nodes, num_experts]), mask
+    constants = {
+        "TILE": tile,
+        "LANES": lanes,
+        "NODES": next_power_of_2(num_nodes),
+        "BINS": next_power_of_2(num_experts),
+    }
+    types = (idx_dtype, None, torch.uint8, None)
+    return Launch(
+        Variant(_layout_kernel, constants, num_warps=4), types, (num_topk, num_experts, num_ranks, num_nodes)
+    ), tile
 
 
 @jit

@@ -51,8 +51,9 @@ class Flights:
     def __init__(self) -> None:
         self._num_sent = 0
         self._deepest = 1
-        self._pending: dict[int, Flight] = {}
+        self._pending: dict[int, Flight] = {}  # the oldest comes first
         self._recent: deque[_Sent] = deque(maxlen=_NUM_KEPT)
+        self._num_alike = 0  # of the recent ones, counted back from the last: with as many sets as that
 
     def send(self, where: str, num_sets: int) -> Flight:
         """Begin a call. `needs_barrier` was asked before.
@@ -65,7 +66,9 @@ class Flights:
             EPError: So many results cannot be in flight. Nothing was sent.
         """
         self._deepest = max(self._deepest, self.require_room(where, num_sets))
-        sent = _Sent(self.next_number, num_sets, self._most_in_flight(num_sets))
+        sent = _Sent(self._num_sent + 1, num_sets, self._most_in_flight(num_sets))
+        is_alike = bool(self._recent) and self._recent[-1].num_sets == num_sets
+        self._num_alike = min(self._num_alike + 1, _NUM_KEPT) if is_alike else 1
         self._recent.append(sent)
         self._num_sent = sent.number
         flight = self._pending[sent.number] = Flight(sent.number)
@@ -73,9 +76,9 @@ class Flights:
 
     def require_room(self, where: str, num_sets: int) -> int:
         """How many results are in flight with one more; the rest as for `send`, which does it, too."""
+        if not self._pending:
+            return 1
         depth = self._depth()
-        if depth == 1:
-            return depth
         most = self._most_in_flight(num_sets)
         if depth > most or self._overwrites(num_sets):
             other_sizes = " right after calls of other sizes" if 2 * depth <= num_sets else ""
@@ -92,7 +95,7 @@ class Flights:
         It follows from the sizes of the calls alone, so all ranks answer alike. It happens where calls of one size,
         which allow several in flight, are followed by one of another size.
         """
-        return self._depth() == 1 and self._overwrites(num_sets)
+        return not self._pending and self._overwrites(num_sets)
 
     def age(self, flight: Flight) -> int:
         """How many calls were sent after it."""
@@ -115,18 +118,22 @@ class Flights:
     @property
     def num_consumed(self) -> int:
         """All ranks have received all calls up to this number, if they call their hooks in this rank's order."""
-        return min(self._pending, default=self._num_sent + 1) - 1 - self._deepest
+        return self._oldest - 1 - self._deepest
+
+    @property
+    def _oldest(self) -> int:
+        """The oldest call that is pending, or the next one."""
+        return next(iter(self._pending), self._num_sent + 1)
 
     def _depth(self) -> int:
         """Results in flight with the next call: from the oldest one on, since what it holds up is all behind it."""
-        return self.next_number - min(self._pending, default=self.next_number) + 1
+        return self.next_number - self._oldest + 1
 
     def _most_in_flight(self, num_sets: int) -> int:
         """Results that a rank may have in flight with the next call: half the sets, if the calls before had as many."""
-        depth, recent = 1, [*self._recent]
-        while 2 * (depth + 1) <= num_sets and depth < self.next_number:
-            if any(one.num_sets != num_sets for one in recent[-(2 * depth + 1) :]):
-                break
+        depth, num_recent = 1, len(self._recent)
+        num_alike = self._num_alike if num_recent and self._recent[-1].num_sets == num_sets else 0
+        while 2 * (depth + 1) <= num_sets and depth <= self._num_sent and num_alike >= min(2 * depth + 1, num_recent):
             depth += 1
         return depth
 
@@ -135,13 +142,9 @@ class Flights:
         # As in any decoding loop: all but the call before has been read, and that lies in the other quarter.
         if not self._recent or (not self._pending and self._recent[-1].most == 1):
             return False
-        last_received = self._num_sent - len(self._pending_span())
+        last_received = self._oldest - 1
         read = max((one.number - one.most for one in self._recent if one.number <= last_received), default=0)
         return any(one.number > read and self._shares_set(one, num_sets) for one in self._recent)
-
-    def _pending_span(self) -> range:
-        """The calls from the oldest pending one on."""
-        return range(min(self._pending, default=self.next_number), self.next_number)
 
     def _shares_set(self, sent: _Sent, num_sets: int) -> bool:
         number = self.next_number

@@ -8,14 +8,13 @@ device: everything can be captured in a graph.
 from __future__ import annotations
 
 import ctypes
-import functools
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ...event import EventHandle
+from ...kernels._triton import Launch
 from ...kernels.low_latency import combine, dispatch, words
 from ...kernels.low_latency.words import Call, Patience, Spots
 from ...stream import LaunchStream
@@ -25,13 +24,13 @@ from ..call import OPERATIONS, Agreement
 from ..digest import pack
 from ..signals import Signals
 from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Hook, Packed, Rows, Way, agreement_of
-from .flights import Flights
+from .flights import Flight, Flights
 from .geometry import NUM_ZERO_COPY, Form, Geometry, Plan, plan_sets
 from .zero_copy import ZeroCopy, zero_copy_view
 
 
 class _Setup(NamedTuple):
-    """What follows from the sizes of a call. Calls come again and again, so it is worked out once.
+    """What follows from the sizes of a call.
 
     Attributes:
         call: The call, for its kernels.
@@ -43,25 +42,45 @@ class _Setup(NamedTuple):
     call: Call
     sizes: Any
     num_sets: int
-    zero_copy_offsets: tuple[int, ...]
+    zero_copy_offsets: tuple[int, ...] = ()
 
 
-class Halves(NamedTuple):
-    """How a call is launched.
+class Kernels(NamedTuple):
+    """Of a call, for arguments of one kind. Calls come again and again, so they are looked for once.
 
     Attributes:
-        send: Publishes and signals; with a patience, its last block waits for the peers.
-        wait: Waits for the peers, in a kernel of its own. Takes the age of the call.
-        receive: Fetches. Takes the age of the call.
-        patience: With which `send` may wait; None: it cannot.
-        held: Tensors that the call uses.
+        setup: What follows from the sizes.
+        send: Publishes and signals. Without a hook its last block waits for the peers.
+        wait: Waits for the peers behind a hook.
+        receive: Fetches.
+        num_send_blocks: Of `send`, but for the tokens of a dispatch.
+        num_receive_blocks: Of `receive`; of a combine: for each token.
     """
 
-    send: Callable[..., None]
-    wait: Callable[[int], None]
-    receive: Callable[[int], None]
-    patience: Patience | None
-    held: tuple[torch.Tensor | None, ...]
+    setup: _Setup
+    send: Launch
+    wait: Launch
+    receive: Launch
+    num_send_blocks: int
+    num_receive_blocks: int
+
+
+class Work(NamedTuple):
+    """What the kernels of a call are given.
+
+    Attributes:
+        num_send_blocks: The grid of the send half.
+        sent: Its arguments.
+        stats: What the nanoseconds waited are added to; where they are not, any tensor.
+        num_receive_blocks: The grid of the receive half.
+        received: Its arguments, but for the age of the call.
+    """
+
+    num_send_blocks: int
+    sent: tuple[torch.Tensor | int, ...]
+    stats: torch.Tensor
+    num_receive_blocks: int
+    received: tuple[torch.Tensor, ...]
 
 
 class StreamedLowLatency:
@@ -99,6 +118,7 @@ class StreamedLowLatency:
         )
         signals.low_latency_words = self.spots.seen
         self._setups: dict[tuple, _Setup] = {}
+        self._kernels: dict[tuple, Kernels] = {}
         self._flights = Flights()
         self._zero_copy = ZeroCopy()
         words.prepare_all(self.spots)
@@ -116,19 +136,28 @@ class StreamedLowLatency:
         wait_stats: torch.Tensor | None,
     ) -> tuple[Packed, EventHandle | None, Hook | None]:
         """Send each token to its experts; see `LowLatency`."""
-        setup = self._dispatch_setup(geometry, form)
-        call, sizes, spots = setup.call, setup.sizes, self.spots
+        kinds = (geometry, form, way.has_hook, topk_idx.dtype, x.data_ptr() % 16 == 0)
+        key = (*kinds, recv_stats is not None, wait_stats is not None)
+        kernels = self._kernels.get(key)
+        if kernels is None:
+            kernels = self._kernels[key] = self._dispatch_kernels(*key)
         packed = _empty_packed(geometry, form, x.device)
-
-        patience = Patience(wait_stats, self._can_mask)
-        halves = Halves(
-            send=functools.partial(dispatch.send, spots, call, sizes, x, topk_idx),
-            wait=functools.partial(words.wait_for, spots, call, patience=patience, is_dispatch=True),
-            receive=lambda age: dispatch.receive(spots, call, sizes, age, *packed, recv_stats),
-            patience=patience,
-            held=(x, topk_idx, *packed, recv_stats, wait_stats),
+        num_tokens, some = x.size(0), packed.num_rows
+        work = Work(
+            num_tokens + kernels.num_send_blocks,
+            (x, topk_idx, self.spots.state if wait_stats is None else wait_stats, num_tokens),
+            self.spots.state if wait_stats is None else wait_stats,
+            kernels.num_receive_blocks,
+            (
+                packed.x,
+                some if packed.scales is None else packed.scales,
+                packed.num_rows,
+                packed.src_info,
+                packed.layout_range,
+                some if recv_stats is None else recv_stats,
+            ),
         )
-        return packed, *self._make(DISPATCH, setup.num_sets, way, halves)
+        return packed, *self._make(DISPATCH, kernels, way, work)
 
     def combine(
         self,
@@ -139,39 +168,38 @@ class StreamedLowLatency:
         wait_stats: torch.Tensor | None,
     ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:
         """Bring the experts' rows back; see `LowLatency`."""
-        setup = self._combine_setup(geometry, rows.use_logfmt)
-        call, sizes, spots = setup.call, setup.sizes, self.spots
-        topk_idx, topk_weights = rows.topk_idx, rows.topk_weights
-        combined = out if out is not None else rows.x.new_empty(topk_idx.size(0), geometry.hidden)
-        earlier = torch.empty_like(topk_idx, dtype=torch.int32)
-        offset = None
+        topk_idx, num_tokens = rows.topk_idx, rows.topk_idx.size(0)
+        combined = out if out is not None else rows.x.new_empty(num_tokens, geometry.hidden)
+        kinds = (geometry, rows.use_logfmt, rows.zero_copy, way.has_hook, topk_idx.dtype, wait_stats is not None)
+        key = (*kinds, rows.x.data_ptr() % 16 == 0, combined.data_ptr() % 16 == 0)
+        kernels = self._kernels.get(key)
+        if kernels is None:
+            kernels = self._kernels[key] = self._combine_kernels(*key)
+        offset = 0
         if rows.zero_copy:
-            self._make_way(COMBINE, setup.num_sets)  # a refused call must not take the tensor
-            offset = setup.zero_copy_offsets[self._zero_copy.give(rows.src_info, self._flights.next_number)]
-
-        patience = Patience(wait_stats, self._can_mask)
-        given = (rows.x, rows.layout_range, topk_idx, earlier, offset)
-        halves = Halves(
-            send=functools.partial(combine.send, spots, call, sizes, *given),
-            wait=functools.partial(words.wait_for, spots, call, patience=patience, is_dispatch=False),
-            receive=lambda age: combine.receive(spots, sizes, age, combined, topk_idx, topk_weights, earlier),
-            patience=patience,
-            held=(rows.x, topk_idx, topk_weights, rows.layout_range, earlier, combined, wait_stats),
+            self._make_way(COMBINE, kernels.setup.num_sets)  # a refused call must not take the tensor
+            index = self._zero_copy.give(rows.src_info, self._flights.next_number)
+            offset = kernels.setup.zero_copy_offsets[index]
+        earlier = torch.empty_like(topk_idx, dtype=torch.int32)
+        stats = self.spots.state if wait_stats is None else wait_stats
+        work = Work(
+            kernels.num_send_blocks,
+            (rows.x, rows.layout_range, topk_idx, earlier, stats, num_tokens, offset),
+            stats,
+            num_tokens * kernels.num_receive_blocks,
+            (combined, topk_idx, rows.topk_weights, earlier),
         )
-        return combined, *self._make(COMBINE, setup.num_sets, way, halves)
+        return combined, *self._make(COMBINE, kernels, way, work)
 
     def clean(self) -> None:
         """A barrier over the ranks that are not masked. The host does not wait."""
-        patience = Patience(None, self._can_mask)
         call = _call(BARRIER, Plan(16, 1), Agreement(BARRIER))
-        halves = Halves(
-            send=lambda patience: words.signal(self.spots, call),  # noqa: ARG005 - it is one warp, and never waits
-            wait=functools.partial(words.wait_for, self.spots, call, patience=patience, is_dispatch=False),
-            receive=lambda age: None,  # noqa: ARG005
-            patience=None,
-            held=(),
-        )
-        self._make(BARRIER, 0, Way(), halves)
+        self._flights.receive(self._flights.send(METHODS[BARRIER], 0))
+        with self._signals.contagious(BARRIER), self._stream.entered(None, False):
+            self._signals.is_announced = True
+            words.signal(self.spots, call)
+            words.wait_for(self.spots, call, 0, Patience(can_mask=self._can_mask), is_dispatch=False)
+        self._stream.leave(False)
 
     def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         """The zero-copy tensor of a handle."""
@@ -199,6 +227,59 @@ class StreamedLowLatency:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
+    def _dispatch_kernels(
+        self,
+        geometry: Geometry,
+        form: Form,
+        has_hook: bool,
+        idx_dtype: torch.dtype,
+        is_aligned: bool,
+        has_recv_stats: bool,
+        has_wait_stats: bool,
+    ) -> Kernels:
+        setup, spots = self._dispatch_setup(geometry, form), self.spots
+        call, sizes, patience = (
+            setup.call,
+            setup.sizes,
+            Patience(spots.state if has_wait_stats else None, self._can_mask),
+        )
+        return Kernels(
+            setup,
+            dispatch.sender(spots, call, sizes, idx_dtype, is_aligned, None if has_hook else patience),
+            words.waiter(spots, call, patience, is_dispatch=True),
+            dispatch.receiver(spots, call, sizes, form.scale_dtype, has_recv_stats),
+            dispatch.num_send_blocks(sizes, 0),
+            dispatch.num_receive_blocks(sizes, geometry.num_ranks),
+        )
+
+    def _combine_kernels(
+        self,
+        geometry: Geometry,
+        use_logfmt: bool,
+        zero_copy: bool,
+        has_hook: bool,
+        idx_dtype: torch.dtype,
+        has_wait_stats: bool,
+        is_aligned: bool,
+        is_out_aligned: bool,
+    ) -> Kernels:
+        setup, spots = self._combine_setup(geometry, use_logfmt), self.spots
+        call, sizes, patience = (
+            setup.call,
+            setup.sizes,
+            Patience(spots.state if has_wait_stats else None, self._can_mask),
+        )
+        waiting = None if has_hook else patience
+        receive, num_pieces = combine.receiver(spots, sizes, idx_dtype, is_out_aligned)
+        return Kernels(
+            setup,
+            combine.sender(spots, call, sizes, idx_dtype, not zero_copy, is_aligned, waiting),
+            words.waiter(spots, call, patience, is_dispatch=False),
+            receive,
+            combine.num_send_blocks(sizes, not zero_copy),
+            num_pieces,
+        )
+
     def _dispatch_setup(self, geometry: Geometry, form: Form) -> _Setup:
         setup = self._setups.get((geometry, form))
         if setup is None:
@@ -206,7 +287,7 @@ class StreamedLowLatency:
             row = (geometry.row_bytes(form), geometry.scales_offset, geometry.places_offset(form))
             sizes = dispatch.Sizes(*_sizes_of(geometry), *row, form.use_fp8, form.round_scale)
             agreement = agreement_of(DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale))
-            setup = self._setups[geometry, form] = _Setup(_call(DISPATCH, plan, agreement), sizes, plan.num_sets, ())
+            setup = self._setups[geometry, form] = _Setup(_call(DISPATCH, plan, agreement), sizes, plan.num_sets)
         return setup
 
     def _combine_setup(self, geometry: Geometry, use_logfmt: bool) -> _Setup:
@@ -220,28 +301,37 @@ class StreamedLowLatency:
             setup = self._setups[geometry, use_logfmt] = _Setup(call, sizes, plan.num_sets, offsets)
         return setup
 
-    def _make(self, operation: str, num_sets: int, way: Way, halves: Halves) -> tuple[EventHandle | None, Hook | None]:
+    def _make(self, operation: str, kernels: Kernels, way: Way, work: Work) -> tuple[EventHandle | None, Hook | None]:
         """Launch a call: its send half, and its receive half unless there is a hook for that."""
         if self._masked_word.value != self._told:
             self._warn_of_masks()
+        num_sets = kernels.setup.num_sets
         self._make_way(operation, num_sets)
         flight = self._flights.send(METHODS[operation], num_sets)
-        caller = self._stream.caller()
-        with self._signals.contagious(operation), self._stream.entered(None, way.is_async):
-            if way.is_async:
-                self._stream.hold(halves.held, self._stream.raw)
-            self._signals.is_announced = True
-            if way.has_hook:
-                halves.send(patience=None)
-            else:
-                self._flights.receive(flight)
-                halves.send(patience=halves.patience)
-                if halves.patience is None:
-                    halves.wait(0)
-                halves.receive(0)
-        event = self._stream.leave(way.is_async)
         if not way.has_hook:
-            return event, None
+            self._flights.receive(flight)
+        signals, stream = self._signals, self._stream
+        signals.begin()
+        try:
+            way_back = stream.enter(None, way.is_async)
+            try:
+                if way.is_async:
+                    stream.hold(_tensors_of(work), stream.raw)
+                signals.is_announced = True
+                kernels.send(work.num_send_blocks, *work.sent)
+                if not way.has_hook:
+                    kernels.receive(work.num_receive_blocks, *work.received, 0)
+            finally:
+                stream.exit(way_back)
+        except BaseException as error:
+            signals.spread(operation, error)
+            raise
+        event = stream.leave(way.is_async)
+        return event, self._hook(operation, kernels, work, flight) if way.has_hook else None
+
+    def _hook(self, operation: str, kernels: Kernels, work: Work, flight: Flight) -> Hook:
+        """The receive half of a call."""
+        caller = self._stream.caller()
 
         def hook() -> None:
             self._signals.require_working()
@@ -250,17 +340,18 @@ class StreamedLowLatency:
             with self._stream.behind(caller):
                 with self._signals.contagious(operation), self._stream.entered(None, False):
                     self._signals.is_announced = True
-                    halves.wait(age)
-                    halves.receive(age)
+                    kernels.wait(1, work.stats, age)
+                    kernels.receive(work.num_receive_blocks, *work.received, age)
                 self._stream.leave(False)
 
-        return None, hook
+        return hook
 
     def _make_way(self, operation: str, num_sets: int) -> None:
         """Have everybody read what the next call writes over, or refuse it."""
         if self._flights.needs_barrier(num_sets):
             self.clean()
-        self._flights.require_room(METHODS[operation], num_sets)
+        else:
+            self._flights.require_room(METHODS[operation], num_sets)
 
     def _warn_of_masks(self) -> None:
         """Say once of each rank that a kernel has masked it."""
@@ -280,19 +371,23 @@ class StreamedLowLatency:
                 )
 
 
+def _tensors_of(work: Work) -> list[torch.Tensor]:
+    return [one for one in (*work.sent, *work.received) if isinstance(one, torch.Tensor)]
+
+
 def _empty_packed(geometry: Geometry, form: Form, device: torch.device) -> Packed:
     num_local, num_rows = geometry.num_local_experts, geometry.num_rows
     scales = None
     if form.scale_dtype is not None:
         columns = geometry.num_scales(form)
-        scales = torch.empty(num_local, columns, num_rows, dtype=form.scale_dtype, device=device).transpose(1, 2)
-    numbers = torch.empty(num_local * (num_rows + 1), dtype=torch.int32, device=device)
+        shape, strides = (num_local, num_rows, columns), (columns * num_rows, 1, num_rows)
+        scales = torch.empty_strided(shape, strides, dtype=form.scale_dtype, device=device)
     return Packed(
-        torch.empty(num_local, num_rows, geometry.hidden, dtype=form.dtype, device=device),
+        torch.empty((num_local, num_rows, geometry.hidden), dtype=form.dtype, device=device),
         scales,
-        numbers[:num_local],
-        numbers[num_local:].view(num_local, num_rows),
-        torch.empty(num_local, geometry.num_ranks, dtype=torch.int64, device=device),
+        torch.empty(num_local, dtype=torch.int32, device=device),
+        torch.empty((num_local, num_rows), dtype=torch.int32, device=device),
+        torch.empty((num_local, geometry.num_ranks), dtype=torch.int64, device=device),
     )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._triton import Variant, jit, next_power_of_2, tl, triton
+from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
 from ..primitives import rounded
 from .dispatch import number_tokens, tile_of, valid_ids
 from .logfmt import decode, encode_row, unit_of
@@ -62,6 +62,62 @@ class Sizes(NamedTuple):
     use_logfmt: bool
 
 
+def sender(
+    spots: Spots,
+    call: Call,
+    sizes: Sizes,
+    idx_dtype: torch.dtype,
+    is_copied: bool,
+    is_aligned: bool,
+    patience: Patience | None,
+) -> Launch:
+    """A kernel that publishes the rows of this rank's experts, and whose last block signals; see `send`.
+
+    It takes `x` (or any tensor), `layout_range`, `topk_idx`, `earlier`, what the wait adds to (or any tensor), the
+    number of tokens, and where the zero-copy tensor begins (or 0).
+
+    Args:
+        spots: The words.
+        call: The call.
+        sizes: Of the rows.
+        idx_dtype: Of `topk_idx`.
+        is_copied: Rows are copied from `x`; otherwise they are in the zero-copy tensor.
+        is_aligned: `x` begins at a multiple of 16 bytes.
+        patience: The last block then waits for the peers, in this way; None: it does not.
+    """
+    places = spots.places
+    word, vector = _words_of(is_aligned, sizes)
+    tile = tile_of(sizes.num_topk, sizes.max_tokens)
+    waits = (patience is not None, patience is not None and patience.stats is not None)
+    variant = _send_variant(sizes, idx_dtype, is_copied, word, vector, *waits, *tile, spots.num_lanes)
+    fixed = (
+        spots.windows,
+        spots.state,
+        places.state,
+        places.num_ranks * sizes.max_tokens,
+        sizes.hidden * 2 // vector,
+        sizes.num_topk,
+        sizes.num_experts,
+        places.num_ranks,
+        places.rank,
+        spots.max_experts,
+        sizes.slot_bytes // 16,
+        sizes.ranges_offset,
+        *call.numbers,
+        *awaiting(spots, call, patience is not None and patience.can_mask),
+    )
+    return Launch(variant, (word if is_copied else None, *(None,) * 6), fixed)
+
+
+def num_send_blocks(sizes: Sizes, is_copied: bool) -> int:
+    """Blocks of a send."""
+    if not is_copied:
+        return min(sizes.num_experts, _MOST_IDLE_BLOCKS)
+    # On average. A block that has nothing to do still has to say that it is done.
+    num_rows_of_a_pair = sizes.max_tokens * sizes.num_topk // sizes.num_experts
+    return sizes.num_experts * (_SHARES if num_rows_of_a_pair >= _SHARES else 1)
+
+
 def send(
     spots: Spots,
     call: Call,
@@ -73,7 +129,7 @@ def send(
     zero_copy_offset: int | None,
     patience: Patience | None = None,
 ) -> None:
-    """Publish the rows of this rank's experts: one kernel, whose last block signals.
+    """Publish the rows of this rank's experts, once: one kernel, whose last block signals.
 
     Args:
         spots: The words.
@@ -86,37 +142,11 @@ def send(
         zero_copy_offset: Where the zero-copy tensor begins behind the words; None: copy.
         patience: The last block then waits for the peers, in this way; None: it does not.
     """
-    places, num_tokens = spots.places, topk_idx.size(0)
     is_copied = zero_copy_offset is None
-    word, vector = _words_of(x, sizes)
-    num_blocks = min(sizes.num_experts, _MOST_IDLE_BLOCKS)
-    if is_copied:
-        num_blocks = sizes.num_experts * _SHARES
-    tile = tile_of(sizes.num_topk, sizes.max_tokens)
-    waits = (patience is not None, patience is not None and patience.stats is not None)
-    _send_variant(sizes, topk_idx.dtype, is_copied, word, vector, *waits, *tile, spots.num_lanes)(
-        num_blocks,
-        x.view(word) if is_copied else layout_range,
-        layout_range,
-        topk_idx,
-        earlier,
-        spots.windows,
-        spots.state,
-        places.state,
-        num_tokens,
-        places.num_ranks * sizes.max_tokens,
-        sizes.hidden * 2 // vector,
-        sizes.num_topk,
-        sizes.num_experts,
-        places.num_ranks,
-        places.rank,
-        spots.max_experts,
-        sizes.slot_bytes // 16,
-        sizes.ranges_offset,
-        zero_copy_offset or 0,
-        *call.numbers,
-        *awaiting(spots, call, patience or Patience()),
-    )
+    launch = sender(spots, call, sizes, topk_idx.dtype, is_copied, x.data_ptr() % 16 == 0, patience)
+    num_blocks, num_tokens = num_send_blocks(sizes, is_copied), topk_idx.size(0)
+    stats = spots.state if patience is None or patience.stats is None else patience.stats
+    launch(num_blocks, x, layout_range, topk_idx, earlier, stats, num_tokens, zero_copy_offset or 0)
 
 
 @functools.cache
@@ -149,9 +179,9 @@ def _send_variant(
     return Variant(_combine_send_kernel, constants, num_warps=4)
 
 
-def _words_of(x: torch.Tensor, sizes: Sizes) -> tuple[torch.dtype, int]:
+def _words_of(is_aligned: bool, sizes: Sizes) -> tuple[torch.dtype, int]:
     """What rows are read in: a type, and the bytes of a vector."""
-    vector = 16 if sizes.hidden % 8 == 0 and x.data_ptr() % 16 == 0 else 2
+    vector = 16 if sizes.hidden % 8 == 0 and is_aligned else 2
     if sizes.use_logfmt:
         return torch.bfloat16, vector
     return (torch.int32, 16) if vector == 16 else (torch.int16, 2)
@@ -163,10 +193,12 @@ def _combine_send_kernel(
     layout_range,
     topk_idx,
     earlier,
+    stats,
+    num_tokens: tl.int32,
+    zero_copy_offset: tl.int64,
     windows,
     ll,
     state,
-    num_tokens: tl.int32,
     num_rows: tl.int32,
     row_vectors: tl.int32,
     num_topk: tl.int32,
@@ -176,7 +208,6 @@ def _combine_send_kernel(
     max_experts: tl.int32,
     slot_lines: tl.int32,
     ranges_offset: tl.int32,
-    zero_copy_offset: tl.int64,
     word_a: tl.int64,
     word_b: tl.int64,
     quarter_bytes: tl.int64,
@@ -185,7 +216,6 @@ def _combine_send_kernel(
     ranks_mask,
     seen,
     ll_host,
-    stats,
     boards,
     host,
     limit_ns: tl.int64,
@@ -266,6 +296,37 @@ def _copy_rows(
 # Receive -------------------------------------------------------------------------------------------------------------
 
 
+def receiver(spots: Spots, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool) -> tuple[Launch, int]:
+    """A kernel that sums each token's rows, see `receive`, and its blocks for one token.
+
+    It takes `out`, `topk_idx`, `topk_weights`, `earlier` and the age of the call: how many calls this rank has sent
+    since.
+
+    Args:
+        spots: The words.
+        sizes: Of the rows.
+        idx_dtype: Of `topk_idx`.
+        is_aligned: `out` begins at a multiple of 16 bytes.
+    """
+    places, whole = spots.places, 8 if sizes.hidden % 8 == 0 else 1
+    variant, num_pieces = _receive_variant(sizes, idx_dtype, is_aligned and whole > 1, spots.num_lanes)
+    fixed = (
+        spots.windows,
+        spots.state,
+        spots.mask,
+        places.state,
+        sizes.hidden // whole,
+        sizes.num_topk,
+        sizes.num_experts // places.num_ranks,
+        places.num_ranks,
+        places.rank,
+        spots.max_experts,
+        sizes.slot_bytes // 16,
+        sizes.ranges_offset,
+    )
+    return Launch(variant, (None,) * 5, fixed), num_pieces
+
+
 def receive(
     spots: Spots,
     sizes: Sizes,
@@ -275,7 +336,7 @@ def receive(
     topk_weights: torch.Tensor,
     earlier: torch.Tensor,
 ) -> None:
-    """Sum each token's rows.
+    """Sum each token's rows, once.
 
     `out[t] = sum over k of topk_weights[t, k] * the row of token t at expert topk_idx[t, k]`
 
@@ -283,37 +344,13 @@ def receive(
         spots: The words; `wait_for` came before.
         sizes: Of the rows.
         age: How many calls this rank has sent since.
-        out: [T, H] BF16, written.
+        out: [T, H] BF16, written; T is not 0.
         topk_idx: [T, K].
         topk_weights: [T, K] float32.
         earlier: [T, K] int32, from `send`.
     """
-    num_tokens = out.size(0)
-    if num_tokens == 0:
-        return
-    places = spots.places
-    is_aligned = sizes.hidden % 8 == 0 and out.data_ptr() % 16 == 0
-    variant, num_pieces = _receive_variant(sizes, topk_idx.dtype, is_aligned, spots.num_lanes)
-    variant(
-        num_tokens * num_pieces,
-        out,
-        topk_idx,
-        topk_weights,
-        earlier,
-        spots.windows,
-        spots.state,
-        spots.mask,
-        places.state,
-        sizes.hidden // (8 if sizes.hidden % 8 == 0 else 1),
-        sizes.num_topk,
-        sizes.num_experts // places.num_ranks,
-        places.num_ranks,
-        places.rank,
-        spots.max_experts,
-        age,
-        sizes.slot_bytes // 16,
-        sizes.ranges_offset,
-    )
+    launch, num_pieces = receiver(spots, sizes, topk_idx.dtype, out.data_ptr() % 16 == 0)
+    launch(out.size(0) * num_pieces, out, topk_idx, topk_weights, earlier, age)
 
 
 @functools.cache
@@ -340,6 +377,7 @@ def _combine_receive_kernel(
     topk_idx,
     topk_weights,
     earlier,
+    age: tl.int32,
     windows,
     ll,
     ranks_mask,
@@ -350,7 +388,6 @@ def _combine_receive_kernel(
     num_ranks: tl.int32,
     rank: tl.int32,
     max_experts: tl.int32,
-    age: tl.int32,
     slot_lines: tl.int32,
     ranges_offset: tl.int32,
     USE_LOGFMT: tl.constexpr,

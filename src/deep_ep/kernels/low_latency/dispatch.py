@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._triton import Variant, jit, next_power_of_2, tl, triton
+from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
 from ..primitives import to_fp8
 from .words import (
     Call,
@@ -70,32 +70,30 @@ class Sizes(NamedTuple):
     round_scale: bool
 
 
-def send(
-    spots: Spots, call: Call, sizes: Sizes, x: torch.Tensor, topk_idx: torch.Tensor, patience: Patience | None = None
-) -> None:
-    """Publish a rank's rows: one kernel, whose last block signals.
+def sender(
+    spots: Spots, call: Call, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool, patience: Patience | None
+) -> Launch:
+    """A kernel that publishes a rank's rows, and whose last block signals; see `send`.
+
+    It takes `x`, `topk_idx`, what the wait adds to (or any tensor) and the number of tokens.
 
     Args:
         spots: The words.
         call: The call.
         sizes: Of the rows.
-        x: [T, H] BF16.
-        topk_idx: [T, K].
+        idx_dtype: Of `topk_idx`.
+        is_aligned: `x` begins at a multiple of 16 bytes.
         patience: The last block then waits for the peers, in this way; None: it does not.
     """
-    places, num_tokens = spots.places, x.size(0)
-    whole = 8 if sizes.hidden % 8 == 0 else 1  # channels of a vector
-    is_aligned = whole > 1 and x.data_ptr() % 16 == 0
+    places = spots.places
+    whole = _whole(sizes)
     waits = (patience is not None, patience is not None and patience.stats is not None)
     tile = tile_of(sizes.num_topk, sizes.max_tokens)
-    _send_variant(sizes, topk_idx.dtype, is_aligned, *waits, *tile, spots.num_lanes)(
-        num_tokens + min(_MOST_NUMBERING_BLOCKS, sizes.num_experts),
-        x,
-        topk_idx,
+    variant = _send_variant(sizes, idx_dtype, is_aligned and whole > 1, *waits, *tile, spots.num_lanes)
+    fixed = (
         spots.windows,
         spots.state,
         places.state,
-        num_tokens,
         sizes.hidden // whole,
         sizes.num_topk,
         sizes.num_experts,
@@ -106,8 +104,37 @@ def send(
         sizes.scales_offset,
         sizes.places_offset,
         *call.numbers,
-        *awaiting(spots, call, patience or Patience()),
+        *awaiting(spots, call, patience is not None and patience.can_mask),
     )
+    return Launch(variant, (None,) * 4, fixed)
+
+
+def num_send_blocks(sizes: Sizes, num_tokens: int) -> int:
+    """Blocks of a send."""
+    return num_tokens + min(_MOST_NUMBERING_BLOCKS, sizes.num_experts)
+
+
+def send(
+    spots: Spots, call: Call, sizes: Sizes, x: torch.Tensor, topk_idx: torch.Tensor, patience: Patience | None = None
+) -> None:
+    """Publish a rank's rows, once: one kernel, whose last block signals.
+
+    Args:
+        spots: The words.
+        call: The call.
+        sizes: Of the rows.
+        x: [T, H] BF16.
+        topk_idx: [T, K].
+        patience: The last block then waits for the peers, in this way; None: it does not.
+    """
+    launch = sender(spots, call, sizes, topk_idx.dtype, x.data_ptr() % 16 == 0, patience)
+    stats = spots.state if patience is None or patience.stats is None else patience.stats
+    launch(num_send_blocks(sizes, x.size(0)), x, topk_idx, stats, x.size(0))
+
+
+def _whole(sizes: Sizes) -> int:
+    """Channels of a vector."""
+    return 8 if sizes.hidden % 8 == 0 else 1
 
 
 @functools.cache
@@ -126,7 +153,7 @@ def _send_variant(
         "USE_FP8": sizes.use_fp8,
         "ROUND": sizes.round_scale,
         "VECTOR": 16 if is_aligned else 2,
-        "WHOLE": 8 if sizes.hidden % 8 == 0 else 1,
+        "WHOLE": _whole(sizes),
         "GROUPS": min(_MOST_GROUPS, next_power_of_2(-(-sizes.hidden // GROUP))),
         "WAITS": waits,
         "HAS_STATS": has_stats,
@@ -152,10 +179,11 @@ def tile_of(num_topk: int, max_tokens: int) -> tuple[int, int]:
 def _dispatch_send_kernel(
     x,
     topk_idx,
+    stats,
+    num_tokens: tl.int32,
     windows,
     ll,
     state,
-    num_tokens: tl.int32,
     row_vectors: tl.int32,
     num_topk: tl.int32,
     num_experts: tl.int32,
@@ -173,7 +201,6 @@ def _dispatch_send_kernel(
     ranks_mask,
     seen,
     ll_host,
-    stats,
     boards,
     host,
     limit_ns: tl.int64,
@@ -316,6 +343,47 @@ def _drop_selections(topk_idx, places, token, num_topk, num_experts, TOPK: tl.co
 # Receive -------------------------------------------------------------------------------------------------------------
 
 
+def receiver(spots: Spots, call: Call, sizes: Sizes, scale_dtype: torch.dtype | None, has_stats: bool) -> Launch:
+    """A kernel that fetches the rows of this rank's experts.
+
+    It takes what `receive` writes, with any tensor in the place of what there is not, and the age of the call: how many
+    calls this rank has sent since.
+
+    Args:
+        spots: The words.
+        call: The call.
+        sizes: Of the rows.
+        scale_dtype: Of the scales; None: there are none.
+        has_stats: Counts are added to a tensor.
+    """
+    places = spots.places
+    variant, word, num_vectors = _receive_variant(sizes, scale_dtype, has_stats, spots.num_lanes)
+    fixed: tuple[torch.Tensor | int, ...] = (
+        spots.windows,
+        spots.state,
+        spots.mask,
+        places.state,
+        sizes.max_tokens,
+        num_vectors,
+        sizes.num_topk,
+        sizes.num_experts // places.num_ranks,
+        places.num_ranks,
+        places.rank,
+        spots.max_experts,
+        sizes.row_bytes // 16,
+        sizes.scales_offset,
+        sizes.places_offset,
+        -(-sizes.hidden // GROUP),
+        *call.numbers[2:],
+    )
+    return Launch(variant, (word, None, None, None, None, None, None), fixed)
+
+
+def num_receive_blocks(sizes: Sizes, num_ranks: int) -> int:
+    """Blocks of a receive."""
+    return num_ranks * sizes.max_tokens + sizes.num_experts // num_ranks
+
+
 def receive(
     spots: Spots,
     call: Call,
@@ -328,7 +396,7 @@ def receive(
     layout_range: torch.Tensor,
     stats: torch.Tensor | None,
 ) -> None:
-    """Fetch the rows of this rank's experts.
+    """Fetch the rows of this rank's experts, once.
 
     Args:
         spots: The words; `wait_for` came before.
@@ -342,36 +410,10 @@ def receive(
         layout_range: [L, R] int64, written.
         stats: [L] int32, the counts are added; or None.
     """
-    places = spots.places
-    num_local = sizes.num_experts // places.num_ranks
-    scale_dtype = scales.dtype if scales is not None else None
-    variant, word, num_vectors = _receive_variant(sizes, scale_dtype, stats is not None, spots.num_lanes)
-    variant(
-        places.num_ranks * sizes.max_tokens + num_local,
-        x.view(word),
-        scales if scales is not None else count,
-        count,
-        src_info,
-        layout_range,
-        stats if stats is not None else count,
-        spots.windows,
-        spots.state,
-        spots.mask,
-        places.state,
-        sizes.max_tokens,
-        num_vectors,
-        sizes.num_topk,
-        num_local,
-        places.num_ranks,
-        places.rank,
-        spots.max_experts,
-        age,
-        sizes.row_bytes // 16,
-        sizes.scales_offset,
-        sizes.places_offset,
-        -(-sizes.hidden // GROUP),
-        *call.numbers[2:],
-    )
+    launch = receiver(spots, call, sizes, scales.dtype if scales is not None else None, stats is not None)
+    some_scales, some_stats = (count if one is None else one for one in (scales, stats))
+    num_blocks = num_receive_blocks(sizes, spots.places.num_ranks)
+    launch(num_blocks, x, some_scales, count, src_info, layout_range, some_stats, age)
 
 
 @functools.cache
@@ -402,6 +444,7 @@ def _dispatch_receive_kernel(
     src_info,
     layout_range,
     stats,
+    age: tl.int32,
     windows,
     ll,
     ranks_mask,
@@ -413,7 +456,6 @@ def _dispatch_receive_kernel(
     num_ranks: tl.int32,
     rank: tl.int32,
     max_experts: tl.int32,
-    age: tl.int32,
     row_lines: tl.int32,
     scales_offset: tl.int32,
     places_offset: tl.int64,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._triton import Variant, jit, next_power_of_2, tl, triton
+from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
 from ..exchange import STATE_FAILED, Places, fail, mask_of
 from ..primitives import clock_ns, load_acquire, store_release, tell_host, words_at
 
@@ -106,7 +106,8 @@ class Patience(NamedTuple):
     """How a call is waited for.
 
     Attributes:
-        stats: [R] int64, nanoseconds waited are added; or None.
+        stats: [R] int64, nanoseconds waited are added; or None. A kernel that is made for a patience takes any other
+            tensor in its place, but not None for one or the other way round.
         can_mask: Mask who is silent past the limit; otherwise fail.
     """
 
@@ -114,39 +115,49 @@ class Patience(NamedTuple):
     can_mask: bool = False
 
 
-def wait_for(spots: Spots, call: Call, age: int, patience: Patience, *, is_dispatch: bool) -> None:
-    """Wait until every rank that is not masked has sent a call, and compare what they say.
+def waiter(spots: Spots, call: Call, patience: Patience, *, is_dispatch: bool) -> Launch:
+    """A kernel of one block that waits until every rank that is not masked has sent a call, and compares what they say.
+
+    It takes what the nanoseconds waited are added to (or any tensor) and the age of the call: how many calls this rank
+    has sent since.
 
     Args:
         spots: The words.
         call: The call.
-        age: How many calls this rank has sent since.
         patience: How to wait.
         is_dispatch: For the kernel's name in a profile.
     """
-    variant = _wait_variant(is_dispatch, patience.stats is not None, spots.num_lanes)
-    variant(1, *_wait_arguments(spots, call, age, patience))
+    return Launch(
+        _wait_variant(is_dispatch, patience.stats is not None, spots.num_lanes),
+        (None, None),
+        _fixed(spots, call, patience),
+    )
 
 
-def _wait_arguments(spots: Spots, call: Call, age: int, patience: Patience) -> tuple[torch.Tensor | int, ...]:
+def wait_for(spots: Spots, call: Call, age: int, patience: Patience, *, is_dispatch: bool) -> None:
+    """As `waiter` says, once."""
+    stats = spots.state if patience.stats is None else patience.stats
+    waiter(spots, call, patience, is_dispatch=is_dispatch)(1, stats, age)
+
+
+def _fixed(spots: Spots, call: Call, patience: Patience) -> tuple[torch.Tensor | int, ...]:
     places = spots.places
-    words = (spots.windows, spots.state, places.state, *awaiting(spots, call, patience))
-    return *words, places.num_ranks, places.rank, age, *call.agreement, call.sets_per_quarter
+    words = (spots.windows, spots.state, places.state, *awaiting(spots, call, patience.can_mask))
+    return *words, places.num_ranks, places.rank, *call.agreement, call.sets_per_quarter
 
 
-def awaiting(spots: Spots, call: Call, patience: Patience) -> tuple[torch.Tensor | int, ...]:
+def awaiting(spots: Spots, call: Call, can_mask: bool) -> tuple[torch.Tensor | int, ...]:
     """What `await_all` needs, as a kernel takes it."""
     places = spots.places
     return (
         spots.mask,
         spots.seen,
         spots.host,
-        patience.stats if patience.stats is not None else spots.state,
         places.windows,
         places.host,
         places.limit_ns,
         call.operation,
-        int(patience.can_mask),
+        int(can_mask),
     )
 
 
@@ -176,9 +187,9 @@ def prepare_all(spots: Spots) -> None:
     """Compile and load the kernels that wait, so that no peer's limit passes while one is compiled."""
     call = Call((0, 0), 16, 16, 1, 0)
     for is_dispatch in (True, False):
-        for stats in (None, spots.state):
-            arguments = _wait_arguments(spots, call, 0, Patience(stats))
-            _wait_variant(is_dispatch, stats is not None, spots.num_lanes).prepare(*arguments)
+        for has_stats in (False, True):
+            arguments = (spots.state, 0, *_fixed(spots, call, Patience()))
+            _wait_variant(is_dispatch, has_stats, spots.num_lanes).prepare(*arguments)
     _signal_variant(spots.num_lanes).prepare(*_signal_arguments(spots, call))
 
 
@@ -223,10 +234,12 @@ def sets_at(num_ranks, max_experts):
 def is_last_block(ll):
     """End a block of a send: whether all others have ended.
 
-    The last one acquires what the others released, so that its own release, the signal, carries all of it.
+    The last one acquires what the others released, so that its own release, the signal, carries all of it. Blocks of
+    one kernel need no more than the GPU's scope for that: what they have written lies in this GPU's memory, and order
+    is transitive (PTX: causality order), so that whoever acquires the signal, which is of system scope, sees it.
     """
     tl.debug_barrier()
-    is_last = tl.atomic_add(ll + _ARRIVED, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+    is_last = tl.atomic_add(ll + _ARRIVED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
     if is_last:
         tl.store(ll + _ARRIVED, 0)
     return is_last
@@ -286,8 +299,8 @@ def _signal_kernel(
 
 @jit
 def _dispatch_wait_kernel(
-    windows, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns: tl.int64, operation: tl.int32,
-    can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, age: tl.int32, word_a: tl.int64, word_b: tl.int64,
+    stats, age: tl.int32, windows, ll, state, ranks_mask, seen, ll_host, boards, host, limit_ns: tl.int64,
+    operation: tl.int32, can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64,
     sets_per_quarter: tl.int32, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Wait for a dispatch to be sent by all."""
@@ -302,8 +315,8 @@ def _dispatch_wait_kernel(
 
 @jit
 def _combine_wait_kernel(
-    windows, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns: tl.int64, operation: tl.int32,
-    can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, age: tl.int32, word_a: tl.int64, word_b: tl.int64,
+    stats, age: tl.int32, windows, ll, state, ranks_mask, seen, ll_host, boards, host, limit_ns: tl.int64,
+    operation: tl.int32, can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64,
     sets_per_quarter: tl.int32, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Wait for a combine, or a barrier, to be sent by all."""
