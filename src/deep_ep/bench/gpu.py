@@ -129,7 +129,7 @@ def host_seconds(call: Callable[[], Any]) -> float:
 def launch_seconds(call: Callable[[], Any]) -> float:
     """A stopwatch of the host's own time of a single call, with nothing queued before it.
 
-    Behind a barrier a process has slept and its caches are cold. A loop of calls is not like that: one call comes first.
+    Behind a barrier a process has slept and its caches are cold. A loop is not like that: one call comes first.
     """
     dist.barrier()
     call()
