@@ -84,6 +84,23 @@ POSTED_BYTES = Variable(
     1 << 18,
     "Most bytes of rows that a CPU rank posts with a small call, for peers to fetch (0: none; never more than 262144).",
 )
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be {' or '.join(choices)}")
+        return text
+
+    return parse
+
+
+COMBINE = Variable(
+    "DEEP_EP_COMBINE",
+    _one_of("pull", "push"),
+    "pull",
+    "On GPUs of one node, whether a combine's rows are read by who sums them (`pull`) or written to him (`push`).",
+)
 TUNING_FILE = Variable(
     "DEEP_EP_TUNING_FILE",
     str,
@@ -105,6 +122,7 @@ VARIABLES: tuple[Variable, ...] = (
     MASTER_ADDR,
     ARENA_BYTES,
     POSTED_BYTES,
+    COMBINE,
     TUNING_FILE,
     QP_DEPTH,
 )

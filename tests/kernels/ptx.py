@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deep_ep.kernels import counts, exchange, pull, put, staging
+from deep_ep.kernels import counts, exchange, pull, push, put, staging
 from deep_ep.kernels.low_latency import combine, dispatch
 from deep_ep.kernels.low_latency import words as ll_words
 
@@ -38,14 +38,16 @@ def signalling() -> dict[str, str]:
     lists = dict.fromkeys(("counts", "given", "per_expert", "prefix", "slots", "recv_src_idx"), "*i32")
     ptx = {}
     # As `prepare_all` compiles them, for up to 32 ranks.
-    for is_new, has_counts, has_prefix in (
-        (True, True, True),
-        (True, False, True),
-        (True, False, False),
-        (False, False, False),
+    for is_new, has_counts, has_prefix, is_pushed in (
+        (True, True, True, False),
+        (True, False, True, False),
+        (True, False, True, True),
+        (True, False, False, False),
+        (False, False, False, False),
     ):
-        constants = {"IS_NEW": is_new, "HAS_COUNTS": has_counts, "HAS_PREFIX": has_prefix, "LANES": 32, "CHUNK": 8}
-        name = f"meet new={is_new} counts={has_counts} prefix={has_prefix}"
+        constants = {"IS_NEW": is_new, "HAS_COUNTS": has_counts, "HAS_PREFIX": has_prefix, "IS_PUSHED": is_pushed}
+        constants |= {"LANES": 32, "CHUNK": 8}
+        name = f"meet new={is_new} counts={has_counts} prefix={has_prefix}" + " pushed" * is_pushed
         ptx[name] = ptx_of(exchange._meet_kernel, words | lists, constants, 1)
     ptx["finish dispatch"] = ptx_of(staging._finish_dispatch_kernel, words | lists, {"LANES": 32}, 1)
     ptx["finish combine"] = ptx_of(staging._finish_combine_kernel, words | lists, {"LANES": 32}, 1)
@@ -85,6 +87,10 @@ def moving() -> dict[str, str]:
         "WIDE": triton.language.float32,
     }
     ptx["pull"] = ptx_of(pull._pull_kernel, rows, constants, 8)
+    inbox = rows | {"inbox": "*u8"}
+    ptx["sum_inbox"] = ptx_of(push._sum_inbox_kernel, inbox, constants, 8)
+    rows_of = pointers | {"rows": "*i32", "source_idx": "*i32"}
+    ptx["push"] = ptx_of(push._push_kernel, rows_of, {"VECTOR": 16, "BLOCK": 2048, "LANES": 8}, 8)
     ptx["copy_in"] = ptx_of(pull._copy_in_kernel, pointers, {"VECTOR": 16, "BLOCK": 4096}, 8)
     marks = {"topk_idx": "*i64", "counts": "*i32", "mask": "*u8", "numbers": "*i32"}
     constants = {"TILE": 128, "LANES": 8, "NODES": 1, "BINS": 256}

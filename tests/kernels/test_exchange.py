@@ -36,8 +36,8 @@ class Announce:
 def test_counts_worked_example(device: str) -> None:
     boards = Boards(2, device)
     calls = [
-        Announce([1, 2], [1, 0, 2, 0], device, free_bytes=100),
-        Announce([3, 4], [0, 3, 2, 2], device, free_bytes=200),
+        Announce([1, 2], [1, 0, 2, 0], device, free_bytes=100, num_tokens=7),
+        Announce([3, 4], [0, 3, 2, 2], device, free_bytes=200, num_tokens=8),
     ]
     boards.meet(*calls)
     for rank, call in enumerate(calls):
@@ -46,8 +46,9 @@ def test_counts_worked_example(device: str) -> None:
         host = boards.places[rank].host.tolist()
         assert host[STATE_EPOCH] == 1, "the ticket is echoed"
         assert host[STATE_WORDS : STATE_WORDS + 2] == [100, 200]
-        assert host[STATE_WORDS + 2 : STATE_WORDS + 6] == [1, 2, 4, 6]
-        assert host[STATE_WORDS + 6 : STATE_WORDS + 8] == [[1, 3], [4, 2]][rank], "selections of the rank's experts"
+        assert host[STATE_WORDS + 2 : STATE_WORDS + 4] == [7, 8], "tokens"
+        assert host[STATE_WORDS + 4 : STATE_WORDS + 8] == [1, 2, 4, 6]
+        assert host[STATE_WORDS + 8 : STATE_WORDS + 10] == [[1, 3], [4, 2]][rank], "selections of the rank's experts"
     assert boards.places[0].table[NUM_SECTIONS + 1].tolist() == [0, 0]
     assert boards.places[1].table[NUM_SECTIONS + 1].tolist() == [1, 2]
 
@@ -186,3 +187,26 @@ def test_after_a_failure_nothing_is_said_any_more(device: str) -> None:
     Announce([0, 0], [0, 0], device)(boards.places[0])
     exchange.abort(boards.places[0], 0)
     assert all(not board.any() for board in boards.boards)
+
+
+@pytest.mark.parametrize("lacking", [None, 0, 1])
+def test_lanes_are_for_all_ranks_or_for_none_where_rows_are_pushed(device: str, lacking: int | None) -> None:
+    boards = Boards(2, device)
+
+    def say(rank: int):
+        base = -1 if rank == lacking else 64
+        post = Post(OFFERED, 8, SAME, 6, 3, 3, bases=(128, -1, base), is_pushed=True)
+
+        def call(places: Places) -> None:
+            exchange.meet(places, post, prefix=int32([[1, 1], [2, 2]], device))
+            synchronize(places)
+
+        return call
+
+    boards.meet(say(0), say(1))
+    for rank, places in enumerate(boards.places):
+        assert boards.record(rank) is None
+        rooms, lanes = places.table[exchange.TABLE_ROOMS].tolist(), places.table[exchange.TABLE_LANES].tolist()
+        assert (rooms, lanes) == (([6, 6], [0, 0]) if lacking is None else ([0, 0], [3, 3]))
+        if lacking is None:
+            assert places.table[2].tolist() == [one.data_ptr() + 64 for one in boards.boards]

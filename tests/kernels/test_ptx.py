@@ -18,13 +18,14 @@ pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not in
 MEETINGS = (
     "meet new=True counts=True prefix=True",
     "meet new=True counts=False prefix=True",
+    "meet new=True counts=False prefix=True pushed",
     "meet new=True counts=False prefix=False",
     "meet new=False counts=False prefix=False",
 )
 FINISHING = ("finish dispatch", "finish combine")
 WAITING = (*MEETINGS, *FINISHING)
 SIGNALLING = (*WAITING, "abort")
-BULK = ("put", "pull", "copy_in")
+BULK = ("put", "pull", "copy_in", "push", "sum_inbox")
 SENDING = (*BULK, "unpack")
 
 LL_WAITS = ("dispatch wait", "combine wait")

@@ -16,7 +16,7 @@ _MOST_EXPERTS = 64
 def make_places(rank: int, num_ranks: int, device: str) -> Places:
     """The words of a rank that meets nobody: windows are empty, the table is filled by `offer`."""
     header_words = Places.header_room(num_ranks, _MOST_EXPERTS)
-    num_host_words = exchange.STATE_WORDS + num_ranks + num_ranks * num_ranks + _MOST_EXPERTS
+    num_host_words = Places.host_room(num_ranks, _MOST_EXPERTS) + _MOST_EXPERTS
     return Places(
         rank=rank,
         num_ranks=num_ranks,

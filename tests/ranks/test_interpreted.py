@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -67,6 +68,64 @@ def test_random_calls_are_what_the_oracle_says(num_ranks: int, num_calls: int) -
     for report in run_ranks(soak, num_ranks, 40 + num_ranks, num_calls, env=INTERPRETED):
         assert sum(report.calls.values()) == num_calls
         assert report.stats["calls"].keys() <= {"dispatch/direct", "combine/pulled", "combine/copied_in"}
+
+
+@pytest.mark.parametrize(("num_ranks", "num_calls"), [(2, 8), (3, 6)])
+def test_the_other_form_of_combine_makes_the_same(num_ranks: int, num_calls: int) -> None:
+    pushing = {**INTERPRETED, "DEEP_EP_COMBINE": "push"}
+    reports = run_ranks(soak, num_ranks, 50 + num_ranks, num_calls, env=pushing)
+    assert all(report.stats["calls"].keys() <= {"dispatch/direct", "combine/pushed"} for report in reports)
+    assert sum(report.stats["calls"].get("combine/pushed", 0) for report in reports) > 0
+
+
+def lacking_room(rank: int, num_ranks: int) -> dict[str, int]:
+    """Combines of rows that lie elsewhere. In the first, rank 1 has no room for an inbox; rank 2 has no tokens at all,
+    and the first token of the others has no experts.
+    """
+    buffer = make_buffer()
+    num_tokens, num_experts = 0 if rank == 2 else 5, 2 * num_ranks
+    topk_idx = torch.arange(2 * num_tokens).view(num_tokens, 2) % num_experts
+    topk_idx[:1] = -1
+    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+    x = torch.full((num_tokens, 8), rank + 1.0)
+    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": mask, "num_tokens_per_expert": per_expert}
+    recv_x, _, _, _, handle, _ = buffer.dispatch(x, **layout)
+    elsewhere, weights = recv_x.clone(), torch.ones(recv_x.size(0), 3)
+    held = []
+    if rank == 1:
+        free_bytes = buffer._engine.window.arena.largest_free_bytes()
+        held.append(buffer.get_combine_buffer(handle, free_bytes // (4 * recv_x.size(0))))
+    for _ in range(2):
+        combined, combined_weights, _ = buffer.combine(elsewhere, handle, topk_weights=weights, bias=x)
+        assert torch.equal(combined, x + x * mask.sum(1, keepdim=True))
+        assert torch.equal(combined_weights, mask.sum(1, keepdim=True).float().expand(-1, 3))
+        held.clear()
+    return buffer.stats()["calls"]
+
+
+@pytest.mark.filterwarnings("ignore:combine. the arena has no room")
+def test_who_has_no_room_for_an_inbox_makes_all_ranks_pull() -> None:
+    calls = run_ranks(lacking_room, 3, env={**INTERPRETED, "DEEP_EP_COMBINE": "push"})
+    assert calls[1]["combine/staged"] == 1
+    assert [one["combine/pushed"] for one in calls] == [2, 1, 2]
+
+
+def forms(rank: int, num_ranks: int) -> tuple[str, str]:
+    os.environ["DEEP_EP_COMBINE"] = "push" if rank else "pull"
+    buffer = make_buffer()
+    recv_x, _, _, _, handle, _ = buffer.dispatch(**arguments(buffer))
+
+    def call() -> None:
+        buffer.combine(recv_x, handle)
+        buffer.check()
+
+    return error_of(call)
+
+
+def test_ranks_that_combine_in_different_forms_are_told() -> None:
+    for kind, text in run_ranks(forms, 2, env=INTERPRETED):
+        assert kind == "EPError"
+        assert "pushed combine" in text
 
 
 def transport(rank: int, num_ranks: int) -> str:

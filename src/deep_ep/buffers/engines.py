@@ -140,7 +140,8 @@ def _streamed(
         staging_bytes(control.num_ranks),
     )
     shapes = load_shapes(control.num_ranks)
-    engine = StreamedEngine(window, stream, limit_secs, MAX_EXPERTS, shapes, sizes.scratch_bytes)
+    is_pushed = env.COMBINE.get() == "push"
+    engine = StreamedEngine(window, stream, limit_secs, MAX_EXPERTS, shapes, sizes.scratch_bytes, is_pushed)
     for kernels in (exchange, staging):
         kernels.prepare_all(engine.signals.places)
     low_latency_bytes = max(size for _, _, size in wishes)

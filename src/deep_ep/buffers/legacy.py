@@ -561,11 +561,11 @@ class Buffer(LowLatencyMethods):
 
         Returns:
             `calls`: how many calls took which path (`dispatch/direct`, `dispatch/posted`, `dispatch/staged`,
-            `combine/pulled`, `combine/posted`, `combine/copied_in`, `combine/staged`); `rounds`: how many rounds they
-            took (one a call, unless some rank was staged); `bytes_to` and `bytes_from`: bytes of rows, by peer;
-            `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`. Across nodes also
-            `rail`: messages and bytes sent and received between nodes, with everything that is added to rows; a token
-            passed on inside a node counts there as a row of the rank that passed it on.
+            `combine/pulled`, `combine/posted`, `combine/pushed`, `combine/copied_in`, `combine/staged`); `rounds`: how
+            many rounds they took (one a call, unless some rank was staged); `bytes_to` and `bytes_from`: bytes of rows,
+            by peer; `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`. Across nodes
+            also `rail`: messages and bytes sent and received between nodes, with everything that is added to rows; a
+            token passed on inside a node counts there as a row of the rank that passed it on.
         """
         return self._require_engine("stats").numbers()
 

@@ -35,6 +35,7 @@ OPERATIONS = (
     f"{LOW_LATENCY} dispatch",
     f"{LOW_LATENCY} combine",
     f"{LOW_LATENCY} barrier",
+    "pushed combine",
 )
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)

@@ -12,7 +12,7 @@ import torch
 from ..errors import EPTransportError
 from ..handle import Handle
 from ..kernels.exchange import NUM_SECTIONS, SEGMENT_BITS
-from ..kernels.put import record_words
+from ..kernels.put import VECTOR_BYTES, record_words
 from ..sizing import align
 from ..stream import LaunchStream
 from ..transport.arena import GROWTH_BYTES
@@ -168,18 +168,24 @@ class Room:
             "larger num_nvl_bytes; it grows by itself only in a dispatch without handle or num_worst_tokens"
         )
 
-    def grow_alike(self, told: Counts, payload: Payload, routing: Routing) -> None:
-        """Add a segment where some rank lacks room for its rows, or for the copy of them that a combine may need.
+    def grow_alike(self, told: Counts, payload: Payload, routing: Routing, is_pushed: bool) -> None:
+        """Add a segment where some rank lacks room for its rows, or for what a combine may need.
 
-        All ranks know all ranks' rows and room, so all of them grow, or none.
+        That is a copy of them, or an inbox. All ranks know all ranks' rows and room, so all of them grow, or none.
         """
         x, scales = payload.x, payload.scales
         row_bytes = x.size(1) * x.element_size() + (scales.size(1) * scales.element_size() if scales is not None else 0)
         back_bytes = x.size(1) * max(x.element_size(), _LEAST_COMBINE_BYTES)
-        back_bytes += 4 * routing.num_topk  # weights may come back with the rows
-        # What fits is taken already; only the copy is still to come. Records are rounded up to a power of two.
-        bytes_each = back_bytes if told.fits else row_bytes + back_bytes + 2 * 4 * record_words(routing.num_topk)
-        wanted = [whole_units(rows * bytes_each) + _SPARE_BYTES for rows in told.num_rows]
+        back_bytes = align(back_bytes, VECTOR_BYTES) + align(
+            4 * routing.num_topk, VECTOR_BYTES
+        )  # weights may come back
+        # What fits is taken already; only the way back is still to come. Records are rounded up to a power of two.
+        come_bytes = 0 if told.fits else row_bytes + 2 * 4 * record_words(routing.num_topk)
+        num_slots = [count * len(told.num_tokens) for count in told.num_tokens] if is_pushed else told.num_rows
+        wanted = [
+            whole_units(rows * come_bytes) + whole_units(slots * back_bytes) + _SPARE_BYTES
+            for rows, slots in zip(told.num_rows, num_slots, strict=True)
+        ]
         if any(free < size for free, size in zip(told.free_bytes, wanted, strict=True)):
             self._window.grow(align(max(wanted), GROWTH_BYTES))
 

@@ -30,12 +30,14 @@ class Counts:
 
     Attributes:
         num_rows: Rows that each rank receives.
+        num_tokens: That each rank has.
         free_bytes: The largest region that each rank could take.
         expert_counts: Selections of each expert of this rank.
         fits: The rows fit into what was offered, on all ranks.
     """
 
     num_rows: list[int]
+    num_tokens: list[int]
     free_bytes: list[int]
     expert_counts: list[int]
     fits: bool
@@ -114,7 +116,7 @@ class Signals:
         self._wait_for_ticket()
         num_ranks = self.places.num_ranks
         first = exchange.STATE_WORDS
-        last = first + num_ranks + num_ranks * num_ranks
+        last = first + 2 * num_ranks + num_ranks * num_ranks
         words = self._host[: last + num_experts // num_ranks].tolist()
         record = Record(*words[exchange.STATE_RECORD : exchange.STATE_RECORD + 7])
         if record.code == exchange.COUNTS and record.origin == self.places.rank and not words[exchange.STATE_FAILED]:
@@ -123,6 +125,7 @@ class Signals:
             raise self._error(record)
         return Counts(
             words[last - num_ranks : last],
+            words[first + num_ranks : first + 2 * num_ranks],
             words[first : first + num_ranks],
             words[last:],
             not words[exchange.STATE_HELD],

@@ -8,6 +8,7 @@ dispatch waits, for its counts. A call is
     dispatch, worst case  positions, meet (counts and offers), put, finish, unpack
     dispatch, cached      meet (offers), put, finish
     combine               copy in unless the rows lie in the window, meet (offers), pull, finish
+    combine, pushed       meet (inboxes), push, finish, sum
 
 `meet` and `finish` are one small block each, and the only kernels that wait. A rank that finds no room in the window
 offers its staging instead; `finish` then brings its rows through it, in rounds (`kernels/staging.py`).
@@ -25,8 +26,9 @@ from ..config import Config
 from ..errors import EPUnsupported
 from ..event import EventHandle
 from ..handle import Handle
-from ..kernels import counts, pull, put, staging
+from ..kernels import counts, pull, push, put, staging
 from ..kernels.exchange import Post
+from ..sizing import align
 from ..stream import LaunchStream
 from ..transport.device import DeviceWindow
 from .call import ANNOUNCED, OFFERED, OPERATIONS, READY, TAKEN, Agreement, warn_staged
@@ -53,6 +55,7 @@ class StreamedEngine:
         max_experts: Most experts of a call.
         shapes: How bulk kernels are launched.
         num_local_bytes: What the caller may see of the raw buffer.
+        is_pushed: In a combine, rows are written to who sums them, instead of being read by him.
 
     Attributes:
         low_latency: Low-latency calls; None: the buffer has no memory for them.
@@ -68,6 +71,7 @@ class StreamedEngine:
         max_experts: int,
         shapes: Shapes,
         num_local_bytes: int = 0,
+        is_pushed: bool = False,
     ):
         self.window = window
         self.stream = stream
@@ -78,6 +82,7 @@ class StreamedEngine:
         self._room = Room(window, stream)
         self._guessed_rows = 0
         self._has_warned = False
+        self._is_pushed = is_pushed
         self._num_local_bytes = num_local_bytes
         self._local: torch.Tensor | None = None
 
@@ -124,7 +129,8 @@ class StreamedEngine:
             prefix, slots = handle.rank_prefix_matrix, (numbers, handle.send_head)
             self._reach(operation, "meet")
             post = self._post(operation, ANNOUNCED, payload, routing, sections)
-            post = post._replace(free_bytes=self.window.arena.largest_free_bytes())
+            free_bytes = self.window.arena.largest_free_bytes()
+            post = post._replace(free_bytes=free_bytes, num_tokens=payload.x.size(0))
             self.signals.announce(post, num_tokens, routing.num_tokens_per_rank, routing.num_tokens_per_expert, prefix)
             self._move(operation, payload, routing, slots, prefix, NO_SECTIONS, num_sms)
             told = self.signals.wait_for_counts(routing.num_experts)
@@ -132,7 +138,7 @@ class StreamedEngine:
             self._guessed_rows = num_rows + num_rows // 16 + 64
             if not told.fits:
                 sections = NO_SECTIONS  # too small, here or elsewhere
-            self._room.grow_alike(told, payload, routing)
+            self._room.grow_alike(told, payload, routing, self._is_pushed)
             if sections.parts[0] is None:  # also where nothing was offered, because nothing comes
                 sections = self._sections(frame, payload, routing, num_rows)
             if not told.fits:
@@ -208,29 +214,17 @@ class StreamedEngine:
         num_sms: int | None = None,
     ) -> tuple[Combined, EventHandle | None]:
         """A combine along the slots of an earlier dispatch."""
-        operation, frame = "combine", Frame(order, self.stream.caller())
+        operation = "pushed combine" if self._is_pushed else "combine"
+        frame = Frame(order, self.stream.caller())
         parts = [x] if topk_weights is None else [x, topk_weights]
         with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
             self._room.hold_inputs(frame, *parts, *biases, *handle)
             with self._room.outputs(frame):
                 sums = [part.new_empty(handle.num_tokens, part.size(1)) for part in parts]
-            prefix = handle.rank_prefix_matrix.contiguous()
-            supply = self._supply(parts, prefix, num_sms)
-            num_topk = 0 if topk_weights is None else topk_weights.size(1)
-            agreement = Agreement(operation, num_topk=num_topk, hidden=x.size(1), dtype=x.dtype)
-            index, tokens = OPERATIONS.index(operation), handle.num_tokens
-            post = Post(OFFERED, index, pack(agreement), x.size(0), supply.lane_rows, tokens, bases=supply.bases)
-            self._reach(operation, "meet")
-            self.signals.meet(post, prefix=prefix)
-            self._reach(operation, "pull")
-            slots, shape = handle.send_head.contiguous(), self.shapes.for_pull(num_sms)
-            for section, out in enumerate(sums):
-                pull.pull(self._places, shape, section, out, slots, biases if section == 0 else ())
-            self._reach(operation, "finish")
-            source_idx = handle.recv_src_idx.contiguous()
-            staging.finish_combine(self._places, READY, index, parts, sums, biases, slots, prefix, source_idx)
+            form = self._push if self._is_pushed else self._pull
+            path = form(parts, handle, sums, biases, num_sms)
         self._room.hold_outputs(frame, *sums)
-        self.stats.count_path(operation, supply.path)
+        self.stats.count_path("combine", path)
         return Combined(sums[0], sums[1] if topk_weights is not None else None), self.stream.leave(order.is_async)
 
     def barrier(self) -> None:
@@ -238,6 +232,76 @@ class StreamedEngine:
         with self.signals.contagious("barrier"), self.stream.entered(None, False):
             self.signals.meet(Post(TAKEN, OPERATIONS.index("barrier"), pack(Agreement("barrier"))))
         self.stream.leave(False)
+
+    # Forms of combine ------------------------------------------------------------------------------------------------
+
+    def _pull(
+        self,
+        parts: list[torch.Tensor],
+        handle: Handle,
+        sums: list[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+        num_sms: int | None,
+    ) -> str:
+        """Peers read this rank's rows. Returns the path that it took."""
+        operation, prefix = "combine", handle.rank_prefix_matrix.contiguous()
+        supply = self._supply(parts, prefix, num_sms)
+        post = self._combine_post(operation, parts, handle)
+        post = post._replace(num_rows=parts[0].size(0), lane_rows=supply.lane_rows, bases=supply.bases)
+        self._reach(operation, "meet")
+        self.signals.meet(post, prefix=prefix)
+        self._reach(operation, "pull")
+        slots, shape = handle.send_head.contiguous(), self.shapes.for_pull(num_sms)
+        for section, out in enumerate(sums):
+            pull.pull(self._places, shape, section, out, slots, biases if section == 0 else ())
+        self._reach(operation, "finish")
+        source_idx = handle.recv_src_idx.contiguous()
+        staging.finish_combine(self._places, READY, post.operation, parts, sums, biases, slots, prefix, source_idx)
+        return supply.path
+
+    def _push(
+        self,
+        parts: list[torch.Tensor],
+        handle: Handle,
+        sums: list[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+        num_sms: int | None,
+    ) -> str:
+        """This rank writes its rows into the inboxes of those who sum them. Returns the path that it took.
+
+        Where a rank has no room for an inbox, all ranks pull, by way of their staging.
+        """
+        operation, prefix = "pushed combine", handle.rank_prefix_matrix.contiguous()
+        widths = [part.size(1) * part.element_size() for part in parts]
+        offsets = [0, align(widths[0], put.VECTOR_BYTES)]
+        slot_bytes = sum(align(width, put.VECTOR_BYTES) for width in widths)
+        num_slots = handle.num_tokens * self.window.num_ranks
+        inbox = self._room.region((num_slots, slot_bytes), torch.uint8)
+        if inbox is None:
+            self._warn_staged("combine")
+        lanes = self._room.lanes(widths)
+        base = 0 if inbox is not None and not num_slots else self._room.base(inbox)  # who has no tokens needs no room
+        bases = (*lanes.bases, *(-1,) * (push.INBOX - len(parts)), base)
+        post = self._combine_post(operation, parts, handle)
+        post = post._replace(num_rows=num_slots, lane_rows=lanes.num_rows, bases=bases, is_pushed=True)
+        self._reach(operation, "meet")
+        self.signals.meet(post, prefix=prefix)
+        self._reach(operation, "push")
+        slots, source_idx = handle.send_head.contiguous(), handle.recv_src_idx.contiguous()
+        for part, offset in zip(parts, offsets, strict=False):
+            push.push(self._places, self.shapes.for_copy(num_sms), part, source_idx, prefix, slot_bytes, offset)
+        self._reach(operation, "finish")
+        staging.finish_combine(self._places, READY, post.operation, parts, sums, biases, slots, prefix, source_idx)
+        shape = self.shapes.for_pull(num_sms)
+        for out, offset, some in zip(sums, offsets, (biases, ()), strict=False):
+            push.sum_inbox(self._places, shape, inbox, slot_bytes, offset, out, slots, some)
+        return "pushed" if inbox is not None else "staged"
+
+    def _combine_post(self, operation: str, parts: list[torch.Tensor], handle: Handle) -> Post:
+        """What a rank says in a combine, but for its offer."""
+        num_topk = parts[1].size(1) if len(parts) > 1 else 0
+        agreement = Agreement(operation, num_topk=num_topk, hidden=parts[0].size(1), dtype=parts[0].dtype)
+        return Post(OFFERED, OPERATIONS.index(operation), pack(agreement), num_tokens=handle.num_tokens)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class Places:
         windows: [segments, R] int64 addresses of the ranks' memory; row 0 begins with the boards.
         state: [STATE_WORDS] int64, private.
         table: [TABLE_ROWS, R] int64: addresses of the peers' sections, rows offered, first slots, rows of a lane.
-        host: [STATE_WORDS + R + R * R + L] int64 in memory that the host reads while kernels run.
+        host: [STATE_WORDS + 2 R + R * R + L] int64 in memory that the host reads while kernels run.
         header_words: H.
         limit_ns: How long a wait may take.
     """
@@ -96,7 +96,7 @@ class Places:
     @staticmethod
     def host_room(num_ranks: int, max_experts: int) -> int:
         """Words of `host`."""
-        return STATE_WORDS + num_ranks + num_ranks * num_ranks + max_experts // num_ranks
+        return STATE_WORDS + 2 * num_ranks + num_ranks * num_ranks + max_experts // num_ranks
 
     def said(self, board: torch.Tensor, epoch: int, rank: int) -> list[int]:
         """What a rank said in a call, as this rank's board has it: the two words of its agreement, and its handle's."""
@@ -113,11 +113,13 @@ class Post(NamedTuple):
         agreement: Two words that must be the same on all ranks.
         num_rows: Rows it offers.
         lane_rows: If they are offered by way of staging, how many rows of a source fit there at once; else 0.
-        num_tokens: Of this rank. Only a combine says it.
+        num_tokens: Of this rank. Cached and worst-case dispatches do not say it.
         free_bytes: The largest region that it could still take.
         bases: Where its sections are, at most `NUM_SECTIONS`; -1: nothing there.
         ticket: Echoed to the host when the counts are there; 0: the host does not wait, and what does not fit is an
             error. With a ticket the offer is a guess: if it does not fit somewhere, all ranks hold the call.
+        is_pushed: The last section is for rows that peers write, and lanes are used only if a rank has no such room;
+            then by all ranks.
     """
 
     step: int
@@ -129,6 +131,7 @@ class Post(NamedTuple):
     free_bytes: int = 0
     bases: tuple[int, ...] = ()
     ticket: int = 0
+    is_pushed: bool = False
 
 
 def meet(
@@ -189,6 +192,7 @@ def meet(
         IS_NEW=is_new,
         HAS_COUNTS=counts is not None,
         HAS_PREFIX=prefix is not None,
+        IS_PUSHED=post.is_pushed,
         LANES=lanes,
         CHUNK=max(4, 256 // lanes),
     )
@@ -207,6 +211,7 @@ def prepare_all(places: Places) -> None:
     meet(places, post, prefix=numbers, run=prepare)
     meet(places, post, run=prepare)
     meet(places, post, is_new=False, run=prepare)
+    meet(places, post._replace(is_pushed=True), prefix=numbers, run=prepare)
     abort(places, 0, run=prepare)
 
 
@@ -248,6 +253,7 @@ def _meet_kernel(
     IS_NEW: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
+    IS_PUSHED: tl.constexpr,
     LANES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -272,7 +278,7 @@ def _meet_kernel(
         is_well = _agree(windows, state, host, num_ranks, rank, header_words, epoch, operation, LANES)
     if is_well:
         tl.store(state + _HELD, 0)
-        _take_offers(windows, state, table, num_ranks, rank, header_words, epoch, IS_NEW, HAS_COUNTS, LANES)
+        _take_offers(windows, state, table, num_ranks, rank, header_words, epoch, IS_NEW, HAS_COUNTS, IS_PUSHED, LANES)
     if HAS_COUNTS and is_well:
         _take_counts(
             windows, state, table, host, prefix, num_ranks, rank, header_words, num_local, epoch, operation, ticket,
@@ -391,7 +397,7 @@ def _take_counts(
         place = lanes[:, None] * num_ranks + columns[None, :]
         tl.store(prefix + place, sums.to(tl.int32), mask=is_cell)
         tl.store(
-            host + _STATE + num_ranks + place,
+            host + _STATE + 2 * num_ranks + place,
             sums,
             mask=is_cell & (lanes[:, None] < tl.where(ticket != 0, num_ranks, 0)),
         )
@@ -413,9 +419,10 @@ def _take_counts(
             columns = start + tl.arange(0, CHUNK)
             is_cell = is_rank[:, None] & (columns < num_local)[None, :]
             chosen = tl.load(headers[:, None] + _HEADER + num_ranks + columns[None, :], mask=is_cell, other=0)
-            place = host + _STATE + num_ranks + num_ranks * num_ranks + columns
+            place = host + _STATE + 2 * num_ranks + num_ranks * num_ranks + columns
             tl.store(place, tl.sum(chosen, 0), mask=columns < num_local)
         tl.store(host + _STATE + lanes, tl.load(headers + _FREE, mask=is_rank, other=0), mask=is_rank)
+        tl.store(host + _STATE + num_ranks + lanes, tl.load(headers + _TOKENS, mask=is_rank, other=0), mask=is_rank)
         tl.store(host + _HELD, (worst > 0).to(tl.int64))
         tell_host(host, ticket)
 
@@ -423,7 +430,7 @@ def _take_counts(
 @triton.jit
 def _take_offers(
     windows, state, table, num_ranks, rank, header_words, epoch,
-    IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, LANES: tl.constexpr,
+    IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, IS_PUSHED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Addresses of the peers' sections, the rows that they have room for, and whether some of them are staged."""
     lanes = tl.arange(0, LANES)
@@ -439,6 +446,9 @@ def _take_offers(
     tl.store(table + sections[None, :] * num_ranks + lanes[:, None], start + offset, mask=is_base)
     rooms = tl.load(offers, mask=is_rank, other=0)
     lane_rows = tl.load(offers + _LANE, mask=is_rank, other=0)
+    if IS_PUSHED:
+        is_lacking = (base < 0) & is_base & (sections == _NUM_SECTIONS - 1)[None, :]
+        lane_rows = tl.where(tl.sum(tl.sum(is_lacking.to(tl.int32), 1), 0) > 0, lane_rows, 0)
     tl.store(table + _ROOMS * num_ranks + lanes, tl.where(lane_rows > 0, 0, rooms), mask=is_rank)
     tl.store(table + _LANE_ROWS * num_ranks + lanes, lane_rows, mask=is_rank)
     num_staged = tl.sum((lane_rows > 0).to(tl.int64))

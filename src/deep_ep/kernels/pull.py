@@ -20,7 +20,7 @@ from .put import VECTOR_BYTES, Shape, load_slots, word_of
 
 _FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
 _ROOMS = tl.constexpr(TABLE_ROOMS)
-_MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
+MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
 
 
 def pull(
@@ -65,7 +65,7 @@ def pull(
         num_registers=shape.num_registers,
         NUM_BIASES=len(biases),
         BLOCK=block,
-        AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(places.num_ranks)),
+        AT_ONCE=min(MOST_AT_ONCE, next_power_of_2(places.num_ranks)),
         LANES=next_power_of_2(places.num_ranks),
         VECTOR=vector,
         WIDE=tl.float64 if out.dtype == torch.float64 else tl.float32,
@@ -111,28 +111,46 @@ def _pull_kernel(
             start = tl.cast(item // num_pieces, tl.int64) * hidden
             has_row = (slot >= 0) & (slot < rooms)
             rows = tl.where(has_row, bases + slot.to(tl.int64) * hidden * ELEMENT_BYTES, 0)
-            total = tl.zeros([BLOCK], WIDE)
-            if NUM_BIASES > 0:
-                total = tl.load(tl.multiple_of(bias_0 + start, VECTOR) + columns, mask=columns < hidden, other=0.0).to(
-                    WIDE
-                )
-            if NUM_BIASES > 1:
-                total += tl.load(tl.multiple_of(bias_1 + start, VECTOR) + columns, mask=columns < hidden, other=0.0).to(
-                    WIDE
-                )
-            for first in range(0, num_ranks, AT_ONCE):
-                for turn in tl.static_range(AT_ONCE):
-                    row = tl.sum(tl.where(lanes == first + turn, rows, 0))
-                    pointer = tl.multiple_of(row.to(out.dtype), VECTOR)
-                    mask = columns < tl.where(row != 0, hidden, 0)
-                    value = tl.load(pointer + columns, mask=mask, other=0.0).to(WIDE)
-                    total = tl.where(row != 0, total + value, total)  # adding nothing must not make 0.0 of -0.0
-            tl.store(
-                tl.multiple_of(out + start, VECTOR) + columns,
-                rounded(total, out.dtype.element_ty),
-                mask=columns < hidden,
-            )
+            add_rows(out, bias_0, bias_1, rows, start, columns, hidden, num_ranks, NUM_BIASES, AT_ONCE, VECTOR, WIDE)
             slot = next_slot
+
+
+@triton.jit
+def add_rows(
+    out, bias_0, bias_1, rows, start, columns, hidden, num_ranks, NUM_BIASES: tl.constexpr, AT_ONCE: tl.constexpr,
+    VECTOR: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Sum one piece of a token's rows, the biases first.
+
+    Args:
+        out: Written, from `start` on.
+        bias_0: Likewise read, if there are biases.
+        bias_1: Likewise, if there are two.
+        rows: [LANES] the address of each peer's row; 0: it has none.
+        start: Where the token's row begins.
+        columns: [BLOCK] of the piece.
+        hidden: H.
+        num_ranks: R.
+        NUM_BIASES: How many there are.
+        AT_ONCE: Rows that are loaded before the first is added.
+        VECTOR: Bytes that rows are aligned to.
+        WIDE: What is summed in.
+    """
+    lanes = tl.arange(0, rows.shape[0])
+    total = tl.zeros([columns.shape[0]], WIDE)
+    if NUM_BIASES > 0:
+        total = tl.load(tl.multiple_of(bias_0 + start, VECTOR) + columns, mask=columns < hidden, other=0.0).to(WIDE)
+    if NUM_BIASES > 1:
+        total += tl.load(tl.multiple_of(bias_1 + start, VECTOR) + columns, mask=columns < hidden, other=0.0).to(WIDE)
+    for first in range(0, num_ranks, AT_ONCE):
+        for turn in tl.static_range(AT_ONCE):
+            row = tl.sum(tl.where(lanes == first + turn, rows, 0))
+            pointer = tl.multiple_of(row.to(out.dtype), VECTOR)
+            mask = columns < tl.where(row != 0, hidden, 0)
+            value = tl.load(pointer + columns, mask=mask, other=0.0).to(WIDE)
+            total = tl.where(row != 0, total + value, total)  # adding nothing must not make 0.0 of -0.0
+    target = tl.multiple_of(out + start, VECTOR) + columns
+    tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
 
 
 def copy_in(places: Places, shape: Shape, target: torch.Tensor, rows: torch.Tensor, prefix: torch.Tensor) -> None:
