@@ -179,6 +179,7 @@ def mixed_modes(rank: int, num_ranks: int) -> None:
         recv_x, *_, normal_handle, _ = buffer.dispatch(
             given.x,
             num_tokens_per_rank=layout[0],
+            num_tokens_per_rdma_rank=layout[1],
             is_token_in_rank=layout[3],
             num_tokens_per_expert=layout[2],
             topk_idx=topk_idx,

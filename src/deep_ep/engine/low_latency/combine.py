@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ... import logfmt
 from ...errors import EPError
 from ...kernels import low_latency_rows as kernels
+from ...sizing import align
 from ...transport.sparse import GRAIN_BYTES
 from .calls import COMBINE, Rows, agreement_of
+from .far import Outgoing, new_frame
 from .geometry import Geometry, Plan
-from .halves import LowLatencyCall, Post
+from .halves import LowLatencyCall, Post, Posts
 from .shared import Shared, SpoiledError
+from .zero_copy import zero_copy_view
+
+if TYPE_CHECKING:  # it needs sockets that other systems do not have
+    from ...transport.mesh import Mesh
 
 _LOGFMT_ROWS = 64  # compressed at a time
 
@@ -45,22 +53,64 @@ class Combine(LowLatencyCall):
     def _publish(self) -> Post:
         geometry = self._geometry
         table = self.shared.table(self.number, geometry.num_experts).view(geometry.num_local_experts, -1)
-        blocks, rows = kernels.rows_of_layout(self._rows.layout_range, geometry.num_rows)
+        layout = self._near_layout()
         if self._zero_copy_offset is not None:
-            firsts = (self._rows.layout_range >> 32) + self._expert_rows()
-            torch.bitwise_or(blocks.counts, firsts << 32, out=table)
+            firsts = (layout >> 32) + self._expert_rows()
+            torch.bitwise_or(layout & 0xFFFFFFFF, firsts << 32, out=table)
             return Post(table.size(0) * geometry.num_rows, self.shared.base(self._zero_copy_offset))
+        blocks, rows = kernels.rows_of_layout(layout, geometry.num_rows)
         torch.bitwise_or(blocks.counts, blocks.starts << 32, out=table)
         offset = self.plan.set_offset(self.number)
-        if rows.numel() > geometry.num_experts * geometry.max_tokens:
-            raise EPError(f"{self.name}: the handle speaks of {rows.numel()} rows, more than dispatch can bring")
+        self._require_possible(rows, geometry.num_experts)
         slots = self.shared.bytes(offset, rows.numel() * geometry.slot_bytes).view(-1, geometry.slot_bytes)
-        x = self._rows.x.view(-1, geometry.hidden)
-        if self._rows.use_logfmt:
-            self._compress(x, rows, slots)
-        else:
-            torch.index_select(x, 0, rows, out=slots.view(torch.bfloat16)[:, : geometry.hidden])
+        self._write(rows, slots)
         return Post(rows.numel(), self.shared.base(offset))
+
+    def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
+        """The rows of each of this rank's experts for that rank."""
+        geometry, pitch = self._geometry, self._far_slot_bytes()
+        blocks, rows = kernels.rows_of_layout(self._rows.layout_range[:, rank : rank + 1], geometry.num_rows)
+        self._require_possible(rows, geometry.num_local_experts)
+        sizes = (geometry.num_local_experts * 8, rows.numel() * pitch)
+        frame = new_frame(mesh, self.agreement, rows.numel(), rows.numel(), sizes)
+        numbers, slots = frame.sections
+        numbers.view(torch.int64).copy_(blocks.expert_counts)
+        self._write(rows, slots.view(-1, pitch))
+        return frame
+
+    def _near_layout(self) -> torch.Tensor:
+        """The handle's [L, R], without rows for ranks of other nodes."""
+        layout, near = self._rows.layout_range, self.shared.near
+        if self.shared.mesh is None:
+            return layout
+        mine = torch.zeros_like(layout)
+        mine[:, near.start : near.stop] = layout[:, near.start : near.stop]
+        return mine
+
+    def _require_possible(self, rows: torch.Tensor, num_experts: int) -> None:
+        if rows.numel() > num_experts * self._geometry.max_tokens:
+            raise EPError(f"{self.name}: the handle speaks of {rows.numel()} rows, more than dispatch can bring")
+
+    def _far_slot_bytes(self) -> int:
+        """From one row of a frame to the next: without the room for ranges, where there are none."""
+        geometry = self._geometry
+        return geometry.slot_bytes if self._rows.use_logfmt else align(2 * geometry.hidden, GRAIN_BYTES)
+
+    def _write(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write some of the experts' rows, numbered over all experts, into [n, pitch] uint8."""
+        geometry = self._geometry
+        if self._rows.use_logfmt:
+            self._compress(self._rows.x.view(-1, geometry.hidden), rows, slots)
+            return
+        torch.index_select(self._source_rows(), 0, rows, out=slots.view(torch.bfloat16)[:, : geometry.hidden])
+
+    def _source_rows(self) -> torch.Tensor:
+        """[L * rows, H] BF16: the experts' rows, wherever they are."""
+        geometry = self._geometry
+        if self._zero_copy_offset is None:
+            return self._rows.x.view(-1, geometry.hidden)
+        memory = self.shared.uncommitted_bytes(self._zero_copy_offset, geometry.combine_bytes)
+        return zero_copy_view(memory, geometry).view(-1, geometry.hidden)
 
     def _expert_rows(self) -> torch.Tensor:
         """[L, 1]: the first row of each local expert."""
@@ -75,38 +125,58 @@ class Combine(LowLatencyCall):
             part[:, : 2 * geometry.hidden] = units
             part[:, first:stop] = ranges.flatten(1).view(torch.uint8)
 
-    def _fetch(self, posts: dict[int, Post]) -> None:
+    def _fetch(self, posts: Posts) -> None:
         geometry, topk_idx = self._geometry, self._rows.topk_idx
         selections = kernels.select(topk_idx, geometry.num_experts)
-        places = self._expert_places(posts, selections)
+        starts, pitches = self._expert_places(posts, selections)
         experts = topk_idx.clamp(0, geometry.num_experts - 1).long()
-        first = places[experts]
-        is_skipped = ~kernels.is_selection(topk_idx, geometry.num_experts) | (first < 0)
-        pitch = geometry.slot_bytes // GRAIN_BYTES
-        first += kernels.earlier_tokens(topk_idx, selections) * pitch
-        first.masked_fill_(is_skipped, self.shared.own_place())
+        places = starts[experts]
+        is_skipped = ~kernels.is_selection(topk_idx, geometry.num_experts) | (places < 0)
+        places += kernels.earlier_tokens(topk_idx, selections) * pitches[experts]
+        places.masked_fill_(is_skipped, self.shared.own_place())
         atlas, ranges = self.shared.atlas.rows(geometry.hidden, torch.bfloat16), None
         if self._rows.use_logfmt:
             ranges = self.shared.atlas.rows(2 * geometry.num_groups, torch.bfloat16, geometry.ranges_offset)
-        self.shared.summer.sum(self._out, atlas, first, self._rows.topk_weights, is_skipped, ranges)
+        self.shared.summer.sum(self._out, atlas, places, self._rows.topk_weights, is_skipped, ranges)
 
-    def _expert_places(self, posts: dict[int, Post], selections: kernels.Selections) -> torch.Tensor:
-        """[E] int64: the place of this rank's first row at each expert; -1 where there is none. Checked."""
-        geometry, me = self._geometry, self.shared.window.rank
-        num_local = geometry.num_local_experts
-        places = torch.full((geometry.num_ranks, num_local), -1)
-        for rank, post in posts.items():
+    def _expert_places(self, posts: Posts, selections: kernels.Selections) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where this rank's rows lie at each expert. Checked.
+
+        Returns:
+            [E] int64: the place of its first row, -1 where there is none. [E] int64: places from one row to the next.
+        """
+        geometry, num_local = self._geometry, self._geometry.num_local_experts
+        starts = torch.full((geometry.num_ranks, num_local), -1)
+        pitches = torch.full_like(starts, geometry.slot_bytes // GRAIN_BYTES)
+        wanted = selections.counts.view(geometry.num_ranks, num_local)
+        for rank, post in posts.near.items():
             # A copy, which does not change any more.
-            blocks = self._peer_table(rank, post, geometry.num_experts).view(num_local, -1)[:, me].clone()
+            blocks = self._peer_table(rank, post, geometry.num_experts).view(num_local, -1)[:, self.shared.rank].clone()
             counts, firsts = blocks & 0xFFFFFFFF, blocks >> 32
-            wanted = selections.counts[rank * num_local : (rank + 1) * num_local]
-            is_right = (counts == wanted) & (firsts >= 0) & (firsts + counts <= post.num_rows)
-            if not self.shared.can_mask and not bool(is_right.all()):
-                raise SpoiledError(
-                    f"{self.name}: rank {rank} has other rows for this rank than its tokens select. Pass the "
-                    "`topk_idx` and the handle of one dispatch"
-                )
+            is_right = (counts == wanted[rank]) & (firsts >= 0) & (firsts + counts <= post.num_rows)
             start = self._peer_place(rank, post, post.num_rows * geometry.slot_bytes)
-            # A rank that had masked this one at the dispatch has nothing for it.
-            places[rank] = torch.where(is_right, start + firsts * (geometry.slot_bytes // GRAIN_BYTES), -1)
-        return places.flatten()
+            starts[rank] = self._places_of(rank, is_right, start + firsts * (geometry.slot_bytes // GRAIN_BYTES))
+        for rank, frame in posts.far.items():
+            pitch = self._far_slot_bytes()
+            numbers, slots = frame.sections((8 * num_local, frame.num_rows * pitch))
+            counts = numbers.view(torch.int64)
+            frame.require((counts >= 0) & (counts.sum() == frame.num_rows))
+            pitches[rank] = pitch // GRAIN_BYTES
+            firsts = (counts.cumsum(0) - counts) * (pitch // GRAIN_BYTES)
+            start = self.shared.atlas.place_at(slots.data_ptr())
+            starts[rank] = self._places_of(rank, counts == wanted[rank], start + firsts)
+        return starts.flatten(), pitches.flatten()
+
+    def _places_of(self, rank: int, is_right: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The places where a rank has the rows that are wanted, else -1.
+
+        Raises:
+            SpoiledError: It has others.
+        """
+        if not self.shared.can_mask and not bool(is_right.all()):
+            raise SpoiledError(
+                f"{self.name}: rank {rank} has other rows for this rank than its tokens select. Pass the "
+                "`topk_idx` and the handle of one dispatch"
+            )
+        # A rank that had masked this one at the dispatch has nothing for it.
+        return torch.where(is_right, places, -1)

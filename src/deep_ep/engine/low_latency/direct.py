@@ -1,9 +1,13 @@
-"""Low-latency calls on the CPU (`docs/low-latency.md`): publish rows in one's own memory, fetch from the peers'."""
+"""Low-latency calls on the CPU (`docs/low-latency.md`): publish rows in one's own memory, fetch from the peers'.
+
+Ranks of other nodes are sent their part, and fetch it where it has landed (`far.py`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +26,9 @@ from .halves import Barrier, LowLatencyCall
 from .shared import Shared
 from .zero_copy import ZeroCopy, zero_copy_view
 
+if TYPE_CHECKING:  # it needs sockets that other systems do not have
+    from ...transport.mesh import Mesh
+
 _LEAST_RECYCLED_BYTES = 1 << 20  # below, torch's own allocation is as good
 _NO_PLAN = Plan(GRAIN_BYTES, 1)  # of a call without rows
 
@@ -34,9 +41,10 @@ class DirectLowLatency:
         stream: Where communication runs.
         num_bytes: That this rank asked for; the largest wish of all ranks counts.
         enable_shrink: Mask ranks that stay silent, instead of failing.
+        mesh: The links to ranks of other nodes; None: there are none.
     """
 
-    def __init__(self, chain: Chain, stream: CommStream, num_bytes: int, enable_shrink: bool):
+    def __init__(self, chain: Chain, stream: CommStream, num_bytes: int, enable_shrink: bool, mesh: Mesh | None = None):
         segment = chain.window.low_latency
         assert segment is not None, "the window has low-latency memory if any rank asks for it"
         assert segment.span.num_bytes >= num_bytes + SENT_TABLES_BYTES
@@ -45,7 +53,7 @@ class DirectLowLatency:
         self._flights = Flights()
         self._zero_copy = ZeroCopy()
         self._results = Arena(HollowMemory())
-        self.shared = Shared(chain.window, segment, enable_shrink)
+        self.shared = Shared(chain.window, segment, enable_shrink, mesh)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -118,7 +126,8 @@ class DirectLowLatency:
 
     def trim(self) -> int:
         """Give memory of results that nobody uses back to the system. Returns the bytes given back."""
-        return self._results.trim()
+        mesh = self.shared.mesh
+        return self._results.trim() + (mesh.grounds.trim() if mesh is not None else 0)
 
     # Inside ----------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,9 +12,13 @@ from ...kernels.rows import widest_dtype
 from ...transport import Base
 from ...transport.sparse import GRAIN_BYTES
 from .calls import DISPATCH, Packed, agreement_of
+from .far import FarPost, Outgoing, new_frame
 from .geometry import Form, Geometry, Plan
-from .halves import LowLatencyCall, Post
+from .halves import LowLatencyCall, Post, Posts
 from .shared import Shared, SpoiledError
+
+if TYPE_CHECKING:  # it needs sockets that other systems do not have
+    from ...transport.mesh import Mesh
 
 
 class Dispatch(LowLatencyCall):
@@ -39,6 +43,7 @@ class Dispatch(LowLatencyCall):
         self._form = form
         self._packed = packed
         self._recv_stats = recv_stats
+        self._sent: _Sent | None = None
         self.agreement = agreement_of(
             DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale), topk_idx.dtype
         )
@@ -58,9 +63,30 @@ class Dispatch(LowLatencyCall):
         num_sent = selections.keys.numel()
         tokens = self.shared.bytes(offset + geometry.places_offset(form), 4 * num_sent).view(torch.int32)
         tokens.copy_(selections.keys % max(1, x.size(0)))
+        self._sent = _Sent(rows, selections)
         return Post(x.size(0), self.shared.base(offset))
 
-    def _fetch(self, posts: dict[int, Post]) -> None:
+    def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
+        """Each token that names an expert of that rank, once, and which of them goes to which expert."""
+        assert self._sent is not None
+        geometry, row_bytes, (rows, selections) = self._geometry, self._geometry.row_bytes(self._form), self._sent
+        first = rank * geometry.num_local_experts
+        counts = selections.counts[first : first + geometry.num_local_experts]
+        start, size = int(selections.counts[:first].sum()), int(counts.sum())
+        tokens = selections.keys[start : start + size] % max(1, rows.size(0))
+        is_wanted = torch.zeros(rows.size(0), dtype=torch.bool)
+        is_wanted[tokens] = True
+        wanted = is_wanted.nonzero()[:, 0]
+        sizes = (counts.numel() * 8, size * 4, size * 4, wanted.numel() * row_bytes)
+        frame = new_frame(mesh, self.agreement, wanted.numel(), size, sizes)
+        numbers, listed, indices, data = frame.sections
+        numbers.view(torch.int64).copy_(counts)
+        listed.view(torch.int32).copy_(tokens)
+        indices.view(torch.int32).copy_(is_wanted.cumsum(0)[tokens] - 1)
+        torch.index_select(rows, 0, wanted, out=data.view(-1, row_bytes))
+        return frame
+
+    def _fetch(self, posts: Posts) -> None:
         geometry, packed = self._geometry, self._packed
         arrivals = self._arrivals(posts)
         blocks, tokens = arrivals.blocks, arrivals.tokens
@@ -89,35 +115,58 @@ class Dispatch(LowLatencyCall):
         values = atlas.index_select(0, places)
         kernels.spread_rows(scales, quant.pack_ue8m0(values) if self._form.use_ue8m0 else values, counts)
 
-    def _arrivals(self, posts: dict[int, Post]) -> _Arrivals:
-        """Who sends what to this rank's experts, out of the peers' tables. Checked: it becomes addresses."""
+    # Who sends what to this rank's experts ---------------------------------------------------------------------------
+
+    def _arrivals(self, posts: Posts) -> _Arrivals:
+        """Out of the near ranks' tables and the far ranks' frames. Checked: it becomes addresses."""
         geometry, row_bytes = self._geometry, self._geometry.row_bytes(self._form)
-        num_local, ranks = geometry.num_local_experts, list(posts)
-        first = self.shared.window.rank * num_local
-        tables = torch.stack([self._peer_table(rank, post, geometry.num_experts) for rank, post in posts.items()])
-        counts = torch.zeros(geometry.num_ranks, num_local, dtype=torch.int64)
-        counts[ranks] = tables[:, first : first + num_local]
-        blocks = kernels.Blocks.of(counts.t().contiguous())
-        starts, sizes = tables[:, :first].sum(1).tolist(), counts.sum(1)
-        listed = [
-            self._peer_tokens(rank, post, start, start + size)
-            for (rank, post), start, size in zip(posts.items(), starts, sizes[ranks].tolist(), strict=True)
-        ]
-        tokens, limits = torch.cat(listed).long(), sizes.new_zeros(geometry.num_ranks)
-        limits[ranks] = limits.new_tensor([post.num_rows for post in posts.values()])
-        if not bool(((tokens >= 0) & (tokens < limits.repeat_interleave(sizes))).all()):
+        counts = torch.zeros(geometry.num_ranks, geometry.num_local_experts, dtype=torch.int64)
+        parts = dict(sorted({**self._near_parts(posts.near, counts), **self._far_parts(posts.far, counts)}.items()))
+        blocks, sizes, ranks = kernels.Blocks.of(counts.t().contiguous()), counts.sum(1), list(parts)
+        tokens = torch.cat([part.tokens for part in parts.values()]).long()
+        indices = torch.cat([part.rows for part in parts.values()]).long() if posts.far else tokens
+        limits, bases = sizes.new_zeros(2, geometry.num_ranks)
+        limits[ranks] = limits.new_tensor([part.num_rows for part in parts.values()])
+        if not bool(((indices >= 0) & (indices < limits.repeat_interleave(sizes))).all()):
             raise self._spoiled()
-        bases = torch.zeros_like(limits)
-        bases[ranks] = bases.new_tensor(
-            [self._peer_place(rank, post, post.num_rows * row_bytes) for rank, post in posts.items()]
-        )
-        places = bases.repeat_interleave(sizes).add_(tokens, alpha=row_bytes // GRAIN_BYTES)
+        bases[ranks] = bases.new_tensor([part.place for part in parts.values()])
+        places = bases.repeat_interleave(sizes).add_(indices, alpha=row_bytes // GRAIN_BYTES)
         rows = kernels.rows_by_rank(blocks)
         return _Arrivals(
             blocks,
             torch.empty_like(tokens).scatter_(0, rows, tokens),
             torch.empty_like(places).scatter_(0, rows, places),
         )
+
+    def _near_parts(self, posts: dict[int, Post], counts: torch.Tensor) -> dict[int, _Part]:
+        """What ranks of this node send, by rank. Their `counts` [R, L] are written."""
+        if not posts:
+            return {}
+        geometry, row_bytes = self._geometry, self._geometry.row_bytes(self._form)
+        first, num_local = self.shared.rank * geometry.num_local_experts, geometry.num_local_experts
+        tables = torch.stack([self._peer_table(rank, post, geometry.num_experts) for rank, post in posts.items()])
+        counts[list(posts)] = tables[:, first : first + num_local]
+        # Of the copies: what a peer that went on writes into its table must not be seen twice in different ways.
+        sizes, starts = counts[list(posts)].sum(1).tolist(), tables[:, :first].sum(1).tolist()
+        parts = {}
+        for (rank, post), start, size in zip(posts.items(), starts, sizes, strict=True):
+            tokens = self._peer_tokens(rank, post, start, start + size)
+            place = self._peer_place(rank, post, post.num_rows * row_bytes)
+            parts[rank] = _Part(tokens, tokens, post.num_rows, place)
+        return parts
+
+    def _far_parts(self, posts: dict[int, FarPost], counts: torch.Tensor) -> dict[int, _Part]:
+        """What ranks of other nodes have sent, by rank. Their `counts` [R, L] are written."""
+        geometry, row_bytes, parts = self._geometry, self._geometry.row_bytes(self._form), {}
+        for rank, post in posts.items():
+            sizes = (8 * geometry.num_local_experts, 4 * post.num_selected, 4 * post.num_selected)
+            numbers, tokens, indices, rows = post.sections((*sizes, post.num_rows * row_bytes))
+            counts[rank], tokens = numbers.view(torch.int64), tokens.view(torch.int32)
+            post.require((counts[rank] >= 0) & (counts[rank].sum() == post.num_selected))
+            post.require((tokens >= 0) & (tokens < geometry.max_tokens))
+            place = self.shared.atlas.place_at(rows.data_ptr())
+            parts[rank] = _Part(tokens, indices.view(torch.int32), post.num_rows, place)
+        return parts
 
     def _spoiled(self) -> SpoiledError:
         return SpoiledError(f"{self.name}: a peer's table makes no sense. This is a bug: report it")
@@ -129,8 +178,31 @@ class Dispatch(LowLatencyCall):
             raise self._spoiled()
         segment, offset = post.base
         base = Base(segment, offset + geometry.places_offset(self._form) + 4 * start)
-        mapping = self.shared.window.peers[rank].mapping(base, base.offset + 4 * (stop - start))
+        mapping = self.shared.peer(rank).mapping(base, base.offset + 4 * (stop - start))
         return mapping.rows(base.offset, 1, stop - start, torch.int32)[0]
+
+
+class _Sent(NamedTuple):
+    """What was published: the set's rows [T, row_bytes] uint8, and who gets them."""
+
+    rows: torch.Tensor
+    selections: kernels.Selections
+
+
+class _Part(NamedTuple):
+    """What one rank sends to this rank's experts.
+
+    Attributes:
+        tokens: [n] int32, the token of each selection at its source, by expert.
+        rows: [n] int32, its row among those of the rank that are within reach.
+        num_rows: How many these are.
+        place: Of the first.
+    """
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    num_rows: int
+    place: int
 
 
 class _Arrivals(NamedTuple):

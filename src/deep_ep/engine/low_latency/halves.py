@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ...errors import EPError, EPTimeout
 from ...transport import Base
-from ...transport.window import told
+from ...transport.senders import told, wait_sent
 from ..call import Agreement, Call, Header
 from .calls import BARRIER
+from .far import FarPost, Outgoing, new_frame
 from .geometry import Plan
 from .shared import Shared, SpoiledError, table_offset
+
+if TYPE_CHECKING:  # it needs sockets that other systems do not have
+    from ...transport.mesh import Mesh
 
 
 class Post(NamedTuple):
@@ -30,6 +34,18 @@ class Post(NamedTuple):
 
     num_rows: int
     base: Base
+
+
+class Posts(NamedTuple):
+    """What the ranks that are not masked have sent in a call, by rank.
+
+    Attributes:
+        near: Of this node: what they say, and where their rows are.
+        far: Of other nodes: what has landed of them.
+    """
+
+    near: dict[int, Post]
+    far: dict[int, FarPost]
 
 
 class LowLatencyCall(ABC):
@@ -65,6 +81,8 @@ class LowLatencyCall(ABC):
         window.board.post_sent(self.number, [*self.agreement.words(), num_rows, *base.words()])
         self.shared.fault(f"{operation}: before sent")
         window.board.sent.store_release(self.number)
+        self.shared.fault(f"{operation}: near sent")
+        self._send_far()
         self.shared.fault(f"{operation}: after sent")
 
     def receive(self) -> None:
@@ -85,12 +103,26 @@ class LowLatencyCall(ABC):
         if spoiled is not None:
             raise EPError(str(spoiled))
         self._finish()
+        for sender in self.shared.far.values():
+            sender.forget(self.number)
+
+    def _send_far(self) -> None:
+        """Send each rank of another node its part."""
+        mesh = self.shared.mesh
+        if mesh is not None:
+            for rank in self.shared.far:
+                mesh.send(rank, self.number, self._frame_to(mesh, rank).page)
 
     @abstractmethod
     def _publish(self) -> Post:
         """Write rows and table into this rank's memory."""
 
-    def _fetch(self, posts: dict[int, Post]) -> None:
+    def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
+        """What a rank of another node gets of what was published."""
+        del rank
+        return new_frame(mesh, self.agreement, 0, 0, ())
+
+    def _fetch(self, posts: Posts) -> None:
         """Read what the ranks in `posts` have published. Done again, without some of them, if they went on too early.
 
         Raises:
@@ -105,44 +137,57 @@ class LowLatencyCall(ABC):
     # Peers -----------------------------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        shared = self.shared
-        ranks = [rank for rank in range(len(shared.window.peers)) if rank not in shared.masked]
-        arrivals = shared.window.wait_sent(self.number, ranks, self.agreement.operation, may_lose=shared.can_mask)
+        shared, window = self.shared, self.shared.window
+        senders = [sender for rank, sender in shared.senders.items() if rank not in shared.masked]
+        operation, may_lose = self.agreement.operation, shared.can_mask
+        arrivals = wait_sent(senders, self.number, operation, window.me(), window.limit_secs, may_lose=may_lose)
         if self._wait_stats is not None:
-            self._wait_stats.add_(torch.tensor(arrivals.waited_ns))
+            waited_ns = [arrivals.waited_ns.get(rank, 0) for rank in range(window.place.num_ranks)]
+            self._wait_stats.add_(torch.tensor(waited_ns))
         if arrivals.lost:
             self._mask(arrivals.lost)
 
-    def _posts(self) -> dict[int, Post]:
+    def _posts(self) -> Posts:
         """What the unmasked ranks have posted, with their memory within reach.
 
         Raises:
             SpoiledError: They do not agree; it says who differs in what.
         """
-        window, mine = self.shared.window, self.agreement
-        expected, posts, clashes = mine.words(), {}, []
-        for peer in window.peers:
+        shared, mine = self.shared, self.agreement
+        expected, said = mine.words(), {}
+        size, posts = len(expected), Posts({}, {})
+        for rank in shared.near:
             # A masked rank's post may be of any call. This rank itself can be masked, too.
-            if peer.rank in self.shared.masked:
+            if rank in shared.masked:
                 continue
-            words = peer.board.read_sent(self.number)
-            size = len(expected)
-            if words[:size] != expected:
-                clashes.append(f"rank {peer.rank} has {mine.differences(Agreement.from_words(words[:size]))}")
-            posts[peer.rank] = Post(words[size], Base.from_words(words[size + 1 : size + 4]))
+            words = shared.peer(rank).board.read_sent(self.number)
+            said[rank] = words[:size]
+            posts.near[rank] = Post(words[size], Base.from_words(words[size + 1 : size + 4]))
+        for rank, sender in shared.far.items():
+            posts.far[rank] = FarPost.of(rank, sender.landed(self.number))
+            said[rank] = posts.far[rank].agreed
+        clashes = [
+            f"rank {rank} has {mine.differences(Agreement.from_words(words))}"
+            for rank, words in sorted(said.items())
+            if words != expected
+        ]
         if clashes:
             raise SpoiledError(
                 f"{self.name}: all ranks must make the same call, but {'; '.join(clashes)} "
-                f"({window.me()}). Make the calls in the same order on all ranks"
+                f"({shared.window.me()}). Make the calls in the same order on all ranks"
             )
-        for rank, post in posts.items():
-            self.shared.reach(rank, post.base.segment)
+        for rank, post in posts.near.items():
+            shared.reach(rank, post.base.segment)
+        shared.reach_landings()
         return posts
 
     def _ahead(self) -> dict[int, str]:
-        """Which ranks have sent so much that the set of this call is another's, and how that is said."""
-        peers = [peer for peer in self.shared.window.peers if peer.rank not in self.shared.masked]
-        sent = {peer.rank: peer.board.sent.load_acquire() for peer in peers}
+        """Which ranks have sent so much that the set of this call is another's, and how that is said.
+
+        Only near ones: nobody writes over what has landed.
+        """
+        shared = self.shared
+        sent = {rank: shared.peer(rank).board.sent.load_acquire() for rank in shared.near if rank not in shared.masked}
         # With 2k sets a peer that still waits for this rank is at most 2k - 1 calls further (`docs/low-latency.md`).
         limit = self.number + self.plan.num_sets
         return {
@@ -163,7 +208,7 @@ class LowLatencyCall(ABC):
 
     def _mask(self, lost: dict[int, str]) -> None:
         window = self.shared.window
-        self.shared.masked.update(lost)
+        self.shared.lose(lost)
         warnings.warn(
             f"{self.name}: {told(lost)}. From now on masked: its experts' results are missing ({window.me()})",
             RuntimeWarning,
@@ -173,12 +218,12 @@ class LowLatencyCall(ABC):
     def _peer_table(self, rank: int, post: Post, size: int) -> torch.Tensor:
         """[size] int64: a peer's table of this call, where it lies."""
         base = Base(post.base.segment, post.base.segment.start + table_offset(self.number))
-        mapping = self.shared.window.peers[rank].mapping(base, base.offset + 8 * size)
+        mapping = self.shared.peer(rank).mapping(base, base.offset + 8 * size)
         return mapping.rows(base.offset, 1, size, torch.int64)[0]
 
     def _peer_place(self, rank: int, post: Post, num_bytes: int) -> int:
         """The place where a peer's rows begin, of which `num_bytes` will be read."""
-        mapping = self.shared.window.peers[rank].mapping(post.base, post.base.offset + num_bytes)
+        mapping = self.shared.peer(rank).mapping(post.base, post.base.offset + num_bytes)
         return self.shared.atlas.place_of(mapping, post.base.offset)
 
 

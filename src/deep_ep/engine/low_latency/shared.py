@@ -5,15 +5,22 @@ The low-latency memory of a rank begins with the tables, one for each of the las
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
 
 from ...errors import EPError
 from ...kernels import low_latency_rows as kernels
 from ...transport import Base, Window
 from ...transport.board import NUM_SENT_POSTS
+from ...transport.senders import NearSender, Sender
 from ...transport.spans import Span
 from ...transport.sparse import Atlas, SparseSegment
-from ...transport.window import SENT_TABLE_BYTES, SENT_TABLES_BYTES
+from ...transport.window import SENT_TABLE_BYTES, SENT_TABLES_BYTES, Peer
+
+if TYPE_CHECKING:  # it needs sockets that other systems do not have
+    from ...transport.mesh import FarSender, Mesh
 
 
 class Shared:
@@ -23,10 +30,25 @@ class Shared:
         window: Of the buffer.
         segment: Its low-latency memory.
         can_mask: Whether ranks that stay silent are masked.
+        mesh: The links to ranks of other nodes; None: there are none.
+
+    Attributes:
+        rank: This rank, as the group counts. So do masks and senders.
+        near: The ranks of this node.
+        senders: All other ranks.
     """
 
-    def __init__(self, window: Window, segment: SparseSegment, can_mask: bool):
+    def __init__(self, window: Window, segment: SparseSegment, can_mask: bool, mesh: Mesh | None = None):
         self.window = window
+        self.mesh = mesh
+        first = window.place.first_rank
+        self.rank = first + window.rank
+        self.near = range(first, first + len(window.peers))
+        self.senders: dict[int, Sender] = {
+            rank: NearSender(self.peer(rank), rank) for rank in self.near if rank != self.rank
+        }
+        if mesh is not None:
+            self.senders.update(mesh.senders)
         self.can_mask = can_mask
         self.masked: set[int] = set()
         self.atlas = Atlas()
@@ -35,6 +57,23 @@ class Shared:
         self._segment = segment
         self._segments: dict[int, Span] = {}
         self.atlas.add(segment.mapping)
+
+    def peer(self, rank: int) -> Peer:
+        """A rank of this node, as the window sees it."""
+        return self.window.peers[rank - self.window.place.first_rank]
+
+    @property
+    def far(self) -> dict[int, FarSender]:
+        """The ranks of other nodes that are not masked."""
+        senders = self.mesh.senders if self.mesh is not None else {}
+        return {rank: sender for rank, sender in senders.items() if rank not in self.masked}
+
+    def lose(self, ranks: Iterable[int]) -> None:
+        """Mask ranks that did not come. What is still queued for them is forgotten."""
+        for rank in ranks:
+            self.masked.add(rank)
+            if self.mesh is not None and rank in self.mesh.senders:
+                self.mesh.drop(rank)
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +109,12 @@ class Shared:
         """
         if self._segments.setdefault(rank, segment) != segment:
             raise SpoiledError(f"window: the low-latency memory of rank {rank} has moved. This is a bug: report it")
-        self.atlas.add(self.window.peers[rank].mapping(Base(segment, segment.start), segment.stop))
+        self.atlas.add(self.peer(rank).mapping(Base(segment, segment.start), segment.stop))
+
+    def reach_landings(self) -> None:
+        """Have all landings in the atlas. Places move with it."""
+        for mapping in self.mesh.grounds.mappings if self.mesh is not None else ():
+            self.atlas.add(mapping)
 
     def fault(self, point: str) -> None:
         """Reach a fault point."""
