@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -100,27 +101,43 @@ def test_normal_and_low_latency_calls_at_random() -> None:
 # What crosses --------------------------------------------------------------------------------------------------------
 
 
-def crossing(rank: int, num_ranks: int) -> tuple[int, dict[str, Any]]:
-    """A dispatch whose tokens have several experts on a far rank; how many rows must cross, and what did."""
-    case = Case(experts_per_rank=4, max_tokens=32, hidden=2048, topk=6, num_tokens=32)
-    buffer, given = make_buffer(num_ranks, case), inputs(rank, num_ranks, case)
-    num_experts = case.experts_per_rank * num_ranks
-    dispatch(buffer, given, case, use_fp8=False)
-    stats = buffer.stats()
+def crossing(rank: int, num_ranks: int) -> tuple[list[int], dict[str, list[int]]]:
+    """Calls whose tokens have several experts on a far rank; how many rows must cross there and back, and what did."""
+    case = Case(experts_per_rank=4, max_tokens=32, hidden=2048, topk=6, num_tokens=32, kind="noise")
+    buffer = make_buffer(num_ranks, case)
+    every = [inputs(one, num_ranks, case) for one in range(num_ranks)]
+    given, num_experts = every[rank], case.experts_per_rank * num_ranks
+    crossed = {"messages": [0], "bytes": [0]}
+
+    def count() -> None:
+        mesh = buffer.stats()["mesh"]
+        crossed["messages"].append(mesh["messages_sent"])
+        crossed["bytes"].append(mesh["bytes_sent"])
+
+    got = dispatch(buffer, given, case, use_fp8=False)
+    count()
+    rows = got[0].clone().clamp_(-0.9, 0.9)
+    for use_logfmt in (False, True):
+        buffer.low_latency_combine(rows, given.topk_idx, given.topk_weights, got[2], use_logfmt=use_logfmt)
+        count()
+    assert buffer.stats()["rail"]["messages_sent"] == 0
     buffer.destroy()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("deep_ep-mesh")]
-    is_valid = (given.topk_idx >= 0) & (given.topk_idx < num_experts)
-    ranks = torch.where(is_valid, given.topk_idx // case.experts_per_rank, -1)
     far = [one for one in range(num_ranks) if one // 2 != rank // 2]
-    return sum(int((ranks == one).any(1).sum()) for one in far), stats
+    ranks = [torch.where(one.topk_idx < num_experts, one.topk_idx, -9) // case.experts_per_rank for one in every]
+    there = sum(int((ranks[rank] == one).any(1).sum()) for one in far)
+    # Each expert of a token once, also if the token names it twice.
+    back = sum(len({*row} & {*range(4 * rank, 4 * rank + 4)}) for one in far for row in every[one].topk_idx.tolist())
+    return [there, back], {name: [b - a for a, b in pairwise(values)] for name, values in crossed.items()}
 
 
 def test_a_token_crosses_once_for_each_far_rank() -> None:
-    for num_rows, stats in run_nodes(crossing, 4, 2):
-        mesh = stats["mesh"]
-        assert mesh["messages_sent"] == mesh["messages_received"] == 2
-        assert num_rows * 4096 < mesh["bytes_sent"] < 1.05 * num_rows * 4096 + 2000
-        assert stats["rail"]["messages_sent"] == 0
+    for (there, back), crossed in run_nodes(crossing, 4, 2):
+        assert crossed["messages"] == [2, 2, 2]
+        dispatched, combined, compressed = crossed["bytes"]
+        assert there * 4096 < dispatched < 1.05 * there * 4096 + 2000
+        assert back * 4096 < combined < 1.01 * back * 4096 + 1000
+        assert compressed < 0.66 * combined  # 10 bits of 16, and two ranges for each 128 channels
 
 
 LARGE = Case(experts_per_rank=1, max_tokens=512, hidden=8192, topk=1, num_tokens=512)  # 8 MB, more than sockets hold

@@ -9,10 +9,12 @@ import torch
 from ... import logfmt
 from ...errors import EPError
 from ...kernels import low_latency_rows as kernels
-from ...sizing import align
+from ...transport import ordinary_tensor
 from ...transport.sparse import GRAIN_BYTES
+from . import far_rows
 from .calls import COMBINE, Rows, agreement_of
-from .far import Outgoing, new_frame
+from .far import FarPost, Outgoing
+from .far_rows import FarRows
 from .geometry import Geometry, Plan
 from .halves import LowLatencyCall, Post, Posts
 from .shared import Shared, SpoiledError
@@ -68,14 +70,15 @@ class Combine(LowLatencyCall):
 
     def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
         """The rows of each of this rank's experts for that rank."""
-        geometry, pitch = self._geometry, self._far_slot_bytes()
+        geometry = self._geometry
         blocks, rows = kernels.rows_of_layout(self._rows.layout_range[:, rank : rank + 1], geometry.num_rows)
         self._require_possible(rows, geometry.num_local_experts)
-        sizes = (geometry.num_local_experts * 8, rows.numel() * pitch)
-        frame = new_frame(mesh, self.agreement, rows.numel(), rows.numel(), sizes)
-        numbers, slots = frame.sections
-        numbers.view(torch.int64).copy_(blocks.expert_counts)
-        self._write(rows, slots.view(-1, pitch))
+        if self._rows.use_logfmt:
+            slots = ordinary_tensor((rows.numel(), geometry.slot_bytes), torch.uint8)
+            self._write(rows, slots)
+            return far_rows.logfmt_frame(mesh, self.agreement, geometry, blocks.expert_counts, slots)
+        frame, slots = far_rows.plain_frame(mesh, self.agreement, geometry, blocks.expert_counts)
+        self._write(rows, slots)
         return frame
 
     def _near_layout(self) -> torch.Tensor:
@@ -90,11 +93,6 @@ class Combine(LowLatencyCall):
     def _require_possible(self, rows: torch.Tensor, num_experts: int) -> None:
         if rows.numel() > num_experts * self._geometry.max_tokens:
             raise EPError(f"{self.name}: the handle speaks of {rows.numel()} rows, more than dispatch can bring")
-
-    def _far_slot_bytes(self) -> int:
-        """From one row of a frame to the next: without the room for ranges, where there are none."""
-        geometry = self._geometry
-        return geometry.slot_bytes if self._rows.use_logfmt else align(2 * geometry.hidden, GRAIN_BYTES)
 
     def _write(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write some of the experts' rows, numbered over all experts, into [n, pitch] uint8."""
@@ -128,7 +126,8 @@ class Combine(LowLatencyCall):
     def _fetch(self, posts: Posts) -> None:
         geometry, topk_idx = self._geometry, self._rows.topk_idx
         selections = kernels.select(topk_idx, geometry.num_experts)
-        starts, pitches = self._expert_places(posts, selections)
+        far = self._far_rows(posts.far)
+        starts, pitches = self._expert_places(posts.near, far, selections)
         experts = topk_idx.clamp(0, geometry.num_experts - 1).long()
         places = starts[experts]
         is_skipped = ~kernels.is_selection(topk_idx, geometry.num_experts) | (places < 0)
@@ -139,7 +138,18 @@ class Combine(LowLatencyCall):
             ranges = self.shared.atlas.rows(2 * geometry.num_groups, torch.bfloat16, geometry.ranges_offset)
         self.shared.summer.sum(self._out, atlas, places, self._rows.topk_weights, is_skipped, ranges)
 
-    def _expert_places(self, posts: Posts, selections: kernels.Selections) -> tuple[torch.Tensor, torch.Tensor]:
+    def _far_rows(self, posts: dict[int, FarPost]) -> dict[int, FarRows]:
+        """What ranks of other nodes have sent, within reach of the atlas. Places move with it."""
+        geometry, mesh = self._geometry, self.shared.mesh
+        if not self._rows.use_logfmt or mesh is None:
+            return {rank: far_rows.plain_rows(post, geometry) for rank, post in posts.items()}
+        rows = {rank: far_rows.logfmt_rows(post, geometry, mesh.grounds) for rank, post in posts.items()}
+        self.shared.reach_landings()
+        return rows
+
+    def _expert_places(
+        self, posts: dict[int, Post], far: dict[int, FarRows], selections: kernels.Selections
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Where this rank's rows lie at each expert. Checked.
 
         Returns:
@@ -149,22 +159,17 @@ class Combine(LowLatencyCall):
         starts = torch.full((geometry.num_ranks, num_local), -1)
         pitches = torch.full_like(starts, geometry.slot_bytes // GRAIN_BYTES)
         wanted = selections.counts.view(geometry.num_ranks, num_local)
-        for rank, post in posts.near.items():
+        for rank, post in posts.items():
             # A copy, which does not change any more.
             blocks = self._peer_table(rank, post, geometry.num_experts).view(num_local, -1)[:, self.shared.rank].clone()
             counts, firsts = blocks & 0xFFFFFFFF, blocks >> 32
             is_right = (counts == wanted[rank]) & (firsts >= 0) & (firsts + counts <= post.num_rows)
             start = self._peer_place(rank, post, post.num_rows * geometry.slot_bytes)
             starts[rank] = self._places_of(rank, is_right, start + firsts * (geometry.slot_bytes // GRAIN_BYTES))
-        for rank, frame in posts.far.items():
-            pitch = self._far_slot_bytes()
-            numbers, slots = frame.sections((8 * num_local, frame.num_rows * pitch))
-            counts = numbers.view(torch.int64)
-            frame.require((counts >= 0) & (counts.sum() == frame.num_rows))
-            pitches[rank] = pitch // GRAIN_BYTES
-            firsts = (counts.cumsum(0) - counts) * (pitch // GRAIN_BYTES)
-            start = self.shared.atlas.place_at(slots.data_ptr())
-            starts[rank] = self._places_of(rank, counts == wanted[rank], start + firsts)
+        for rank, (counts, slots) in far.items():
+            pitches[rank] = pitch = slots.size(1) // GRAIN_BYTES
+            firsts = self.shared.atlas.place_at(slots.data_ptr()) + (counts.cumsum(0) - counts) * pitch
+            starts[rank] = self._places_of(rank, counts == wanted[rank], firsts)
         return starts.flatten(), pitches.flatten()
 
     def _places_of(self, rank: int, is_right: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -159,10 +159,10 @@ class Dispatch(LowLatencyCall):
         """What ranks of other nodes have sent, by rank. Their `counts` [R, L] are written."""
         geometry, row_bytes, parts = self._geometry, self._geometry.row_bytes(self._form), {}
         for rank, post in posts.items():
-            sizes = (8 * geometry.num_local_experts, 4 * post.num_selected, 4 * post.num_selected)
+            sizes = (8 * geometry.num_local_experts, 4 * post.extent, 4 * post.extent)
             numbers, tokens, indices, rows = post.sections((*sizes, post.num_rows * row_bytes))
             counts[rank], tokens = numbers.view(torch.int64), tokens.view(torch.int32)
-            post.require((counts[rank] >= 0) & (counts[rank].sum() == post.num_selected))
+            post.require((counts[rank] >= 0) & (counts[rank].sum() == post.extent))
             post.require((tokens >= 0) & (tokens < geometry.max_tokens))
             place = self.shared.atlas.place_at(rows.data_ptr())
             parts[rank] = _Part(tokens, indices.view(torch.int32), post.num_rows, place)

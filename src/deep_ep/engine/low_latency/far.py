@@ -1,6 +1,7 @@
 """What a rank of another node is sent of a low-latency call: one frame, with just its part of the publication.
 
-A frame begins with what must agree and two numbers, rows and selections; sections follow, each at a multiple of 16.
+A frame begins with what must agree and two numbers: its rows, and its *extent* (selections of a dispatch, bytes of the
+rows of a combine). Sections follow, each at a multiple of 16.
 `docs/low-latency.md` has the state table.
 """
 
@@ -37,18 +38,18 @@ class Outgoing(NamedTuple):
     sections: list[torch.Tensor]
 
 
-def new_frame(mesh: Mesh, agreement: Agreement, num_rows: int, num_selected: int, sizes: Sequence[int]) -> Outgoing:
+def new_frame(mesh: Mesh, agreement: Agreement, num_rows: int, extent: int, sizes: Sequence[int]) -> Outgoing:
     """A frame with its words written.
 
     Args:
         mesh: That will send it.
         agreement: What must agree.
         num_rows: Rows in it.
-        num_selected: Selections that they stand for.
+        extent: A number, by call.
         sizes: Bytes of each section.
     """
     page = mesh.page(_total(sizes))
-    _WORDS.pack_into(page.view(), 0, *agreement.words(), num_rows, num_selected)
+    _WORDS.pack_into(page.view(), 0, *agreement.words(), num_rows, extent)
     return Outgoing(page, _cut(page.tensor(), sizes))
 
 
@@ -59,14 +60,14 @@ class FarPost(NamedTuple):
         rank: Who.
         agreed: Its words of what must agree.
         num_rows: Rows in the frame.
-        num_selected: Selections that they stand for.
+        extent: A number, by call.
         page: The frame, where it landed.
     """
 
     rank: int
     agreed: list[int]
     num_rows: int
-    num_selected: int
+    extent: int
     page: Page
 
     @classmethod
@@ -77,10 +78,10 @@ class FarPost(NamedTuple):
             SpoiledError: There are none.
         """
         if page.num_bytes < _WORDS.size:
-            raise _spoiled(rank)
+            raise spoiled(rank)
         words = _WORDS.unpack_from(page.view())
-        *agreed, num_rows, num_selected = words
-        return cls(rank, agreed, num_rows, num_selected, page)
+        *agreed, num_rows, extent = words
+        return cls(rank, agreed, num_rows, extent, page)
 
     def sections(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """The sections, uint8, where they lie.
@@ -91,17 +92,18 @@ class FarPost(NamedTuple):
         Raises:
             SpoiledError: The frame is of another length.
         """
-        if min(self.num_rows, self.num_selected) < 0 or _total(sizes) != self.page.num_bytes:
-            raise _spoiled(self.rank)
+        if min(self.num_rows, self.extent) < 0 or _total(sizes) != self.page.num_bytes:
+            raise spoiled(self.rank)
         return _cut(self.page.tensor(), sizes)
 
     def require(self, is_right: torch.Tensor) -> None:
         """Refuse a frame whose numbers cannot be: they become addresses."""
         if not bool(is_right.all()):
-            raise _spoiled(self.rank)
+            raise spoiled(self.rank)
 
 
-def _spoiled(rank: int) -> SpoiledError:
+def spoiled(rank: int) -> SpoiledError:
+    """The error where a far rank's frame makes no sense."""
     return SpoiledError(f"low-latency call: the message of rank {rank} makes no sense. This is a bug: report it")
 
 
