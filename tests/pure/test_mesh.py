@@ -58,16 +58,19 @@ def test_calls_land_by_number_and_stay_while_they_are_held(pair: tuple[Mesh, Mes
     for number, size in sizes.items():
         assert sender.has_sent(number)
         page = sender.landed(number)
+        assert page is not None
         assert bytes(page.view()) == bytes([number]) * size
         if size:
             address = page.tensor().data_ptr()
             assert address % GRAIN_BYTES == 0
             assert any(mapping.offset_of(address) is not None for mapping in other.grounds.mappings)
     held = sender.landed(2)
+    assert held is not None
     for number in range(5, 11):  # call 10 takes the slot of call 2
         send(one, number, 17)
     wait_until(lambda: sender.has_sent(10))
     assert not sender.has_sent(2)
+    assert sender.landed(2) is None
     assert bytes(held.view()) == bytes([2]) * 17
     assert sender.why_not(2, True) == ", which has gone on without this rank (it is at call 10)"
     assert sender.why_not(11, True) is None

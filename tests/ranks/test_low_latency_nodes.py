@@ -69,9 +69,21 @@ def every_flag(rank: int, num_ranks: int) -> None:
     buffer.destroy()
 
 
+def unequal_wishes(rank: int, num_ranks: int) -> None:
+    """The largest `num_rdma_bytes` of all nodes is everybody's: so many results may be in flight on all ranks."""
+    buffer = make_buffer(num_ranks, CASE, times=4 if rank == num_ranks - 1 else 1)
+    this = Round(rank, num_ranks)
+    got = [dispatch(buffer, this.mine, CASE, return_recv_hook=True, **FORM) for _ in range(4)]
+    for one in got:
+        one[4]()
+        this.check_dispatch(one)
+    buffer.destroy()
+
+
 def chain_of_calls(rank: int, num_ranks: int) -> None:
     """What the tests of one node check, in one group of processes."""
-    for checks in (few_flags, one_empty_rank, hooks_in_flight, queued_calls, two_zero_copies, mixed_modes):
+    together = (hooks_in_flight, queued_calls, two_zero_copies, mixed_modes, unequal_wishes)
+    for checks in (few_flags, one_empty_rank, *together):
         checks(rank, num_ranks)
 
 

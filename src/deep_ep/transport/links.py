@@ -24,7 +24,6 @@ _HEAD = struct.Struct("<QQQQ")  # topic, epoch, place, bytes of the payload
 _MOST_AHEAD = 64  # frames read before anybody asks for them; then the sender has to wait
 _MOST_PIECES = 16  # handed to the system at once
 _POOL_UNIT_BYTES = 1 << 16
-_MOST_SPARE = 16
 _CLOSED = "has closed the connection"
 
 
@@ -73,9 +72,14 @@ class Landing(Protocol):
 
 
 class Pool:
-    """Pages for payloads. They are used again: memory fresh from the system costs more than to fill it."""
+    """Pages for payloads. They are used again: memory fresh from the system costs more than to fill it.
 
-    def __init__(self) -> None:
+    Args:
+        most_spare: Pages that are kept.
+    """
+
+    def __init__(self, most_spare: int = 16):
+        self._most_spare = most_spare
         self._spare: list[bytearray | memoryview] = []
 
     def take(self, num_bytes: int) -> Page:
@@ -93,7 +97,7 @@ class Pool:
 
     def give(self, page: Page) -> None:
         """Let others have a page that was taken."""
-        if len(self._spare) < _MOST_SPARE:
+        if len(self._spare) < self._most_spare:
             self._spare.append(page.memory)
 
 

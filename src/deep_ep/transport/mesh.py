@@ -84,22 +84,25 @@ class FarSender:
         self.moved_secs = 0.0
         self.num_received = 0
         self._slots: list[_Landed | None] = [None] * NUM_SENT_POSTS
+        self._lock = threading.Lock()
 
     def has_sent(self, number: int) -> bool:
         """Whether call `number` is there."""
-        landed = self._slots[number % NUM_SENT_POSTS]
-        return landed is not None and landed.number == number
+        return self.landed(number) is not None
 
-    def landed(self, number: int) -> Page:
-        """What it has sent in a call that is there. It stays as it is for as long as it is held."""
+    def landed(self, number: int) -> Page | None:
+        """What it has sent in a call, which stays as it is for as long as it is held. None: it is not there.
+
+        A call that was there is not any more if the rank has gone on without this one, and eight calls further.
+        """
         landed = self._slots[number % NUM_SENT_POSTS]
-        assert landed is not None
-        return landed.page
+        return landed.page if landed is not None and landed.number == number else None
 
     def forget(self, number: int) -> None:
         """Let go of a call that has been read."""
-        if self.has_sent(number):
-            self._slots[number % NUM_SENT_POSTS] = None
+        with self._lock:  # or the slot could be that of another call by the time it is cleared
+            if self.has_sent(number):
+                self._slots[number % NUM_SENT_POSTS] = None
 
     def failure(self) -> str | None:
         """Why it has failed."""
@@ -135,7 +138,8 @@ class FarSender:
             frame = self.link.inbox.popleft()
             self.num_received += 1
             if frame.topic == SENT:
-                self._slots[frame.epoch % NUM_SENT_POSTS] = _Landed(frame.epoch, frame.page)
+                with self._lock:
+                    self._slots[frame.epoch % NUM_SENT_POSTS] = _Landed(frame.epoch, frame.page)
                 self.latest = frame.epoch
 
 
@@ -308,7 +312,7 @@ def make_mesh(control: Control, topology: Topology) -> Mesh:
     """
     size = topology.ranks_per_node
     far = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
-    pool, grounds = Pool(), Grounds()
+    pool, grounds = Pool(2 * len(far)), Grounds()  # a call has a page for each, and the next may already be made
     connections = connect(control, far, "connecting the mesh")
     links = {rank: Link(connection, pool, grounds) for rank, connection in connections.items()}
     return Mesh(links, topology, pool, grounds)

@@ -164,8 +164,10 @@ class LowLatencyCall(ABC):
             said[rank] = words[:size]
             posts.near[rank] = Post(words[size], Base.from_words(words[size + 1 : size + 4]))
         for rank, sender in shared.far.items():
-            posts.far[rank] = FarPost.of(rank, sender.landed(self.number))
-            said[rank] = posts.far[rank].agreed
+            page = sender.landed(self.number)
+            if page is not None:  # else it has gone on meanwhile, which `_ahead` notices
+                posts.far[rank] = FarPost.of(rank, page)
+                said[rank] = posts.far[rank].agreed
         clashes = [
             f"rank {rank} has {mine.differences(Agreement.from_words(words))}"
             for rank, words in sorted(said.items())
@@ -182,18 +184,15 @@ class LowLatencyCall(ABC):
         return posts
 
     def _ahead(self) -> dict[int, str]:
-        """Which ranks have sent so much that the set of this call is another's, and how that is said.
-
-        Only near ones: nobody writes over what has landed.
-        """
+        """Which ranks have sent so much that the set of this call is another's, and how that is said."""
         shared = self.shared
         sent = {rank: shared.peer(rank).board.sent.load_acquire() for rank in shared.near if rank not in shared.masked}
         # With 2k sets a peer that still waits for this rank is at most 2k - 1 calls further (`docs/low-latency.md`).
         limit = self.number + self.plan.num_sets
+        ahead = {rank: number for rank, number in sent.items() if number >= limit}
+        ahead.update({rank: far.latest for rank, far in shared.far.items() if not far.has_sent(self.number)})
         return {
-            rank: f", which has gone on without this rank (it is at call {number})"
-            for rank, number in sent.items()
-            if number >= limit
+            rank: f", which has gone on without this rank (it is at call {number})" for rank, number in ahead.items()
         }
 
     def _lose(self, lost: dict[int, str]) -> None:
