@@ -95,6 +95,28 @@ def test_results_are_those_of_one_node(checks: Any, num_ranks: int, ranks_per_no
     run_nodes(checks, num_ranks, ranks_per_node)
 
 
+def bits(rank: int, num_ranks: int) -> list[Any]:
+    """What calls give whose sums and roundings are not exact."""
+    case = Case(kind="noise", hidden=1100, topk=5)
+    buffer, given, results = make_buffer(num_ranks, case), inputs(rank, num_ranks, case), []
+    weights = torch.rand(given.topk_weights.shape, generator=torch.Generator().manual_seed(rank))
+    for use_fp8, use_logfmt in itertools.product((False, True), repeat=2):
+        recv, count, handle, *_ = dispatch(buffer, given, case, use_fp8=use_fp8)
+        parts = recv if use_fp8 else (recv,)
+        rows = parts[0].bfloat16() * 0.1
+        for expert, num_rows in enumerate(count.tolist()):
+            results += [part[expert, :num_rows].contiguous().view(torch.uint8).tolist() for part in parts]
+            rows[expert, num_rows:] = float("nan")
+        combined, *_ = buffer.low_latency_combine(rows, given.topk_idx, weights, handle, use_logfmt=use_logfmt)
+        results.append(combined.view(torch.uint8).tolist())
+    buffer.destroy()
+    return results
+
+
+def test_bits_are_those_of_one_node() -> None:
+    assert run_nodes(bits, 3, 1) == run_nodes(bits, 3, 3)
+
+
 def random_calls(rank: int, num_ranks: int, num_calls: int) -> dict[str, int]:
     hint = low_latency.hint(num_ranks)
     buffer = deep_ep.Buffer(dist.group.WORLD, 0, hint, low_latency_mode=True, explicitly_destroy=True)
