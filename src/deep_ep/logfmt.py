@@ -84,6 +84,56 @@ def decode(units: torch.Tensor, ranges: torch.Tensor, hidden: int) -> torch.Tens
     return values
 
 
+def pack_units(units: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+    """Units without what compressed ones do not use, for a wire.
+
+    Args:
+        units: [n, 2 * H] uint8, of `encode`.
+        ranges: [n, G, 2] BF16, of `encode`.
+
+    Returns:
+        [bytes] uint8, new: unit by unit, first those of the rows that compress it, then the others.
+    """
+    parts = []
+    for whole, used, is_fit in _unit_bytes(ranges, units.size(1) // 2):
+        parts += [units[is_fit, used].flatten(), units[~is_fit, whole].flatten()]
+    return torch.cat(parts)
+
+
+def unpack_units(packed: torch.Tensor, ranges: torch.Tensor, units: torch.Tensor) -> None:
+    """Undo `pack_units`. What compressed units do not use stays as it is.
+
+    Args:
+        packed: [bytes] uint8.
+        ranges: [n, G, 2] BF16.
+        units: [n, 2 * H] uint8, written; rows may be apart.
+
+    Raises:
+        ValueError: There are more or fewer bytes than the ranges say.
+    """
+    cuts = _unit_bytes(ranges, units.size(1) // 2)
+    sizes: list[int] = []
+    for whole, used, is_fit in cuts:
+        num_fit = int(is_fit.sum())
+        sizes += [num_fit * (used.stop - used.start), (is_fit.numel() - num_fit) * (whole.stop - whole.start)]
+    if sum(sizes) != packed.numel():
+        raise ValueError(f"logfmt: {packed.numel()} bytes of packed units, the ranges say {sum(sizes)}")
+    parts = iter(packed.split(sizes))
+    for whole, used, is_fit in cuts:
+        units[is_fit, used] = next(parts).view(-1, used.stop - used.start)
+        units[~is_fit, whole] = next(parts).view(-1, whole.stop - whole.start)
+
+
+def _unit_bytes(ranges: torch.Tensor, hidden: int) -> list[tuple[slice, slice, torch.Tensor]]:
+    """The bytes of each unit, those that a compressed one uses, and which rows compress it, [n] bool."""
+    amax, amin = ranges.float().unbind(-1)
+    cuts = []
+    for first, stop, is_fit in _units(amax, amin, hidden):
+        used = 2 * first + (stop - first) + -(-(stop - first) // _CODES_PER_BYTE)
+        cuts.append((slice(2 * first, 2 * stop), slice(2 * first, used), is_fit[:, 0]))
+    return cuts
+
+
 def _planes(units: torch.Tensor, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of a compressed unit: low bits [n, C], then high bits [n, ceil(C / 4)]."""
     middle = first + stop  # 2 * first and C more

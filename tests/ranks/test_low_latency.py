@@ -164,6 +164,23 @@ def test_logfmt_keeps_values_close(hidden: int) -> None:
     assert torch.equal(units[1, 2 * first :].view(torch.bfloat16), x[1, first:])
 
 
+@pytest.mark.parametrize("hidden", [7, 130, 512, 1024, 1664])
+def test_packed_logfmt_is_the_same(hidden: int) -> None:
+    generator = torch.Generator().manual_seed(hidden)
+    x = (torch.rand(6, hidden, generator=generator) - 0.5).bfloat16()
+    x[1, -1], x[2], x[3, 0] = 1.0, 0.0, 3.0  # units that are not compressed
+    units, ranges = logfmt.encode(x)
+    packed = logfmt.pack_units(units, ranges)
+    assert packed.numel() < units.numel()
+    slots = torch.zeros(6, 2 * hidden + 16, dtype=torch.uint8)
+    logfmt.unpack_units(packed, ranges, slots[:, : 2 * hidden])
+    back = slots[:, : 2 * hidden].contiguous()
+    assert torch.equal(logfmt.decode(back, ranges, hidden), logfmt.decode(units, ranges, hidden))
+    for wrong in (packed[:-1], torch.cat([packed, packed[:1]])):
+        with pytest.raises(ValueError, match="bytes of packed units"):
+            logfmt.unpack_units(wrong, ranges, slots[:, : 2 * hidden])
+
+
 # The chain of calls --------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +196,7 @@ def mixed_modes(rank: int, num_ranks: int) -> None:
         recv_x, *_, normal_handle, _ = buffer.dispatch(
             given.x,
             num_tokens_per_rank=layout[0],
+            num_tokens_per_rdma_rank=layout[1],
             is_token_in_rank=layout[3],
             num_tokens_per_expert=layout[2],
             topk_idx=topk_idx,

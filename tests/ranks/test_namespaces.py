@@ -13,9 +13,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from deep_ep import Buffer
 
 NUM_RANKS, RANKS_PER_NODE = 4, 2
 NUM_TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 96, 4096, 4, 4
@@ -71,8 +75,9 @@ def test_two_hosts_with_a_cable_between_them(hosts: tuple[str, str], device: str
     told = [json.loads(answer.splitlines()[-1]) for answer, _ in answers]
     for node in (0, 1):
         ranks = told[node * RANKS_PER_NODE : (node + 1) * RANKS_PER_NODE]
-        for call in ("dispatch", "combine"):
-            # Each token crosses once for the node, however many of its ranks it goes to.
+        for call in ranks[0]:
+            # Each token crosses once for the node, however many of its ranks it goes to; in low-latency mode once for
+            # each rank there, and its experts' results all come back.
             payload = sum(one[call]["payload_bytes"] for one in ranks)
             wire = ranks[0][call]["wire_bytes"]
             assert payload < wire < 1.1 * payload, (node, call, payload, wire)
@@ -117,7 +122,8 @@ def run_rank(rank: int) -> dict[str, dict[str, int]]:
     masks = [layout.is_token_in_rank for layout in layouts]
     expected = reference.dispatch(xs, masks, topk_idx=ids, topk_weights=weights, num_experts=num_experts)
 
-    buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
+    hint = Buffer.get_low_latency_rdma_size_hint(NUM_TOKENS, HIDDEN, NUM_RANKS, num_experts)
+    buffer = Buffer(dist.group.WORLD, num_rdma_bytes=hint, low_latency_mode=True, explicitly_destroy=True)
     assert buffer.runtime is not None
     assert buffer.runtime.get_num_rdma_ranks() == 2
     per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(ids[rank], num_experts)
@@ -150,6 +156,7 @@ def run_rank(rank: int) -> dict[str, dict[str, int]]:
     )[rank]
     assert torch.equal(combined, sums.combined_x)
     assert torch.equal(combined_weights, sums.combined_topk_weights)
+    low_latency = low_latency_calls(buffer, xs, ids, weights)
     buffer.destroy()
     dist.barrier()
     dist.destroy_process_group()
@@ -162,6 +169,44 @@ def run_rank(rank: int) -> dict[str, dict[str, int]]:
             "wire_bytes": between - before,
         },
         "combine": {"payload_bytes": back * (2 * HIDDEN + TOPK * 4), "wire_bytes": after - between},
+        **low_latency,
+    }
+
+
+def low_latency_calls(
+    buffer: Buffer, xs: list[torch.Tensor], ids: list[torch.Tensor], weights: list[torch.Tensor]
+) -> dict[str, dict[str, int]]:
+    """A dispatch in BF16 and its combine, straight to each rank of the other host."""
+    import torch.distributed as dist
+
+    from deep_ep import reference
+
+    rank, num_experts = buffer.rank, NUM_RANKS * EXPERTS_PER_RANK
+    weights = [(8 * one).round() / 8 for one in weights]  # products in FP32 are exact: bits can be compared
+    expected = reference.low_latency_dispatch(xs, ids, NUM_TOKENS, num_experts)
+    dist.barrier()
+    before = wire_bytes()
+    dist.barrier()
+    recv_x, count, handle, _, _ = buffer.low_latency_dispatch(
+        xs[rank], ids[rank], NUM_TOKENS, num_experts, use_fp8=False
+    )
+    dist.barrier()
+    between = wire_bytes()
+    dist.barrier()
+    combined, _, _ = buffer.low_latency_combine(recv_x, ids[rank], weights[rank], handle)
+    dist.barrier()
+    after = wire_bytes()
+    assert torch.equal(count, expected[rank].recv_count)
+    for expert, num_rows in enumerate(count.tolist()):
+        assert torch.equal(recv_x[expert, :num_rows], expected[rank].recv_x[expert, :num_rows])
+    sums = reference.low_latency_combine([one.recv_x for one in expected], ids, weights, expected)
+    assert torch.equal(combined, sums[rank])
+    far = range(RANKS_PER_NODE) if rank >= RANKS_PER_NODE else range(RANKS_PER_NODE, NUM_RANKS)
+    rows = sum(int((ids[rank] // EXPERTS_PER_RANK == one).any(1).sum()) for one in far)
+    back = sum(int((ids[one] // EXPERTS_PER_RANK == rank).sum()) for one in far)
+    return {
+        "low-latency dispatch": {"payload_bytes": rows * 2 * HIDDEN, "wire_bytes": between - before},
+        "low-latency combine": {"payload_bytes": back * 2 * HIDDEN, "wire_bytes": after - between},
     }
 
 

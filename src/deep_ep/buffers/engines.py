@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -72,7 +73,7 @@ def make_engine(
     if topology is not None and topology.num_nodes > 1:
         if device.type != "cpu" or env.TRANSPORT.get() == INTERPRETED:
             return None, f"none ({topology.num_nodes} nodes; across nodes only the CPU's engine works)"
-        return _rails(control, topology, sizes)
+        return _rails(control, topology, sizes, enable_shrink)
     if device.type == "cuda":
         reason = why_not(group, control.num_ranks)
         if reason is not None:
@@ -90,20 +91,27 @@ def make_engine(
     return engine, f"{choice.name} ({choice.reason})"
 
 
-def _rails(control: Control, topology: Topology, sizes: WindowSizes) -> tuple[Engine, str]:
-    """The engine across nodes: a window inside the node, messages on the rail."""
+def _rails(control: Control, topology: Topology, sizes: WindowSizes, enable_shrink: bool) -> tuple[Engine, str]:
+    """The engine across nodes: a window inside the node, messages on the rail, and on the mesh for low latency."""
     # Not before a buffer needs them: other systems have no such sockets.
     from ..engine.rails.engine import RailsEngine
+    from ..transport.mesh import make_mesh
     from ..transport.message import make_rail
 
-    size = topology.ranks_per_node
+    size, low_latency_bytes = topology.ranks_per_node, sizes.low_latency_bytes
+    said = control.gather((secrets.randbits(32), low_latency_bytes), "numbering the buffer")
+    # All ranks must divide this memory alike, also those of other nodes: the largest wish is everybody's.
+    sizes = replace(sizes, low_latency_bytes=max(wish for _, wish in said))
     choice = choose(size)
     window = choice.make_window(NodeControl(control, topology.node * size, size), sizes)
     rail = make_rail(control, topology)
-    number = control.gather(secrets.randbits(32), "numbering the buffer")[0]
-    engine = RailsEngine(window, rail, topology, number, CommStream(f"deep_ep-comm-{control.rank}"))
+    mesh = make_mesh(control, topology) if sizes.low_latency_bytes else None
+    engine = RailsEngine(window, rail, topology, said[0][0], CommStream(f"deep_ep-comm-{control.rank}"), mesh)
+    if low_latency_bytes:
+        engine.low_latency = DirectLowLatency(engine.chain, engine.stream, low_latency_bytes, enable_shrink, mesh)
     inside = f"{choice.name} inside a node ({'CPU ranks of one host' if size > 1 else 'one rank each'})"
-    return engine, f"{inside}, message between {topology.num_nodes} nodes (TCP on the rail: they share no memory)"
+    how = "TCP on the rail, and straight for low latency" if mesh is not None else "TCP on the rail"
+    return engine, f"{inside}, message between {topology.num_nodes} nodes ({how}: they share no memory)"
 
 
 def _streamed(

@@ -134,7 +134,7 @@ class Buffer(LowLatencyMethods):
             arena_limit_bytes=env.ARENA_BYTES.get(),
             # Twice what `get_local_buffer_tensor` shows: its length does not shrink with its offset.
             scratch_bytes=max(2 * (self.num_nvl_bytes + self.num_rdma_bytes), _LEAST_SCRATCH_BYTES),
-            low_latency_bytes=self.num_rdma_bytes if self.low_latency_mode and self._topology.num_nodes == 1 else 0,
+            low_latency_bytes=self.num_rdma_bytes if self.low_latency_mode else 0,
         )
         shrinks, topology = self.enable_shrink, self._topology
         return make_engine(control, self.group, self.device, sizes, gpu_limit_secs, shrinks, topology)
@@ -565,7 +565,8 @@ class Buffer(LowLatencyMethods):
             many rounds they took (one a call, unless some rank was staged); `bytes_to` and `bytes_from`: bytes of rows,
             by peer; `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`. Across nodes
             also `rail`: messages and bytes sent and received between nodes, with everything that is added to rows; a
-            token passed on inside a node counts there as a row of the rank that passed it on.
+            token passed on inside a node counts there as a row of the rank that passed it on. In low-latency mode also
+            `mesh`: the same of the links that low-latency calls use.
         """
         return self._require_engine("stats").numbers()
 

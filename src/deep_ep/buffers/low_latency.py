@@ -9,9 +9,7 @@ import torch
 
 from ..engine.low_latency.calls import Hook, LowLatency, Rows, Way
 from ..engine.low_latency.geometry import MOST_TOKENS, Form, Geometry
-from ..errors import EPUnsupported
 from ..event import EventHandle, EventOverlap
-from ..topology import Topology
 from . import checks
 from .engines import Engine
 
@@ -27,7 +25,6 @@ class LowLatencyMethods:
     device: torch.device
     low_latency_mode: bool
     enable_shrink: bool
-    _topology: Topology
     _lock: threading.RLock
     _known_calls: dict[tuple, Any]
 
@@ -260,11 +257,6 @@ class LowLatencyMethods:
 
     def _require_low_latency(self, where: str) -> LowLatency:
         engine = self._require_engine(where).low_latency
-        if self._topology.num_nodes > 1:
-            raise EPUnsupported(
-                f"{where}: low-latency calls across nodes ({self._topology.num_nodes}) are not there yet in this "
-                "version. Use `dispatch` and `combine`, or a group inside one node"
-            )
         if engine is None:
             raise ValueError(
                 f"{where}: the buffer must be made with low_latency_mode=True and num_rdma_bytes from "

@@ -115,6 +115,11 @@ class Arena:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return ordinary_tensor(shape, dtype)
+        view = self.take(num_bytes)
+        return torch.frombuffer(view, dtype=dtype).view(*shape) if view is not None else None
+
+    def take(self, num_bytes: int) -> memoryview | None:
+        """Some bytes of the arena, at least one. They are free again when this view dies, whatever slices it has."""
         with self._lock:
             self._reclaim()
             found = self._take(num_bytes)
@@ -124,7 +129,7 @@ class Arena:
         view = segment.mapping.view(Span(span.start, span.start + num_bytes))
         # The finalizer may run on any thread, inside garbage collection: it only appends.
         weakref.finalize(view, self._freed.append, span).atexit = False
-        return torch.frombuffer(view, dtype=dtype).view(*shape)
+        return view
 
     def base_of(self, tensor: torch.Tensor) -> Base | None:
         """Where a contiguous tensor lies, if it lies in a region of this rank's arena."""

@@ -11,20 +11,19 @@ import socket
 import struct
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..sizing import align
 
-# Topics of frames: what a call says first, whether its rows fit, rows; and the last words of a rank.
-ANNOUNCE, VERDICT, ROWS, FAILED, BYE = 1, 2, 3, 4, 5
+# Topics of frames: what a call says first, whether its rows fit, rows; the last words of a rank; low-latency calls.
+ANNOUNCE, VERDICT, ROWS, FAILED, BYE, SENT = 1, 2, 3, 4, 5, 6
 
 _HEAD = struct.Struct("<QQQQ")  # topic, epoch, place, bytes of the payload
 _MOST_AHEAD = 64  # frames read before anybody asks for them; then the sender has to wait
 _MOST_PIECES = 16  # handed to the system at once
 _POOL_UNIT_BYTES = 1 << 16
-_MOST_SPARE = 16
 _CLOSED = "has closed the connection"
 
 
@@ -52,7 +51,7 @@ class Page(NamedTuple):
         num_bytes: How much is.
     """
 
-    memory: bytearray
+    memory: bytearray | memoryview
     num_bytes: int
 
     def view(self) -> memoryview:
@@ -64,11 +63,24 @@ class Page(NamedTuple):
         return torch.frombuffer(self.memory, dtype=torch.uint8)[: self.num_bytes]
 
 
-class Pool:
-    """Pages for payloads. They are used again: memory fresh from the system costs more than to fill it."""
+class Landing(Protocol):
+    """Where the payloads of frames that come are laid."""
 
-    def __init__(self) -> None:
-        self._spare: list[bytearray] = []
+    def take(self, num_bytes: int) -> Page:
+        """A page of so many bytes, whatever is in them."""
+        ...
+
+
+class Pool:
+    """Pages for payloads. They are used again: memory fresh from the system costs more than to fill it.
+
+    Args:
+        most_spare: Pages that are kept.
+    """
+
+    def __init__(self, most_spare: int = 16):
+        self._most_spare = most_spare
+        self._spare: list[bytearray | memoryview] = []
 
     def take(self, num_bytes: int) -> Page:
         """A page of so many bytes, whatever is in them."""
@@ -85,7 +97,7 @@ class Pool:
 
     def give(self, page: Page) -> None:
         """Let others have a page that was taken."""
-        if len(self._spare) < _MOST_SPARE:
+        if len(self._spare) < self._most_spare:
             self._spare.append(page.memory)
 
 
@@ -103,6 +115,7 @@ class Link:
     Args:
         connection: A connected socket.
         pool: Where payloads lie.
+        landing: Where payloads that come lie; None: in the pool, too.
 
     Attributes:
         inbox: Frames that came and that nobody has taken yet.
@@ -114,12 +127,13 @@ class Link:
         wait_secs: Time spent waiting for this rank.
     """
 
-    def __init__(self, connection: socket.socket, pool: Pool):
+    def __init__(self, connection: socket.socket, pool: Pool, landing: Landing | None = None):
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # not TCP
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._pool = pool
+        self._landing = landing or pool
         self._outbox: deque[_Outgoing] = deque()
         self._is_begun = False
         self._head = bytearray(_HEAD.size)
@@ -203,7 +217,7 @@ class Link:
         if self._coming is None:
             topic, epoch, place, num_bytes = _HEAD.unpack(self._head)
             self._coming = (topic, epoch, place)
-            self._page = self._pool.take(num_bytes)
+            self._page = self._landing.take(num_bytes)
             self._target = self._page.view()
             return
         assert self._page is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import time
 from collections.abc import Callable, Collection, Iterable
 
@@ -236,14 +237,28 @@ def make_rail(control: Control, topology: Topology) -> Rail:
     """
     size = topology.ranks_per_node
     rail = [node * size + topology.local_rank for node in range(topology.num_nodes)]
-    connections, problem = connect_rail(control, rail)
-    answers = control.gather_all(problem, "connecting the rails")
+    pool, connections = Pool(), connect(control, rail, "connecting the rails")
+    links = {rank // size: Link(connection, pool) for rank, connection in sorted(connections.items())}
+    return Rail(links, topology, control.limit_secs, pool)
+
+
+def connect(control: Control, ranks: list[int], purpose: str) -> dict[int, socket.socket]:
+    """Connect this rank to some others, which name it likewise. All ranks of the group call it together.
+
+    Args:
+        control: The group.
+        ranks: The ranks to be connected; this one may be among them.
+        purpose: What it is for; errors say it.
+
+    Raises:
+        EPTransportError: A pair of ranks could not be connected. All ranks raise.
+    """
+    connections, problem = connect_rail(control, ranks)
+    answers = control.gather_all(problem, purpose)
     problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(answers) if problem]
     if problems:
         for connection in connections.values():
             with contextlib.suppress(OSError):
                 connection.close()
         raise EPTransportError(f"transport message: {'; '.join(problems)}")
-    pool = Pool()
-    links = {rank // size: Link(connection, pool) for rank, connection in sorted(connections.items())}
-    return Rail(links, topology, control.limit_secs, pool)
+    return connections

@@ -76,7 +76,10 @@ class Atlas:
 
     def place_of(self, mapping: Mapping, offset: int) -> int:
         """The row of `rows` that begins at an offset of a rank's memory, a multiple of `GRAIN_BYTES`."""
-        address = mapping.address + offset - mapping.span.start
+        return self.place_at(mapping.address + offset - mapping.span.start)
+
+    def place_at(self, address: int) -> int:
+        """The row of `rows` that begins at an address of this process, inside one of the mappings."""
         return (address - self._low) // GRAIN_BYTES
 
     def rows(self, num_columns: int, dtype: torch.dtype, shift_bytes: int = 0) -> torch.Tensor:

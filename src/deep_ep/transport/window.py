@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,14 +28,19 @@ from .sparse import SparseSegment
 
 # Between two looks of a wait. A small call is over in a few milliseconds, and long pauses would be most of it; who
 # waits longer than that looks less often.
-_SHORTEST_PAUSE_SECS, _SHORT_PAUSE_SECS, _LONGEST_PAUSE_SECS = 20e-6, 80e-6, 1e-3
+SHORTEST_PAUSE_SECS, _SHORT_PAUSE_SECS, _LONGEST_PAUSE_SECS = 20e-6, 80e-6, 1e-3
 _SHORT_WAIT_SECS = 4e-3
 SENT_TABLE_BYTES = 8 * MAX_EXPERTS  # of a low-latency call: a number for each expert
 SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the low-latency memory
 
 # How much longer a wait takes for a peer that waits on its rail; longer than the grace of a rail's own waits.
 _PATIENCE_SHARE, _MOST_PATIENCE_SECS = 0.5, 5.0
-_PULSE_SECS = 0.02  # how often a wait asks whether the peers' processes live
+PULSE_SECS = 0.02  # how often a wait asks whether the peers' processes live
+
+
+def next_pause(pause: float, waited_secs: float) -> float:
+    """How long a wait sleeps next: twice as long as before, up to what suits the time that it has waited already."""
+    return min(2 * pause, _SHORT_PAUSE_SECS if waited_secs < _SHORT_WAIT_SECS else _LONGEST_PAUSE_SECS)
 
 
 class Peer:
@@ -196,14 +201,14 @@ class Window:
             EPTimeout: A peer was silent past the limit.
             EPError: A peer failed, died, or destroyed its buffer.
         """
-        target, where = progress_of(epoch, step), _Where(operation, epoch)
+        target, where = progress_of(epoch, step), Where(operation, epoch)
         pending = [peer for peer in self._others if peer.board.progress.load_acquire() < target]
         begin = pulse = time.monotonic()
-        pause = _SHORTEST_PAUSE_SECS
+        pause = SHORTEST_PAUSE_SECS
         while pending:
             time.sleep(pause)
             now = time.monotonic()
-            pause = min(2 * pause, _SHORT_PAUSE_SECS if now - begin < _SHORT_WAIT_SECS else _LONGEST_PAUSE_SECS)
+            pause = next_pause(pause, now - begin)
             arrived = [peer for peer in pending if peer.board.progress.load_acquire() >= target]
             for peer in arrived:
                 peer.wait_secs += now - begin
@@ -211,7 +216,7 @@ class Window:
             if pending:
                 self._raise_if_failed(where)
                 self._raise_if_closed(where, pending, target)
-                if now - pulse > _PULSE_SECS:
+                if now - pulse > PULSE_SECS:
                     pulse = now
                     self._raise_if_dead(where, pending, target)
                     if self.look is not None:
@@ -232,57 +237,6 @@ class Window:
             return pending
         return [peer for peer in pending if not peer.board.waiting.load_acquire()]
 
-    def wait_sent(self, number: int, ranks: Sequence[int], operation: str, *, may_lose: bool) -> Arrivals:
-        """Wait until every one of these ranks has sent low-latency call `number`.
-
-        Args:
-            number: Of the call.
-            ranks: To wait for.
-            operation: The call, for errors.
-            may_lose: Go on without a rank that is silent past the limit, dead or closed, and say so; else raise.
-
-        Raises:
-            EPTimeout: A rank will not send.
-            EPError: A peer failed.
-        """
-        where, waited_ns, lost = _Where(operation, number), [0] * len(self.peers), {}
-        peers = [self.peers[rank] for rank in ranks if rank != self.rank]
-        pending = [peer for peer in peers if peer.board.sent.load_acquire() < number]
-        begin = pulse = time.monotonic()
-        pause = _SHORTEST_PAUSE_SECS
-        while pending:
-            time.sleep(pause)
-            now = time.monotonic()
-            pause = min(2 * pause, _SHORT_PAUSE_SECS if now - begin < _SHORT_WAIT_SECS else _LONGEST_PAUSE_SECS)
-            for peer in pending:
-                waited_ns[peer.rank] = int((now - begin) * 1e9)
-            self._raise_if_failed(where, peers)
-            # Reasons first, words second: a peer may have sent and then left.
-            reasons = self._reasons_not_to_wait(pending, now - begin, now - pulse > _PULSE_SECS)
-            pulse = now if now - pulse > _PULSE_SECS else pulse
-            pending = [peer for peer in pending if peer.board.sent.load_acquire() < number]
-            gone = {peer.rank: reasons[peer.rank] for peer in pending if peer.rank in reasons}
-            if gone and not may_lose:
-                raise EPTimeout(f"{where}: {told(gone)} ({self.me()}). Look at its output, and make a new buffer")
-            lost.update(gone)
-            pending = [peer for peer in pending if peer.rank not in gone]
-        for rank, nanoseconds in enumerate(waited_ns):
-            self.peers[rank].wait_secs += nanoseconds * 1e-9
-        self._raise_if_failed(where, [peer for peer in peers if peer.rank not in lost])
-        return Arrivals(waited_ns, lost)
-
-    def _reasons_not_to_wait(self, pending: list[Peer], waited_secs: float, looks_at_processes: bool) -> dict[int, str]:
-        """Which ranks will not send, and why."""
-        reasons = {}
-        for peer in pending:
-            if peer.board.closed.load_acquire():
-                reasons[peer.rank] = ", which has destroyed its buffer"
-            elif looks_at_processes and not peer.is_alive():
-                reasons[peer.rank] = ", whose process has ended"
-            elif waited_secs > self.limit_secs:
-                reasons[peer.rank] = f" after {self.limit_secs:g} s"
-        return reasons
-
     # Failure --------------------------------------------------------------------------------------------------------
 
     def fail(self, cause: str) -> None:
@@ -294,7 +248,7 @@ class Window:
 
     def raise_if_peer_failed(self, epoch: int, operation: str) -> None:
         """For waits that are not the window's: raise if a peer has failed."""
-        self._raise_if_failed(_Where(operation, epoch))
+        self._raise_if_failed(Where(operation, epoch))
 
     def close(self) -> None:
         """Tell the peers that this rank is gone, and let go of what new mappings need. Tensors stay valid."""
@@ -304,13 +258,13 @@ class Window:
         for peer in self.peers:
             peer.close()
 
-    def _raise_if_failed(self, where: _Where, peers: list[Peer] | None = None) -> None:
-        for peer in self._others if peers is None else peers:
+    def _raise_if_failed(self, where: Where) -> None:
+        for peer in self._others:
             if peer.board.failed.load_acquire():
                 rank = self.place.first_rank + peer.rank
                 raise EPPeerFailed(rank, peer.board.read_text(), f"{where}: rank {rank} failed", self.me())
 
-    def _raise_if_closed(self, where: _Where, pending: list[Peer], target: int) -> None:
+    def _raise_if_closed(self, where: Where, pending: list[Peer], target: int) -> None:
         for peer in pending:
             # Closed first, progress second: a peer may have done its part and then left.
             if peer.board.closed.load_acquire() and peer.board.progress.load_acquire() < target:
@@ -319,7 +273,7 @@ class Window:
                     "All ranks of a buffer must make the same calls"
                 )
 
-    def _raise_if_astray(self, where: _Where) -> None:
+    def _raise_if_astray(self, where: Where) -> None:
         """Ranks are at most one call apart (`docs/protocol.md`); more means that the board is not what it should be."""
         limit = progress_of(where.epoch + 2, 0)
         astray = [peer for peer in self._others if peer.board.progress.load_acquire() >= limit]
@@ -328,7 +282,7 @@ class Window:
                 f"{where}: {self._named(astray)} is more than one call ahead ({self.me()}). This is a bug: report it"
             )
 
-    def _raise_if_dead(self, where: _Where, pending: list[Peer], target: int) -> None:
+    def _raise_if_dead(self, where: Where, pending: list[Peer], target: int) -> None:
         dead = [peer for peer in pending if not peer.is_alive() and peer.board.progress.load_acquire() < target]
         if dead:
             raise EPError(
@@ -344,23 +298,6 @@ class Window:
         return named([self.place.first_rank + peer.rank for peer in peers])
 
 
-class Arrivals(NamedTuple):
-    """How a wait for low-latency calls went.
-
-    Attributes:
-        waited_ns: For each rank, the nanoseconds waited for it.
-        lost: The ranks that did not come, and why.
-    """
-
-    waited_ns: list[int]
-    lost: dict[int, str]
-
-
-def told(reasons: dict[int, str]) -> str:
-    """Ranks that did not come, for a message."""
-    return "; ".join(f"no signal from rank {rank}{reason}" for rank, reason in reasons.items())
-
-
 class EPPeerFailed(EPError):
     """A peer failed first; `cause` is its own account."""
 
@@ -370,7 +307,7 @@ class EPPeerFailed(EPError):
         self.cause = cause
 
 
-class _Where(NamedTuple):
+class Where(NamedTuple):
     """The call that waits, for messages: its text is made only where something is to be said."""
 
     operation: str

@@ -6,6 +6,7 @@ import zlib
 
 from ...topology import Topology
 from ...transport import Window
+from ...transport.mesh import Mesh
 from ...transport.message import Rail, Wait
 from ..call import Call, Chain
 
@@ -18,19 +19,23 @@ class RailChain(Chain):
         rail: The links to other nodes.
         topology: Where this rank stands.
         number: Tells buffers apart; the same on all ranks.
+        mesh: The links of low-latency calls; None: there are none.
     """
 
-    def __init__(self, window: Window, rail: Rail, topology: Topology, number: int):
+    def __init__(self, window: Window, rail: Rail, topology: Topology, number: int, mesh: Mesh | None = None):
         super().__init__(window)
         self.rail = rail
+        self.mesh = mesh
         window.look = rail.look  # other nodes' failures come over the rail, also while this node is waited for
         self.topology = topology
         self._number = number
 
     def fail(self, error: BaseException, call: Call | None) -> None:
-        """Whatever goes wrong in a call goes wrong for all ranks of all nodes: tell node and rail, and close."""
+        """Whatever goes wrong in a call goes wrong for all ranks of all nodes: tell node, mesh and rail, and close."""
         super().fail(error, call)
         if self.window.failure is not None:
+            if self.mesh is not None:
+                self.mesh.fail(self.window.failure)
             self.rail.fail(self.window.failure)
 
     def waiting(self, call: Call) -> Wait:

@@ -14,6 +14,7 @@ from ...handle import check_rail_rows
 from ...stream import CommStream
 from ...topology import Topology
 from ...transport import Window
+from ...transport.mesh import Mesh
 from ...transport.message import Rail
 from ..direct import DirectEngine, Order, count_layout
 from ..parcel import Payload, Routing
@@ -31,13 +32,23 @@ class RailsEngine(DirectEngine):
         topology: Where this rank stands.
         number: Tells buffers apart; the same on all ranks.
         stream: Where communication runs.
+        mesh: The links of low-latency calls; None: there are none.
     """
 
-    def __init__(self, window: Window, rail: Rail, topology: Topology, number: int, stream: CommStream):
+    def __init__(
+        self,
+        window: Window,
+        rail: Rail,
+        topology: Topology,
+        number: int,
+        stream: CommStream,
+        mesh: Mesh | None = None,
+    ):
         super().__init__(window, stream)
         self.rail = rail
+        self.mesh = mesh
         self._topology = topology
-        self._rail_chain = self.chain = RailChain(window, rail, topology, number)
+        self._rail_chain = self.chain = RailChain(window, rail, topology, number, mesh)
         self._config: Config | None = None
 
     def layout(
@@ -57,7 +68,12 @@ class RailsEngine(DirectEngine):
             wait_secs[self.rail.rank_of(node)] = link.wait_secs
         for peer in self.window.peers:
             wait_secs[first + peer.rank] = peer.wait_secs
-        return {**super().numbers(), "wait_secs": wait_secs, "rail": self.rail.numbers()}
+        numbers = {**super().numbers(), "wait_secs": wait_secs, "rail": self.rail.numbers()}
+        if self.mesh is not None:
+            for rank, sender in self.mesh.senders.items():
+                wait_secs[rank] += sender.link.wait_secs
+            numbers["mesh"] = self.mesh.numbers()
+        return numbers
 
     def stop(self) -> None:
         """Let what is queued finish, and close."""
@@ -71,6 +87,8 @@ class RailsEngine(DirectEngine):
     def _close(self) -> None:
         self.window.close()
         self.rail.close()
+        if self.mesh is not None:
+            self.mesh.close()  # last: it lets what is queued leave
 
     def _new_dispatch(
         self,

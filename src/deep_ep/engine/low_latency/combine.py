@@ -1,0 +1,187 @@
+"""Low-latency combine on the CPU: the experts' rows back. What is copied in is packed without gaps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ... import logfmt
+from ...errors import EPError
+from ...kernels import low_latency_rows as kernels
+from ...transport import ordinary_tensor
+from ...transport.sparse import GRAIN_BYTES
+from . import far_rows
+from .calls import COMBINE, Rows, agreement_of
+from .far import FarPost, Outgoing
+from .far_rows import FarRows
+from .geometry import Geometry, Plan
+from .halves import LowLatencyCall, Post, Posts
+from .shared import Shared, SpoiledError
+from .zero_copy import zero_copy_view
+
+if TYPE_CHECKING:  # it needs sockets that other systems do not have
+    from ...transport.mesh import Mesh
+
+_LOGFMT_ROWS = 64  # compressed at a time
+
+
+class Combine(LowLatencyCall):
+    """The experts' rows back.
+
+    The table says, for each local expert and rank, how many rows there are and which is the first: [L, R] int64, `count
+    | first row << 32`.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        plan: Plan,
+        wait_stats: torch.Tensor | None,
+        rows: Rows,
+        geometry: Geometry,
+        out: torch.Tensor,
+        zero_copy_offset: int | None,
+    ):
+        super().__init__(shared, plan, wait_stats)
+        self._rows = rows
+        self._geometry = geometry
+        self._out = out
+        self._zero_copy_offset = zero_copy_offset
+        self.agreement = agreement_of(
+            COMBINE, geometry, torch.bfloat16, None, int(rows.use_logfmt), rows.topk_idx.dtype
+        )
+
+    def _publish(self) -> Post:
+        geometry = self._geometry
+        table = self.shared.table(self.number, geometry.num_experts).view(geometry.num_local_experts, -1)
+        layout = self._near_layout()
+        if self._zero_copy_offset is not None:
+            firsts = (layout >> 32) + self._expert_rows()
+            torch.bitwise_or(layout & 0xFFFFFFFF, firsts << 32, out=table)
+            return Post(table.size(0) * geometry.num_rows, self.shared.base(self._zero_copy_offset))
+        blocks, rows = kernels.rows_of_layout(layout, geometry.num_rows)
+        torch.bitwise_or(blocks.counts, blocks.starts << 32, out=table)
+        offset = self.plan.set_offset(self.number)
+        self._require_possible(rows, geometry.num_experts)
+        slots = self.shared.bytes(offset, rows.numel() * geometry.slot_bytes).view(-1, geometry.slot_bytes)
+        self._write(rows, slots)
+        return Post(rows.numel(), self.shared.base(offset))
+
+    def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
+        """The rows of each of this rank's experts for that rank."""
+        geometry = self._geometry
+        blocks, rows = kernels.rows_of_layout(self._rows.layout_range[:, rank : rank + 1], geometry.num_rows)
+        self._require_possible(rows, geometry.num_local_experts)
+        if self._rows.use_logfmt:
+            slots = ordinary_tensor((rows.numel(), geometry.slot_bytes), torch.uint8)
+            self._write(rows, slots)
+            return far_rows.logfmt_frame(mesh, self.agreement, geometry, blocks.expert_counts, slots)
+        frame, slots = far_rows.plain_frame(mesh, self.agreement, geometry, blocks.expert_counts)
+        self._write(rows, slots)
+        return frame
+
+    def _near_layout(self) -> torch.Tensor:
+        """The handle's [L, R], without rows for ranks of other nodes."""
+        layout, near = self._rows.layout_range, self.shared.near
+        if self.shared.mesh is None:
+            return layout
+        mine = torch.zeros_like(layout)
+        mine[:, near.start : near.stop] = layout[:, near.start : near.stop]
+        return mine
+
+    def _require_possible(self, rows: torch.Tensor, num_experts: int) -> None:
+        if rows.numel() > num_experts * self._geometry.max_tokens:
+            raise EPError(f"{self.name}: the handle speaks of {rows.numel()} rows, more than dispatch can bring")
+
+    def _write(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write some of the experts' rows, numbered over all experts, into [n, pitch] uint8."""
+        geometry = self._geometry
+        if self._rows.use_logfmt:
+            self._compress(self._rows.x.view(-1, geometry.hidden), rows, slots)
+            return
+        torch.index_select(self._source_rows(), 0, rows, out=slots.view(torch.bfloat16)[:, : geometry.hidden])
+
+    def _source_rows(self) -> torch.Tensor:
+        """[L * rows, H] BF16: the experts' rows, wherever they are."""
+        geometry = self._geometry
+        if self._zero_copy_offset is None:
+            return self._rows.x.view(-1, geometry.hidden)
+        memory = self.shared.uncommitted_bytes(self._zero_copy_offset, geometry.combine_bytes)
+        return zero_copy_view(memory, geometry).view(-1, geometry.hidden)
+
+    def _expert_rows(self) -> torch.Tensor:
+        """[L, 1]: the first row of each local expert."""
+        geometry = self._geometry
+        return (torch.arange(geometry.num_local_experts) * geometry.num_rows).unsqueeze(1)
+
+    def _compress(self, x: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        geometry = self._geometry
+        first, stop = geometry.ranges_offset, geometry.ranges_offset + 4 * geometry.num_groups
+        for wanted, part in zip(rows.split(_LOGFMT_ROWS), slots.split(_LOGFMT_ROWS), strict=True):
+            units, ranges = logfmt.encode(x.index_select(0, wanted))
+            part[:, : 2 * geometry.hidden] = units
+            part[:, first:stop] = ranges.flatten(1).view(torch.uint8)
+
+    def _fetch(self, posts: Posts) -> None:
+        geometry, topk_idx = self._geometry, self._rows.topk_idx
+        selections = kernels.select(topk_idx, geometry.num_experts)
+        far = self._far_rows(posts.far)
+        starts, pitches = self._expert_places(posts.near, far, selections)
+        experts = topk_idx.clamp(0, geometry.num_experts - 1).long()
+        places = starts[experts]
+        is_skipped = ~kernels.is_selection(topk_idx, geometry.num_experts) | (places < 0)
+        places += kernels.earlier_tokens(topk_idx, selections) * pitches[experts]
+        places.masked_fill_(is_skipped, self.shared.own_place())
+        atlas, ranges = self.shared.atlas.rows(geometry.hidden, torch.bfloat16), None
+        if self._rows.use_logfmt:
+            ranges = self.shared.atlas.rows(2 * geometry.num_groups, torch.bfloat16, geometry.ranges_offset)
+        self.shared.summer.sum(self._out, atlas, places, self._rows.topk_weights, is_skipped, ranges)
+
+    def _far_rows(self, posts: dict[int, FarPost]) -> dict[int, FarRows]:
+        """What ranks of other nodes have sent, within reach of the atlas. Places move with it."""
+        geometry, mesh = self._geometry, self.shared.mesh
+        if not self._rows.use_logfmt or mesh is None:
+            return {rank: far_rows.plain_rows(post, geometry) for rank, post in posts.items()}
+        rows = {rank: far_rows.logfmt_rows(post, geometry, mesh.grounds) for rank, post in posts.items()}
+        self.shared.reach_landings()
+        return rows
+
+    def _expert_places(
+        self, posts: dict[int, Post], far: dict[int, FarRows], selections: kernels.Selections
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where this rank's rows lie at each expert. Checked.
+
+        Returns:
+            [E] int64: the place of its first row, -1 where there is none. [E] int64: places from one row to the next.
+        """
+        geometry, num_local = self._geometry, self._geometry.num_local_experts
+        starts = torch.full((geometry.num_ranks, num_local), -1)
+        pitches = torch.full_like(starts, geometry.slot_bytes // GRAIN_BYTES)
+        wanted = selections.counts.view(geometry.num_ranks, num_local)
+        for rank, post in posts.items():
+            # A copy, which does not change any more.
+            blocks = self._peer_table(rank, post, geometry.num_experts).view(num_local, -1)[:, self.shared.rank].clone()
+            counts, firsts = blocks & 0xFFFFFFFF, blocks >> 32
+            is_right = (counts == wanted[rank]) & (firsts >= 0) & (firsts + counts <= post.num_rows)
+            start = self._peer_place(rank, post, post.num_rows * geometry.slot_bytes)
+            starts[rank] = self._places_of(rank, is_right, start + firsts * (geometry.slot_bytes // GRAIN_BYTES))
+        for rank, (counts, slots) in far.items():
+            pitches[rank] = pitch = slots.size(1) // GRAIN_BYTES
+            firsts = self.shared.atlas.place_at(slots.data_ptr()) + (counts.cumsum(0) - counts) * pitch
+            starts[rank] = self._places_of(rank, counts == wanted[rank], firsts)
+        return starts.flatten(), pitches.flatten()
+
+    def _places_of(self, rank: int, is_right: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The places where a rank has the rows that are wanted, else -1.
+
+        Raises:
+            SpoiledError: It has others.
+        """
+        if not self.shared.can_mask and not bool(is_right.all()):
+            raise SpoiledError(
+                f"{self.name}: rank {rank} has other rows for this rank than its tokens select. Pass the "
+                "`topk_idx` and the handle of one dispatch"
+            )
+        # A rank that had masked this one at the dispatch has nothing for it.
+        return torch.where(is_right, places, -1)

@@ -1,0 +1,116 @@
+"""What a rank of another node is sent of a low-latency call: one frame, with just its part of the publication.
+
+A frame begins with what must agree and two numbers: its rows, and its *extent* (selections of a dispatch, bytes of the
+rows of a combine). Sections follow, each at a multiple of 16.
+`docs/low-latency.md` has the state table.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ...sizing import align
+from ...transport.links import Page
+from ...transport.sparse import GRAIN_BYTES
+from ..call import Agreement
+from .shared import SpoiledError
+
+if TYPE_CHECKING:  # it needs sockets that other systems do not have
+    from ...transport.mesh import Mesh
+
+_NUM_AGREED = len(Agreement._fields)
+_WORDS = struct.Struct(f"<{_NUM_AGREED + 2}q")
+
+
+class Outgoing(NamedTuple):
+    """A frame to be filled and sent.
+
+    Attributes:
+        page: All of it.
+        sections: Its sections, uint8.
+    """
+
+    page: Page
+    sections: list[torch.Tensor]
+
+
+def new_frame(mesh: Mesh, agreement: Agreement, num_rows: int, extent: int, sizes: Sequence[int]) -> Outgoing:
+    """A frame with its words written.
+
+    Args:
+        mesh: That will send it.
+        agreement: What must agree.
+        num_rows: Rows in it.
+        extent: A number, by call.
+        sizes: Bytes of each section.
+    """
+    page = mesh.page(_total(sizes))
+    _WORDS.pack_into(page.view(), 0, *agreement.words(), num_rows, extent)
+    return Outgoing(page, _cut(page.tensor(), sizes))
+
+
+class FarPost(NamedTuple):
+    """What a far rank has sent.
+
+    Attributes:
+        rank: Who.
+        agreed: Its words of what must agree.
+        num_rows: Rows in the frame.
+        extent: A number, by call.
+        page: The frame, where it landed.
+    """
+
+    rank: int
+    agreed: list[int]
+    num_rows: int
+    extent: int
+    page: Page
+
+    @classmethod
+    def of(cls, rank: int, page: Page) -> FarPost:
+        """Read the words of a frame.
+
+        Raises:
+            SpoiledError: There are none.
+        """
+        if page.num_bytes < _WORDS.size:
+            raise spoiled(rank)
+        words = _WORDS.unpack_from(page.view())
+        *agreed, num_rows, extent = words
+        return cls(rank, agreed, num_rows, extent, page)
+
+    def sections(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """The sections, uint8, where they lie.
+
+        Args:
+            sizes: Bytes of each, as the numbers of the frame have it.
+
+        Raises:
+            SpoiledError: The frame is of another length.
+        """
+        if min(self.num_rows, self.extent) < 0 or _total(sizes) != self.page.num_bytes:
+            raise spoiled(self.rank)
+        return _cut(self.page.tensor(), sizes)
+
+    def require(self, is_right: torch.Tensor) -> None:
+        """Refuse a frame whose numbers cannot be: they become addresses."""
+        if not bool(is_right.all()):
+            raise spoiled(self.rank)
+
+
+def spoiled(rank: int) -> SpoiledError:
+    """The error where a far rank's frame makes no sense."""
+    return SpoiledError(f"low-latency call: the message of rank {rank} makes no sense. This is a bug: report it")
+
+
+def _total(sizes: Sequence[int]) -> int:
+    return sum(align(size, GRAIN_BYTES) for size in (_WORDS.size, *sizes))
+
+
+def _cut(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    parts = memory.split([align(size, GRAIN_BYTES) for size in (_WORDS.size, *sizes)])
+    return [part[:size] for part, size in zip(parts[1:], sizes, strict=True)]

@@ -1,0 +1,318 @@
+"""The mesh: links of a rank to all ranks of other nodes, for low-latency calls, and the thread that moves frames.
+
+A send half must not wait, and between the halves of a call the caller computes. So what the system does not take at
+once is sent by a thread, which also reads whatever comes, each frame straight into its *landing*. The comm stream
+queues frames, and looks what has landed. `docs/decisions/0011-low-latency-across-nodes.md` has the reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from typing import NamedTuple
+
+from ..control import Control
+from ..errors import EPTransportError
+from ..topology import Topology
+from .arena import Arena
+from .board import NUM_SENT_POSTS
+from .links import FAILED, SENT, Link, Page, Pool
+from .memory import Mapping
+from .message import connect
+from .sparse import HollowMemory
+
+_FAREWELL_SECS = 5.0  # without anything moving, until what is still queued is given up by who leaves
+_PAUSE_SECS = 1e-3
+
+
+class Grounds:
+    """Memory that frames land in: used again when the last reader of a frame is gone.
+
+    Attributes:
+        mappings: Where all landings lie. Only grows.
+    """
+
+    def __init__(self) -> None:
+        self.mappings: list[Mapping] = []
+        self._arena = Arena(HollowMemory(), on_map=self.mappings.append)
+
+    def take(self, num_bytes: int) -> Page:
+        """A landing of so many bytes, which begins at a multiple of 16.
+
+        Raises:
+            EPTransportError: There is too little memory.
+        """
+        view = self._arena.take(max(1, num_bytes))
+        if view is None:
+            raise EPTransportError(f"transport message: there is no memory for a message of {num_bytes} bytes")
+        return Page(view, num_bytes)
+
+    def trim(self) -> int:
+        """Give memory that nobody uses back to the system. Returns the bytes given back."""
+        return self._arena.trim()
+
+
+class _Landed(NamedTuple):
+    """A frame that has landed: the call, and what came."""
+
+    number: int
+    page: Page
+
+
+class FarSender:
+    """A rank of another node, and what it has sent.
+
+    The mesh's thread writes, the comm stream reads. Each word is written once for a frame, the slot before `latest`.
+
+    Args:
+        rank: As the group counts.
+        link: The connection.
+
+    Attributes:
+        latest: The last call that has landed.
+        moved_secs: When bytes came last.
+    """
+
+    def __init__(self, rank: int, link: Link):
+        self.rank = rank
+        self.link = link
+        self.latest = 0
+        self.moved_secs = 0.0
+        self.num_received = 0
+        self._slots: list[_Landed | None] = [None] * NUM_SENT_POSTS
+        self._lock = threading.Lock()
+
+    def has_sent(self, number: int) -> bool:
+        """Whether call `number` is there."""
+        return self.landed(number) is not None
+
+    def landed(self, number: int) -> Page | None:
+        """What it has sent in a call, which stays as it is for as long as it is held. None: it is not there.
+
+        A call that was there is not any more if the rank has gone on without this one, and eight calls further.
+        """
+        landed = self._slots[number % NUM_SENT_POSTS]
+        return landed.page if landed is not None and landed.number == number else None
+
+    def forget(self, number: int) -> None:
+        """Let go of a call that has been read."""
+        with self._lock:  # or the slot could be that of another call by the time it is cleared
+            if self.has_sent(number):
+                self._slots[number % NUM_SENT_POSTS] = None
+
+    def failure(self) -> str | None:
+        """Why it has failed."""
+        return self.link.failure
+
+    def why_not(self, number: int, looks_at_process: bool) -> str | None:
+        """Why call `number` will not come."""
+        del looks_at_process
+        # Frames come in order: who has sent a later call has left this one out.
+        if self.latest > number:
+            return f", which has gone on without this rank (it is at call {self.latest})"
+        if self.link.has_left:
+            return ", which has destroyed its buffer"
+        if self.link.ending is not None:
+            return f", which {self.link.ending}: its process has ended, or the network has failed"
+        return None
+
+    def is_silent(self, waited_secs: float, limit_secs: float) -> bool:
+        """Whether it has been silent for the limit: not while bytes of a long frame come."""
+        return min(waited_secs, time.monotonic() - self.moved_secs) > limit_secs
+
+    def count_wait(self, secs: float) -> None:
+        """Add to the time that this rank has waited for it."""
+        self.link.wait_secs += secs
+
+    def land(self) -> None:
+        """Read what is there. Only the mesh's thread does."""
+        before = self.link.bytes_received
+        self.link.fill()
+        if self.link.bytes_received != before:
+            self.moved_secs = time.monotonic()
+        while self.link.inbox:
+            frame = self.link.inbox.popleft()
+            self.num_received += 1
+            if frame.topic == SENT:
+                with self._lock:
+                    self._slots[frame.epoch % NUM_SENT_POSTS] = _Landed(frame.epoch, frame.page)
+                self.latest = frame.epoch
+
+
+class Mesh:
+    """All far ranks of one rank.
+
+    Args:
+        links: By rank.
+        topology: Where this rank stands.
+        pool: Where frames lie that are sent.
+        grounds: Where frames lie that came.
+
+    Attributes:
+        senders: The far ranks, beginning behind this one, so that not all send to the same one first.
+        grounds: Likewise.
+        num_sent: Messages sent so far.
+    """
+
+    def __init__(self, links: dict[int, Link], topology: Topology, pool: Pool, grounds: Grounds):
+        order = sorted(links, key=lambda rank: (rank - topology.rank) % topology.num_ranks)
+        self.senders = {rank: FarSender(rank, links[rank]) for rank in order}
+        self.grounds = grounds
+        self.num_sent = 0
+        self._pool = pool
+        # Guards what both threads touch: the links' queues and the pool. What a link reads is the thread's alone.
+        self._lock = threading.Lock()
+        self._bell, self._ring = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ring.setblocking(False)
+        self._has_failed = self._is_stopping = self._is_closed = False
+        self._pid = os.getpid()
+        # A daemon: a process that ends closes its buffers in an exit function, which comes after other threads' ends.
+        self._thread = threading.Thread(target=self._run, name=f"deep_ep-mesh-{topology.rank}", daemon=True)
+        self._thread.start()
+
+    # By the comm stream ----------------------------------------------------------------------------------------------
+
+    def page(self, num_bytes: int) -> Page:
+        """Memory for a frame to be sent."""
+        with self._lock:
+            return self._pool.take(num_bytes)
+
+    def send(self, rank: int, number: int, page: Page) -> None:
+        """Send a call to a far rank. Waits for nothing."""
+        self._queue(rank, SENT, number, page)
+        self.num_sent += 1
+
+    def drop(self, rank: int) -> None:
+        """Forget what is queued for a rank, but for the rest of a frame that is half sent."""
+        with self._lock:
+            self.senders[rank].link.drop_queued()
+
+    def fail(self, cause: str) -> None:
+        """Tell all far ranks, once, that this rank has failed, in place of what was queued for them."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        for rank in self.senders:
+            self.drop(rank)
+            self._queue(rank, FAILED, 0, self._filled(cause.encode()))
+
+    def close(self) -> None:
+        """Have what is queued sent, say that this rank leaves, and close the links."""
+        if os.getpid() != self._pid or self._is_closed:
+            return  # a forked child is not this rank
+        self._is_closed = True
+        is_other = threading.current_thread() is not self._thread  # garbage collection may run on any
+        if is_other:
+            self._drain()
+        self._is_stopping = True
+        self._wake()
+        if is_other:
+            self._thread.join()
+        for sender in self.senders.values():
+            sender.link.close()
+        self._bell.close()
+        self._ring.close()
+
+    def numbers(self) -> dict[str, int]:
+        """What went over these links so far: messages, and bytes with everything that we add to rows."""
+        links = [sender.link for sender in self.senders.values()]
+        return {
+            "messages_sent": self.num_sent,
+            "messages_received": sum(sender.num_received for sender in self.senders.values()),
+            "bytes_sent": sum(link.bytes_sent for link in links),
+            "bytes_received": sum(link.bytes_received for link in links),
+        }
+
+    def _filled(self, data: bytes) -> Page:
+        with self._lock:
+            return self._pool.filled(data)
+
+    def _queue(self, rank: int, topic: int, number: int, page: Page) -> None:
+        link = self.senders[rank].link
+        with self._lock:
+            if link.ending is not None:
+                self._pool.give(page)
+                return
+            link.send(topic, number, 0, page)
+            is_waiting = link.num_queued > 0
+        if is_waiting:
+            self._wake()  # the thread sends the rest
+
+    def _drain(self) -> None:
+        """Wait until the system has everything that was queued, or nothing moves any more."""
+        links = [sender.link for sender in self.senders.values()]
+        last, moved_secs = -1, time.monotonic()
+        while self._thread.is_alive() and any(link.num_queued and link.ending is None for link in links):
+            sent = sum(link.bytes_sent for link in links)
+            if sent != last:
+                last, moved_secs = sent, time.monotonic()
+            elif time.monotonic() - moved_secs > _FAREWELL_SECS:
+                return
+            time.sleep(_PAUSE_SECS)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it has been rung already
+            self._ring.send(b"!")
+
+    # By the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # waits must not hang for a thread that is gone
+            for sender in self.senders.values():
+                sender.link.ending = sender.link.ending or f"is not heard any more ({type(error).__name__}: {error})"
+
+    def _serve(self) -> None:
+        poll, events = select.poll(), {self._bell.fileno(): select.POLLIN}
+        poll.register(self._bell.fileno(), select.POLLIN)
+        senders = {sender.link.fileno(): sender for sender in self.senders.values()}
+        while not self._is_stopping:
+            for number, sender in list(senders.items()):
+                wanted = select.POLLIN | (select.POLLOUT if sender.link.num_queued else 0)
+                if sender.link.ending is not None:
+                    if events.pop(number, None) is not None:
+                        poll.unregister(number)
+                    del senders[number]
+                elif events.get(number) != wanted:
+                    poll.register(number, wanted)
+                    events[number] = wanted
+            for number, ready in poll.poll():
+                if number not in senders:
+                    self._hush()
+                else:
+                    self._turn(senders[number], ready)
+
+    def _turn(self, sender: FarSender, ready: int) -> None:
+        if ready & select.POLLOUT:
+            with self._lock:
+                sender.link.flush()
+        if ready & ~select.POLLOUT:
+            try:
+                sender.land()
+            except EPTransportError as error:
+                sender.link.ending = f"cannot be read from ({error})"
+
+    def _hush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._bell.recv(64):
+                pass
+
+
+def make_mesh(control: Control, topology: Topology) -> Mesh:
+    """Connect this rank to all ranks of other nodes. All ranks of the group call it together.
+
+    Raises:
+        EPTransportError: A pair of ranks could not be connected. All ranks raise.
+    """
+    size = topology.ranks_per_node
+    far = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
+    pool, grounds = Pool(2 * len(far)), Grounds()  # a call has a page for each, and the next may already be made
+    connections = connect(control, far, "connecting the mesh")
+    links = {rank: Link(connection, pool, grounds) for rank, connection in connections.items()}
+    return Mesh(links, topology, pool, grounds)

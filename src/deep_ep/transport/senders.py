@@ -1,0 +1,158 @@
+"""Who sends in low-latency calls, and waiting for all of them: near ranks through their boards, far ones by message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from ..errors import EPTimeout
+from .window import PULSE_SECS, SHORTEST_PAUSE_SECS, EPPeerFailed, Peer, Where, next_pause
+
+
+class Sender(Protocol):
+    """Another rank that sends low-latency calls.
+
+    Attributes:
+        rank: As the group counts.
+    """
+
+    rank: int
+
+    def has_sent(self, number: int) -> bool:
+        """Whether call `number` is there."""
+        ...
+
+    def failure(self) -> str | None:
+        """Why it has failed, by its own account; None: it has not."""
+        ...
+
+    def why_not(self, number: int, looks_at_process: bool) -> str | None:
+        """Why call `number` will not come, to follow the rank in a sentence; None: it may.
+
+        Args:
+            number: Of the call.
+            looks_at_process: Ask the system, too, which costs more.
+        """
+        ...
+
+    def is_silent(self, waited_secs: float, limit_secs: float) -> bool:
+        """Whether it has been silent for the limit."""
+        ...
+
+    def count_wait(self, secs: float) -> None:
+        """Add to the time that this rank has waited for it."""
+        ...
+
+
+class NearSender:
+    """A rank of this node.
+
+    Args:
+        peer: As the window sees it.
+        rank: As the group counts.
+    """
+
+    def __init__(self, peer: Peer, rank: int):
+        self.rank = rank
+        self._peer = peer
+
+    def has_sent(self, number: int) -> bool:
+        """Whether call `number` is there."""
+        return self._peer.board.sent.load_acquire() >= number
+
+    def failure(self) -> str | None:
+        """Why it has failed."""
+        board = self._peer.board
+        return board.read_text() if board.failed.load_acquire() else None
+
+    def why_not(self, number: int, looks_at_process: bool) -> str | None:
+        """Why call `number` will not come."""
+        del number
+        if self._peer.board.closed.load_acquire():
+            return ", which has destroyed its buffer"
+        if looks_at_process and not self._peer.is_alive():
+            return ", whose process has ended"
+        return None
+
+    def is_silent(self, waited_secs: float, limit_secs: float) -> bool:
+        """Whether it has been silent for the limit."""
+        return waited_secs > limit_secs
+
+    def count_wait(self, secs: float) -> None:
+        """Add to the time that this rank has waited for it."""
+        self._peer.wait_secs += secs
+
+
+class Arrivals(NamedTuple):
+    """How a wait for low-latency calls went.
+
+    Attributes:
+        waited_ns: By rank, the nanoseconds waited for it.
+        lost: The ranks that did not come, and why.
+    """
+
+    waited_ns: dict[int, int]
+    lost: dict[int, str]
+
+
+def told(reasons: dict[int, str]) -> str:
+    """Ranks that did not come, for a message."""
+    return "; ".join(f"no signal from rank {rank}{reason}" for rank, reason in reasons.items())
+
+
+def wait_sent(
+    senders: Sequence[Sender], number: int, operation: str, me: str, limit_secs: float, *, may_lose: bool
+) -> Arrivals:
+    """Wait until every one of these ranks has sent low-latency call `number`.
+
+    Args:
+        senders: To wait for.
+        number: Of the call.
+        operation: The call, for errors.
+        me: This rank, for errors.
+        limit_secs: Seconds that a rank may be silent.
+        may_lose: Go on without a rank that is silent past the limit, dead or closed, and say so; else raise.
+
+    Raises:
+        EPTimeout: A rank will not send.
+        EPError: A peer failed.
+    """
+    where, waited_ns, lost = Where(operation, number), {}, {}
+    pending = [sender for sender in senders if not sender.has_sent(number)]
+    begin = pulse = time.monotonic()
+    pause = SHORTEST_PAUSE_SECS
+    while pending:
+        time.sleep(pause)
+        now = time.monotonic()
+        pause = next_pause(pause, now - begin)
+        for sender in pending:
+            waited_ns[sender.rank] = int((now - begin) * 1e9)
+        _raise_if_failed(senders, where, me)
+        # Reasons first, words second: a peer may have sent and then left.
+        looks_at_process = now - pulse > PULSE_SECS
+        pulse = now if looks_at_process else pulse
+        reasons = {sender.rank: sender.why_not(number, looks_at_process) for sender in pending}
+        pending = [sender for sender in pending if not sender.has_sent(number)]
+        gone = {}
+        for sender in pending:
+            reason = reasons[sender.rank]
+            if reason is None and sender.is_silent(now - begin, limit_secs):
+                reason = f" after {limit_secs:g} s"
+            if reason is not None:
+                gone[sender.rank] = reason
+        if gone and not may_lose:
+            raise EPTimeout(f"{where}: {told(gone)} ({me}). Look at its output, and make a new buffer")
+        lost.update(gone)
+        pending = [sender for sender in pending if sender.rank not in gone]
+    for sender in senders:
+        sender.count_wait(waited_ns.get(sender.rank, 0) * 1e-9)
+    _raise_if_failed([sender for sender in senders if sender.rank not in lost], where, me)
+    return Arrivals(waited_ns, lost)
+
+
+def _raise_if_failed(senders: Sequence[Sender], where: Where, me: str) -> None:
+    for sender in senders:
+        cause = sender.failure()
+        if cause is not None:
+            raise EPPeerFailed(sender.rank, cause, f"{where}: rank {sender.rank} failed", me)
