@@ -12,8 +12,10 @@ from ..engine.low_latency.geometry import MOST_TOKENS, Form, Geometry
 from ..errors import EPUnsupported
 from ..event import EventHandle, EventOverlap
 from ..topology import Topology
+from ..trace import NO_SLICE, Trace
 from . import checks
 from .engines import Engine
+from .tracing import traced
 
 _MOST_TOPK = 32
 _HANDLE_ITEMS = 5  # packed_recv_src_info, packed_recv_layout_range, M, hidden, num_experts
@@ -30,10 +32,12 @@ class LowLatencyMethods:
     _topology: Topology
     _lock: threading.RLock
     _known_calls: dict[tuple, Any]
+    _trace: Trace | None
 
     def _require_engine(self, where: str) -> Engine:
         raise NotImplementedError
 
+    @traced
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -118,6 +122,7 @@ class LowLatencyMethods:
         self._check_stats(where, "dispatch_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
         return geometry, form, way
 
+    @traced
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -324,7 +329,8 @@ class LowLatencyMethods:
             return None
 
         def receive() -> None:
-            with self._lock:
+            trace = self._trace
+            with self._lock, trace.caller_slice("receive hook") if trace is not None else NO_SLICE:
                 hook()
 
         return receive

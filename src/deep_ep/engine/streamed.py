@@ -15,7 +15,8 @@ offers its staging instead; `finish` then brings its rows through it, in rounds 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +29,15 @@ from ..handle import Handle
 from ..kernels import counts, pull, put, staging
 from ..kernels.exchange import Post
 from ..stream import LaunchStream
+from ..trace import Trace
 from ..transport.device import DeviceWindow
 from .call import ANNOUNCED, OFFERED, OPERATIONS, READY, TAKEN, Agreement, warn_staged
 from .combine import Combined
 from .digest import pack
 from .direct import Order
 from .low_latency.calls import LowLatency
-from .parcel import Payload, Received, Routing, agreement_of
+from .marks import Marks
+from .parcel import Payload, Received, Routing, agreement_of, section_columns
 from .room import NO_SECTIONS, Frame, Lanes, Room, Sections
 from .shapes import Shapes
 from .signals import Signals
@@ -115,7 +118,7 @@ class StreamedEngine:
             )
         _check_scales(payload)
         operation, frame = "dispatch", Frame(order, self.stream.caller())
-        with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
+        with self._calling(operation, order):
             self._hold_inputs(frame, payload, routing)
             sections = self._guess(payload, routing)
             numbers, num_tokens = counts.positions(routing.is_token_in_rank)
@@ -129,6 +132,8 @@ class StreamedEngine:
             self._move(operation, payload, routing, slots, prefix, NO_SECTIONS, num_sms)
             told = self.signals.wait_for_counts(routing.num_experts)
             num_rows = told.num_rows[self.window.rank]
+            if self.signals.marks is not None:
+                self.signals.marks.note(experts=told.expert_counts)
             self._guessed_rows = num_rows + num_rows // 16 + 64
             if not told.fits:
                 sections = NO_SECTIONS  # too small, here or elsewhere
@@ -161,7 +166,7 @@ class StreamedEngine:
         """A dispatch into room for `num_rows` rows; the host waits for nothing."""
         _check_scales(payload)
         operation, frame = "worst-case dispatch", Frame(order, self.stream.caller())
-        with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
+        with self._calling(operation, order):
             self._hold_inputs(frame, payload, routing)
             sections = self._sections(frame, payload, routing, num_rows)
             numbers, num_tokens = counts.positions(routing.is_token_in_rank)
@@ -187,7 +192,7 @@ class StreamedEngine:
         """A dispatch along the slots of an earlier one."""
         _check_scales(payload)
         operation, frame = "cached dispatch", Frame(order, self.stream.caller())
-        with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
+        with self._calling(operation, order):
             self._room.hold_inputs(frame, payload.x, payload.scales, *handle)
             sections = self._sections(frame, payload, None, handle.num_rows)
             post = self._post(operation, OFFERED, payload, None, sections)
@@ -210,7 +215,7 @@ class StreamedEngine:
         """A combine along the slots of an earlier dispatch."""
         operation, frame = "combine", Frame(order, self.stream.caller())
         parts = [x] if topk_weights is None else [x, topk_weights]
-        with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
+        with self._calling(operation, order):
             self._room.hold_inputs(frame, *parts, *biases, *handle)
             with self._room.outputs(frame):
                 sums = [part.new_empty(handle.num_tokens, part.size(1)) for part in parts]
@@ -222,6 +227,10 @@ class StreamedEngine:
             post = Post(OFFERED, index, pack(agreement), x.size(0), supply.lane_rows, tokens, bases=supply.bases)
             self._reach(operation, "meet")
             self.signals.meet(post, prefix=prefix)
+            if self.signals.marks is not None:
+                row_bytes = sum(part.size(1) * part.element_size() for part in parts)
+                self.signals.marks.note(path=supply.path, row_bytes=row_bytes)
+                self.signals.marks.note_rows(rows_from=_rows_to(prefix, self.window.rank))
             self._reach(operation, "pull")
             slots, shape = handle.send_head.contiguous(), self.shapes.for_pull(num_sms)
             for section, out in enumerate(sums):
@@ -238,6 +247,16 @@ class StreamedEngine:
         with self.signals.contagious("barrier"), self.stream.entered(None, False):
             self.signals.meet(Post(TAKEN, OPERATIONS.index("barrier"), pack(Agreement("barrier"))))
         self.stream.leave(False)
+
+    @contextmanager
+    def _calling(self, operation: str, order: Order) -> Iterator[None]:
+        """Around the launches of a call."""
+        with (
+            self.signals.contagious(operation),
+            self.stream.entered(order.after, order.is_async),
+            self.signals.marked(operation),
+        ):
+            yield
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -294,12 +313,21 @@ class StreamedEngine:
         topk_weights = routing.topk_weights if routing is not None else None
         num_local = routing.num_experts // self.window.num_ranks if routing is not None else 0
         sent = (payload.x, payload.scales)
+        if self.signals.marks is not None:
+            self._note_dispatch(self.signals.marks, payload, routing, prefix)
         self._reach(operation, "put")
         put.put(self._places, self.shapes.for_put(num_sms), *sent, *slots, topk_idx, topk_weights, num_local)
         self._reach(operation, "finish")
         outgoing = staging.Outgoing(*sent, slots[0], topk_idx, topk_weights, num_local, routing is not None)
         index = OPERATIONS.index(operation)
         staging.finish_dispatch(self._places, READY, index, outgoing, prefix, sections.parts)
+
+    def _note_dispatch(self, marks: Marks, payload: Payload, routing: Routing | None, prefix: torch.Tensor) -> None:
+        """Have a trace show what is sent."""
+        counts = routing.num_tokens_per_rank if routing is not None else _rows_to(prefix, self.window.rank)
+        columns = section_columns(payload, routing)
+        marks.note(row_bytes=sum(count * dtype.itemsize for count, dtype in columns))
+        marks.note_rows(rows_to=counts)
 
     def _unpack(self, received: Received, num_sms: int | None) -> None:
         assert received.records is not None
@@ -349,11 +377,16 @@ class StreamedEngine:
         return _Supply("staged", lanes.bases, [], lanes.num_rows)
 
     def _reach(self, operation: str, step: str) -> None:
-        """A fault point before a step is launched. Nothing happens unless `window.fault` is set."""
+        """A fault point before a step is launched, and where a trace shows it to begin."""
+        self.signals.mark(step)
         if self.window.fault is not None:
             self.window.fault(f"{operation}: before {step}")
 
     # Beside the calls ------------------------------------------------------------------------------------------------
+
+    def start_trace(self, trace: Trace) -> None:
+        """Record calls from now on."""
+        self.signals.marks = Marks(trace, self.stream)
 
     def require_working(self) -> None:
         """Refuse to go on after a failure."""
@@ -404,10 +437,12 @@ class StreamedEngine:
     def stop(self) -> None:
         """Wait for everything that was launched."""
         self.stream.stop()
+        if self.signals.marks is not None:
+            self.signals.marks.record()
 
     def forget(self) -> None:
         """Wait for everything that was launched: memory under a running kernel cannot be unmapped."""
-        self.stream.stop()
+        self.stop()
 
 
 class _Supply(NamedTuple):
@@ -424,6 +459,11 @@ class _Supply(NamedTuple):
     bases: tuple[int, ...]
     regions: list[torch.Tensor]
     lane_rows: int = 0
+
+
+def _rows_to(prefix: torch.Tensor, rank: int) -> torch.Tensor:
+    """[R] int32: the rows that a rank sends to each, from a `rank_prefix_matrix`."""
+    return prefix[rank] - prefix[rank - 1] if rank else prefix[0]
 
 
 def _check_scales(payload: Payload) -> None:

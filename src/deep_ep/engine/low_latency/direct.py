@@ -12,7 +12,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,12 +22,13 @@ from ...event import EventHandle
 from ...kernels import low_latency_rows as kernels
 from ...kernels.rows import widest_dtype
 from ...stream import CommStream
+from ...trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
 from ...transport import Arena, Base, Window, ordinary_tensor
 from ...transport.board import NUM_SENT_POSTS
 from ...transport.spans import Span
 from ...transport.sparse import GRAIN_BYTES, Atlas, HollowMemory, SparseSegment
 from ...transport.window import SENT_TABLE_BYTES, SENT_TABLES_BYTES, told
-from ..call import Agreement, Call, Chain, Header
+from ..call import LOW_LATENCY, Agreement, Call, Chain, Header
 from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Hook, Packed, Rows, Way, agreement_of
 from .flights import Flights
 from .geometry import Form, Geometry, Plan, plan_sets
@@ -142,7 +143,7 @@ class DirectLowLatency:
         self._make_way(operation, num_sets)
         flight = self._flights.send(METHODS[operation], num_sets)
         call.number = flight.number
-        send, receive = self._contagious(call, call.send), self._contagious(call, call.receive)
+        send, receive = self._contagious(call, call.send, "send"), self._contagious(call, call.receive, "receive")
         if way.has_hook:
             self._stream.run(send)
 
@@ -168,13 +169,18 @@ class DirectLowLatency:
             self.clean()
         self._flights.require_room(METHODS[operation], num_sets)
 
-    def _contagious(self, call: _LowLatencyCall, work: Callable[[], None]) -> Callable[[], None]:
+    def _contagious(self, call: _LowLatencyCall, work: Callable[[], None], name: str) -> Callable[[], None]:
         """Whatever goes wrong in a half goes wrong for all ranks."""
 
         def half() -> None:
             self._chain.require_working()
+            trace = self.shared.window.trace
             try:
+                if trace is not None:
+                    trace.begin_call(f"{call.agreement.operation} {name}", call=call.number)
                 work()
+                if trace is not None:
+                    trace.end_call(path=LOW_LATENCY)
             except BaseException as error:
                 self._chain.fail(error, call.name)
                 raise
@@ -308,7 +314,8 @@ class _LowLatencyCall(ABC):
     def send(self) -> None:
         """Publish, and say so. Waits for nothing."""
         window, operation = self.shared.window, self.agreement.operation
-        num_rows, base = self._publish()
+        with self._slice("publish", SEND):
+            num_rows, base = self._publish()
         window.board.post_sent(self.number, [*self.agreement.words(), num_rows, *base.words()])
         self.shared.fault(f"{operation}: before sent")
         window.board.sent.store_release(self.number)
@@ -321,7 +328,8 @@ class _LowLatencyCall(ABC):
             self._wait()
             spoiled = None
             try:
-                self._fetch(self._posts())
+                with self._slice("fetch", RECEIVE):
+                    self._fetch(self._posts())
             except _SpoiledError as error:
                 spoiled = error
             # Whoever went on without this rank may have written over what was being read.
@@ -354,11 +362,24 @@ class _LowLatencyCall(ABC):
     def _wait(self) -> None:
         shared = self.shared
         ranks = [rank for rank in range(len(shared.window.peers)) if rank not in shared.masked]
-        arrivals = shared.window.wait_sent(self.number, ranks, self.agreement.operation, may_lose=shared.can_mask)
+        with self._slice("wait: sent", WAIT) as waiting:
+            arrivals = shared.window.wait_sent(self.number, ranks, self.agreement.operation, may_lose=shared.can_mask)
+            waiting.waited({rank: ns * 1e-9 for rank, ns in enumerate(arrivals.waited_ns) if ns})
         if self._wait_stats is not None:
             self._wait_stats.add_(torch.tensor(arrivals.waited_ns))
         if arrivals.lost:
             self._mask(arrivals.lost)
+
+    def _slice(self, name: str, kind: str) -> Slice:
+        """A part of the call, as a trace shows it."""
+        trace = self.shared.window.trace
+        return trace.slice(name, kind) if trace is not None else NO_SLICE
+
+    def _note(self, counts: torch.Tensor, row_bytes: int, **more: Any) -> None:
+        """Have the trace show the rows from each rank, and those for each local expert."""
+        trace = self.shared.window.trace
+        assert trace is not None
+        trace.note(rows_from=counts.tolist(), row_bytes=row_bytes, **more)
 
     def _posts(self) -> dict[int, _Post]:
         """What the unmasked ranks have posted, with their memory within reach.
@@ -493,6 +514,8 @@ class _Dispatch(_LowLatencyCall):
         packed.src_info.view(-1).index_copy_(0, blocks.rows_apart(geometry.num_rows), tokens.int())
         packed.num_rows.copy_(blocks.expert_counts)
         packed.layout_range.copy_(blocks.layout_range())
+        if self.shared.window.trace is not None:
+            self._note(blocks.counts.sum(0), geometry.row_bytes(self._form), experts=blocks.expert_counts.tolist())
 
     def _finish(self) -> None:
         if self._recv_stats is not None:
@@ -641,6 +664,8 @@ class _Combine(_LowLatencyCall):
         if self._rows.use_logfmt:
             ranges = self.shared.atlas.rows(2 * geometry.num_groups, torch.bfloat16, geometry.ranges_offset)
         self.shared.summer.sum(self._out, atlas, first, self._rows.topk_weights, is_skipped, ranges)
+        if self.shared.window.trace is not None:
+            self._note(selections.counts.view(geometry.num_ranks, -1).sum(1), geometry.slot_bytes)
 
     def _expert_places(self, posts: dict[int, _Post], selections: kernels.Selections) -> torch.Tensor:
         """[E] int64: the place of this rank's first row at each expert; -1 where there is none. Checked."""

@@ -227,17 +227,21 @@ class StreamedLowLatency:
         self._make_way(operation, num_sets)
         flight = self._flights.send(METHODS[operation], num_sets)
         caller = self._stream.caller()
-        with self._signals.contagious(operation), self._stream.entered(None, way.is_async):
+        signals, stream = self._signals, self._stream
+        with signals.contagious(operation), stream.entered(None, way.is_async), signals.marked(operation):
             if way.is_async:
                 self._stream.hold(halves.held, self._stream.raw)
             self._signals.is_announced = True
+            signals.mark("send")
             if way.has_hook:
                 halves.send(patience=None)
             else:
                 self._flights.receive(flight)
                 halves.send(patience=halves.patience)
                 if halves.patience is None:
+                    signals.mark("wait")
                     halves.wait(0)
+                signals.mark("receive")
                 halves.receive(0)
         event = self._stream.leave(way.is_async)
         if not way.has_hook:
@@ -248,9 +252,11 @@ class StreamedLowLatency:
             age = self._flights.age(flight)
             self._flights.receive(flight)
             with self._stream.behind(caller):
-                with self._signals.contagious(operation), self._stream.entered(None, False):
+                with signals.contagious(operation), stream.entered(None, False), signals.marked(operation):
                     self._signals.is_announced = True
+                    signals.mark("wait")
                     halves.wait(age)
+                    signals.mark("receive")
                     halves.receive(age)
                 self._stream.leave(False)
 
