@@ -93,7 +93,7 @@ def test_a_call_and_its_parts(tmp_path):
     assert (begin["ph"], begin["name"], begin["pid"], begin["tid"], begin["args"]) == (
         "B",
         "dispatch",
-        3,
+        4,
         COMM,
         {"call": 1},
     )

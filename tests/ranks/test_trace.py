@@ -128,13 +128,13 @@ def test_every_call_leaves_its_slices(path: str, tmp_path: Path):
     assert figures.num_calls == 5
 
 
-def low_latency_calls(rank: int, num_ranks: int, folder: Path) -> None:
+def low_latency_calls(rank: int, num_ranks: int, folder: Path, num_tokens: int) -> None:
     num_experts = EXPERTS_PER_RANK * num_ranks
-    hint = Buffer.get_low_latency_rdma_size_hint(16, HIDDEN, num_ranks, num_experts)
+    hint = Buffer.get_low_latency_rdma_size_hint(num_tokens, HIDDEN, num_ranks, num_experts)
     buffer = make_buffer(folder, num_rdma_bytes=hint, low_latency_mode=True)
-    x, topk_idx, topk_weights = inputs(rank, num_ranks)
+    x, topk_idx, topk_weights = inputs(rank, num_ranks, num_tokens)
     recv_x, _, handle, _, hook = buffer.low_latency_dispatch(
-        x, topk_idx, 16, num_experts, use_fp8=False, return_recv_hook=True
+        x, topk_idx, num_tokens, num_experts, use_fp8=False, return_recv_hook=True
     )
     hook()
     buffer.low_latency_combine(recv_x, topk_idx, topk_weights, handle)
@@ -143,7 +143,7 @@ def low_latency_calls(rank: int, num_ranks: int, folder: Path) -> None:
 
 @pytest.mark.cpu_only
 def test_halves_of_low_latency_calls(tmp_path: Path):
-    run_ranks(low_latency_calls, 2, tmp_path)
+    run_ranks(low_latency_calls, 2, tmp_path, 16)
     trace = load(tmp_path)
     assert list(partial_overlaps(trace)) == []
     names = ["low-latency dispatch", "low-latency combine"]
@@ -157,6 +157,19 @@ def test_halves_of_low_latency_calls(tmp_path: Path):
     assert sum(map(sum, figures.rows_to)) == 2 * 2 * 16 * TOPK, "there and back, a row for every selection"
     assert figures.load is not None
     assert sum(figures.load.totals) == 2 * 16 * TOPK
+
+
+def test_halves_of_low_latency_calls_on_the_device(device: str, tmp_path: Path):
+    env = {} if device == "cuda" else {"DEEP_EP_TRANSPORT": "interpreted"}
+    run_ranks(low_latency_calls, 2, tmp_path, 4, env=env)
+    trace = load(tmp_path)
+    assert list(partial_overlaps(trace)) == []
+    for rank in range(2):
+        calls = calls_of(trace, rank, DEVICE)
+        names = ["low-latency dispatch send", "low-latency dispatch receive", "low-latency combine"]
+        assert [call.name for call in calls] == names
+        assert parts_of(trace, rank, calls[1]) == ["wait", "receive"]
+    assert count(trace).num_calls == 2
 
 
 def rails_calls(rank: int, num_ranks: int, folder: Path, num_chunks: int) -> None:

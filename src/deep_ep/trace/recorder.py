@@ -104,7 +104,7 @@ class Trace:
     def __init__(self, file: TraceFile, rank: int, clock: Clock, number: int, facts: Mapping[str, Any]):
         self._file = file
         self._offset_ns = clock.offset_ns
-        self._process = rank + number * _BUFFER_STRIDE
+        self._process = 1 + rank + number * _BUFFER_STRIDE  # readers take process 0 for the system's
         self._named: set[int] = set()
         self._callers: dict[int, int] = {}
         self._noted: dict[str, Any] = {}

@@ -228,7 +228,8 @@ class StreamedLowLatency:
         flight = self._flights.send(METHODS[operation], num_sets)
         caller = self._stream.caller()
         signals, stream = self._signals, self._stream
-        with signals.contagious(operation), stream.entered(None, way.is_async), signals.marked(operation):
+        half = f"{operation} send" if way.has_hook else operation
+        with signals.contagious(operation), stream.entered(None, way.is_async), signals.marked(half):
             if way.is_async:
                 self._stream.hold(halves.held, self._stream.raw)
             self._signals.is_announced = True
@@ -252,7 +253,8 @@ class StreamedLowLatency:
             age = self._flights.age(flight)
             self._flights.receive(flight)
             with self._stream.behind(caller):
-                with signals.contagious(operation), stream.entered(None, False), signals.marked(operation):
+                half = f"{operation} receive"
+                with signals.contagious(operation), stream.entered(None, False), signals.marked(half):
                     self._signals.is_announced = True
                     signals.mark("wait")
                     halves.wait(age)
