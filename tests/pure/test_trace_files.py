@@ -167,3 +167,8 @@ def test_a_bad_path_is_said_at_once(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ValueError, match=r"^Buffer: the trace cannot be written: rank 0: .*file.*DEEP_EP_TRACE"):
         Buffer(None, comm=OneRank(), device="cpu", trace=tmp_path / "file")
+
+
+def test_a_path_is_a_path():
+    with pytest.raises(TypeError, match="`trace` must be the name of a folder, got int"):
+        Buffer(None, comm=OneRank(), device="cpu", trace=3)  # type: ignore[arg-type]

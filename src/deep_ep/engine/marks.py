@@ -42,6 +42,13 @@ class Marks:
         self._stream = stream
         self._open: _Marked | None = None
         self._launched: deque[_Marked] = deque()
+        with stream.on_device():
+            stream.mark()  # the first one waits for the stream, which has nothing to do yet
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call is being marked."""
+        return self._open is not None
 
     def host_slice(self, name: str) -> Slice:
         """A slice of the host that waits."""
@@ -50,18 +57,18 @@ class Marks:
     @contextmanager
     def call(self, operation: str) -> Iterator[None]:
         """Around the launches of a call, inside the stream."""
-        self.record()
         if not self._stream.can_mark():
-            yield
+            yield  # in a capture not even a look at earlier events is allowed
             return
+        self.record()
         self._open = _Marked(operation)
         self.step("begin")
         try:
             yield
+            self.step("end")
+            self._launched.append(self._open)
         finally:
-            marked, self._open = self._open, None
-            marked.steps.append(("end", self._stream.mark()))
-            self._launched.append(marked)
+            self._open = None
 
     def step(self, name: str) -> None:
         """A step of the call is launched from here on."""

@@ -170,6 +170,11 @@ class Signals:
         """Around the launches of a call, inside the stream: a trace shows when the device makes it."""
         return self.marks.call(operation) if self.marks is not None else nullcontext()
 
+    @property
+    def noting(self) -> Marks | None:
+        """Where to note something of the call that is being made; None: nowhere."""
+        return self.marks if self.marks is not None and self.marks.is_open else None
+
     def mark(self, step: str) -> None:
         """A step of the call is launched from here on."""
         if self.marks is not None:

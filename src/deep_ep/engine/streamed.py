@@ -132,8 +132,8 @@ class StreamedEngine:
             self._move(operation, payload, routing, slots, prefix, NO_SECTIONS, num_sms)
             told = self.signals.wait_for_counts(routing.num_experts)
             num_rows = told.num_rows[self.window.rank]
-            if self.signals.marks is not None:
-                self.signals.marks.note(experts=told.expert_counts)
+            if (marks := self.signals.noting) is not None:
+                marks.note(experts=told.expert_counts)
             self._guessed_rows = num_rows + num_rows // 16 + 64
             if not told.fits:
                 sections = NO_SECTIONS  # too small, here or elsewhere
@@ -227,10 +227,10 @@ class StreamedEngine:
             post = Post(OFFERED, index, pack(agreement), x.size(0), supply.lane_rows, tokens, bases=supply.bases)
             self._reach(operation, "meet")
             self.signals.meet(post, prefix=prefix)
-            if self.signals.marks is not None:
+            if (marks := self.signals.noting) is not None:
                 row_bytes = sum(part.size(1) * part.element_size() for part in parts)
-                self.signals.marks.note(path=supply.path, row_bytes=row_bytes)
-                self.signals.marks.note_rows(rows_from=_rows_to(prefix, self.window.rank))
+                marks.note(path=supply.path, row_bytes=row_bytes)
+                marks.note_rows(rows_from=_rows_to(prefix, self.window.rank))
             self._reach(operation, "pull")
             slots, shape = handle.send_head.contiguous(), self.shapes.for_pull(num_sms)
             for section, out in enumerate(sums):
@@ -313,8 +313,8 @@ class StreamedEngine:
         topk_weights = routing.topk_weights if routing is not None else None
         num_local = routing.num_experts // self.window.num_ranks if routing is not None else 0
         sent = (payload.x, payload.scales)
-        if self.signals.marks is not None:
-            self._note_dispatch(self.signals.marks, payload, routing, prefix)
+        if (marks := self.signals.noting) is not None:
+            self._note_dispatch(marks, payload, routing, prefix)
         self._reach(operation, "put")
         put.put(self._places, self.shapes.for_put(num_sms), *sent, *slots, topk_idx, topk_weights, num_local)
         self._reach(operation, "finish")

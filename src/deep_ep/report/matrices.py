@@ -79,7 +79,7 @@ def _matrix(
 def _cell(value: float, least: float, most: float, unit: Unit, tip: str, has_words: bool) -> str:
     share = (value - least) / (most - least) if most > least else 0.5 * (most > 0)
     word = unit.text(value) if has_words and value else ""
-    strong = " class=strong" if share > 0.5 else ""
+    strong = " class=strong" if share > 0.68 else ""
     return f'<td{strong} style="--v:{100 * share:.0f}%" title="{html.escape(tip)}">{word}</td>'
 
 

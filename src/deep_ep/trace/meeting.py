@@ -32,6 +32,8 @@ def open_trace(folder: str | os.PathLike[str] | None, control: Control) -> Trace
     Raises:
         ValueError: A rank cannot write its file. All ranks raise.
     """
+    if folder is not None and not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"Buffer: `trace` must be the name of a folder, got {type(folder).__name__}")
     wish = os.fspath(folder) if folder is not None else env.TRACE.get()
     file, problem = None, None
     if wish:
