@@ -1,4 +1,4 @@
-"""The command line: `python -m deep_ep demo | doctor | bench | soak`.
+"""The command line: `python -m deep_ep demo | doctor | bench | soak | report`.
 
 Exit status 0: all is well. 1: a check failed (wrong results, no round trip, an error in a soak). 2: it could not be
 run. 130: Ctrl-C.
@@ -61,6 +61,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     soak = commands.add_parser(
         "soak", help="random calls against the oracle, with delays and stops", formatter_class=formatter
     )
+    report = commands.add_parser(
+        "report", help="turn a trace (DEEP_EP_TRACE) into a page, and a file for Perfetto", formatter_class=formatter
+    )
     if "demo" in arguments:
         from . import demo as demo_command
 
@@ -77,6 +80,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         from . import soak as soak_command
 
         soak_command.add_arguments(soak)
+    if "report" in arguments:
+        from . import report as report_command
+
+        report_command.add_arguments(report)
     return parser
 
 
@@ -93,6 +100,10 @@ def _run(args: argparse.Namespace) -> int:
         from . import soak
 
         return soak.run(args)
+    if args.command == "report":
+        from . import report
+
+        return report.run(args)
     from .bench import cli as bench
 
     return bench.run(args)

@@ -108,6 +108,12 @@ TUNING_FILE = Variable(
     "File of launch shapes and configs measured on this machine, as `python -m deep_ep bench tune` writes it.",
 )
 
+TRACE = Variable(
+    "DEEP_EP_TRACE",
+    str,
+    "",
+    "Folder in which every rank records its calls, for `python -m deep_ep report` and for Perfetto; unset: none.",
+)
 QP_DEPTH = Variable(
     "NVSHMEM_QP_DEPTH", _non_negative_int, 1024, "Depth of a queue pair, as DeepEP's callers ask for it; unused here."
 )
@@ -124,5 +130,6 @@ VARIABLES: tuple[Variable, ...] = (
     POSTED_BYTES,
     COMBINE,
     TUNING_FILE,
+    TRACE,
     QP_DEPTH,
 )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -127,6 +128,25 @@ class _PromptSwitches:
 _prompt_switches = _PromptSwitches()
 
 
+class Mark(Protocol):
+    """A place in a stream."""
+
+    def reached_ns(self) -> int | None:
+        """When the stream came there, as `time.monotonic_ns` counts; None: it has not, yet."""
+        ...
+
+
+class _PassedMark:
+    """A place that was passed when it was made."""
+
+    def __init__(self) -> None:
+        self._at_ns = time.monotonic_ns()
+
+    def reached_ns(self) -> int:
+        """When that was."""
+        return self._at_ns
+
+
 class LaunchStream:
     """Where kernels are launched. This one is for the CPU, where Triton's interpreter is done when a launch returns.
 
@@ -188,6 +208,14 @@ class LaunchStream:
     def hold(self, tensors: Iterable[torch.Tensor | None], stream: Any) -> None:
         """Keep the memory of tensors until a stream is done with what was launched."""
 
+    def can_mark(self) -> bool:
+        """Whether places can be marked now: not in a capture."""
+        return True
+
+    def mark(self) -> Mark:
+        """Mark the place behind what was launched."""
+        return _PassedMark()
+
     def stop(self) -> None:
         """Wait for everything that was launched."""
 
@@ -211,6 +239,46 @@ class _WayBack(NamedTuple):
     is_capturing: bool
 
 
+class _CudaClock:
+    """The device's time, on the host's clock.
+
+    Args:
+        stream: Any stream of the device; it is waited for.
+    """
+
+    _MOST_MS = 8192.0  # distances are floats of 24 bits: here they still tell microseconds apart
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+        stream.synchronize()
+        self._at_ns = time.monotonic_ns()  # late by the return from the wait: some microseconds
+
+    def time_of(self, event: torch.cuda.Event) -> int:
+        """When an event happened, which has."""
+        distance_ms = self._event.elapsed_time(event)
+        at_ns = self._at_ns + round(distance_ms * 1e6)
+        if distance_ms > self._MOST_MS:
+            self._event, self._at_ns = event, at_ns
+        return at_ns
+
+
+class _CudaMark:
+    """A place in a CUDA stream."""
+
+    def __init__(self, clock: _CudaClock, stream: torch.cuda.Stream):
+        self._clock = clock
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+        self._at_ns: int | None = None
+
+    def reached_ns(self) -> int | None:
+        """When the stream came there; None: it has not, yet."""
+        if self._at_ns is None and self._event.query():
+            self._at_ns = self._clock.time_of(self._event)
+        return self._at_ns
+
+
 class CudaStream(LaunchStream):
     """A CUDA stream of high priority, beside the caller's.
 
@@ -228,6 +296,7 @@ class CudaStream(LaunchStream):
         self._before, self._after, self._last = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._last_stream: torch.cuda.Stream | None = None
         self._callers: dict[tuple, torch.cuda.Stream] = {}
+        self._clock: _CudaClock | None = None
 
     def enter(self, after: EventHandle | None, is_async: bool) -> _WayBack:
         """As `entered`, without the block: `exit` must follow, with what this returns."""
@@ -311,6 +380,16 @@ class CudaStream(LaunchStream):
         for tensor in tensors:
             if tensor is not None:
                 tensor.record_stream(stream)
+
+    def can_mark(self) -> bool:
+        """Whether places can be marked now: not in a capture."""
+        return not torch.cuda.is_current_stream_capturing()
+
+    def mark(self) -> Mark:
+        """Mark the place behind what was launched."""
+        if self._clock is None:
+            self._clock = _CudaClock(self.raw)
+        return _CudaMark(self._clock, self.current)
 
     def stop(self) -> None:
         """Wait for everything that was launched."""

@@ -268,6 +268,7 @@ def test_keyword_only_arguments_of_the_constructor():
         ("device", None),
         ("num_cpu_timeout_secs", None),
         ("num_gpu_timeout_secs", None),
+        ("trace", None),
     ]
 
 

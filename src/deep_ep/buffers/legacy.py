@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 import weakref
@@ -20,10 +21,12 @@ from ..handle import parse_handle
 from ..sizing import low_latency_buffer_bytes
 from ..stream import CommStream
 from ..topology import Topology, find_topology
+from ..trace import Trace, open_trace
 from ..transport import WindowSizes
 from . import checks
 from .engines import Engine, find_device, make_engine
 from .low_latency import LowLatencyMethods
+from .tracing import traced
 
 topk_idx_t = torch.int64
 
@@ -79,9 +82,12 @@ class Buffer(LowLatencyMethods):
         device: Where tensors live; default `DEEP_EP_DEVICE`, else the current GPU, else the CPU.
         num_cpu_timeout_secs: Seconds that a wait for a peer may take; default `DEEP_EP_TIMEOUT_SECS`.
         num_gpu_timeout_secs: The same for waits on a GPU.
+        trace: A folder in which this rank records its calls, for `python -m deep_ep report` and Perfetto; default
+            `DEEP_EP_TRACE`, empty: none.
     """
 
     num_sms: int = 20
+    _trace: Trace | None = None
     _is_bounded = False  # whether `set_num_sms` was called: then configs made by default bound the blocks too
 
     def __init__(
@@ -101,6 +107,7 @@ class Buffer(LowLatencyMethods):
         device: torch.device | str | None = None,
         num_cpu_timeout_secs: float | None = None,
         num_gpu_timeout_secs: float | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ):
         del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
         for name, num_bytes in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
@@ -121,12 +128,16 @@ class Buffer(LowLatencyMethods):
         self._lock = threading.RLock()
         self._known_calls: dict[tuple, Any] = {}
         self._topology = find_topology(control)
+        self._trace = open_trace(trace, control)
         self._engine, self.transport = self._make_engine(control, gpu_limit_secs)
+        if self._trace is not None and self._engine is not None:
+            self._trace.describe(transport=self.transport, device=str(self.device))
+            self._engine.start_trace(self._trace)
         self._last_rows: tuple[int, torch.dtype] | None = None
         self.runtime: Runtime | None = Runtime(self._topology, self.device)
         if self._topology.num_nodes > 1 or low_latency_mode:
             self.nvshmem_qp_depth = env.QP_DEPTH.get()
-        self._finalizer = weakref.finalize(self, _release, self._engine, explicitly_destroy)
+        self._finalizer = weakref.finalize(self, _release, self._engine, self._trace, explicitly_destroy)
 
     def _make_engine(self, control: Control, gpu_limit_secs: float) -> tuple[Engine | None, str]:
         sizes = WindowSizes(
@@ -251,6 +262,7 @@ class Buffer(LowLatencyMethods):
 
     # Dispatch and combine --------------------------------------------------------------------------------------------
 
+    @traced
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -360,6 +372,7 @@ class Buffer(LowLatencyMethods):
                 EventOverlap(event),
             )
 
+    @traced
     def combine(
         self,
         x: torch.Tensor,
@@ -582,6 +595,8 @@ class Buffer(LowLatencyMethods):
             self.runtime = None
             if self._engine is not None:
                 self._engine.stop()
+                if self._trace is not None:
+                    self._trace.close(self._engine.numbers())
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
@@ -612,9 +627,11 @@ def _not_yet(where: str, what: str) -> EPUnsupported:
     return EPUnsupported(f"{where}: {what} is not there yet in this version. One node is, and several on the CPU are")
 
 
-def _release(engine: Engine | None, should_have_been_destroyed: bool) -> None:
+def _release(engine: Engine | None, trace: Trace | None, should_have_been_destroyed: bool) -> None:
     """Close a buffer that was forgotten. Runs in garbage collection: on the CPU it does not wait."""
     if should_have_been_destroyed:
         warnings.warn("Buffer: explicitly_destroy=True, but destroy() was not called", RuntimeWarning, stacklevel=2)
     if engine is not None:
         engine.forget()
+        if trace is not None:
+            trace.describe(stats=engine.numbers())  # what is still queued goes on recording

@@ -10,8 +10,10 @@ import torch
 from ..engine.low_latency.calls import Hook, LowLatency, Rows, Way
 from ..engine.low_latency.geometry import MOST_TOKENS, Form, Geometry
 from ..event import EventHandle, EventOverlap
+from ..trace import NO_SLICE, Trace
 from . import checks
 from .engines import Engine
+from .tracing import traced
 
 _MOST_TOPK = 32
 _HANDLE_ITEMS = 5  # packed_recv_src_info, packed_recv_layout_range, M, hidden, num_experts
@@ -27,10 +29,12 @@ class LowLatencyMethods:
     enable_shrink: bool
     _lock: threading.RLock
     _known_calls: dict[tuple, Any]
+    _trace: Trace | None
 
     def _require_engine(self, where: str) -> Engine:
         raise NotImplementedError
 
+    @traced
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -115,6 +119,7 @@ class LowLatencyMethods:
         self._check_stats(where, "dispatch_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
         return geometry, form, way
 
+    @traced
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -316,7 +321,8 @@ class LowLatencyMethods:
             return None
 
         def receive() -> None:
-            with self._lock:
+            trace = self._trace
+            with self._lock, trace.caller_slice("receive hook") if trace is not None else NO_SLICE:
                 hook()
 
         return receive

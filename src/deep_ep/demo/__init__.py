@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from .. import env
 from ..mps import shared_gpu
 from ..plotting import require_matplotlib
 from ..terminal import require_folder
@@ -70,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     if plot_path is not None:
         write_plot(plot_path, shape, results)
         console.print(f"\nWrote {plot_path}", soft_wrap=True)
+    if env.TRACE.get():
+        console.print(
+            f"\nRecorded in {env.TRACE.get()}. See it: python -m deep_ep report {env.TRACE.get()}", soft_wrap=True
+        )
     return 0 if ok else 1
 
 

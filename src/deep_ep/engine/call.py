@@ -17,6 +17,7 @@ import torch
 
 from .. import env
 from ..errors import EPClosed, EPError, EPOverflow
+from ..trace import NO_SLICE, WAIT, Slice
 from ..transport import HEADER, OFFER, POSTED_BYTES, Arena, Base, EPPeerFailed, PrivateMemory, Window, ordinary_tensor
 from .stats import Stats
 
@@ -206,7 +207,22 @@ class Call:
 
     def wait(self, step: int) -> None:
         """Wait until all peers have done `step`."""
-        self.window.wait(self.epoch, step, self.operation)
+        window = self.window
+        if window.trace is None:
+            window.wait(self.epoch, step, self.operation)
+            return
+        with window.trace.slice(f"wait: {step_name(step)}", WAIT) as waiting:
+            waiting.waited(window.wait(self.epoch, step, self.operation), window.place.first_rank)
+
+    def slice(self, name: str, kind: str, **args: Any) -> Slice:
+        """A part of the call, as a trace shows it."""
+        trace = self.window.trace
+        return trace.slice(name, kind, **args) if trace is not None else NO_SLICE
+
+    def note(self, **args: Any) -> None:
+        """Something that a trace shows with the call."""
+        if self.window.trace is not None:
+            self.window.trace.note(**args)
 
     def headers(self) -> list[Header]:
         """All ranks' headers, which agree.
@@ -274,6 +290,10 @@ class Chain:
         """
         self.require_working()
         self._epoch += 1
+        if self.window.trace is not None:
+            agreement = header.agreement
+            facts = {"tokens": header.num_tokens, "hidden": agreement.hidden, "dtype": str(agreement.dtype)}
+            self.window.trace.begin_call(agreement.operation, call=self._epoch, **facts)
         return Call(self.window, self._epoch, header)
 
     def require_working(self) -> None:
@@ -288,6 +308,8 @@ class Chain:
             error: What went wrong.
             call: The call; None: it was not yet announced.
         """
+        if self.window.trace is not None:
+            self.window.trace.end_call(error)
         if isinstance(error, EPOverflow):
             return  # all ranks refuse the call alike
         if isinstance(error, EPPeerFailed):

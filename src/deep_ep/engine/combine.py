@@ -15,6 +15,7 @@ import torch
 
 from ..kernels.reduce import reduce_rows, sum_rows
 from ..kernels.rows import as_bytes, row_bytes
+from ..trace import RECEIVE, SEND
 from .call import OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
 from .posted import Block, fetch_rows, post_rows, section_starts
 from .staging import Staging, token_blocks
@@ -82,14 +83,16 @@ class Combine:
         header = Header(self._agreement(), self._handle.num_tokens, is_posted=is_posted)
         call = self.call = self._chain.begin(header)
         call.post_header()
-        supply = self._post(call, num_rows) if is_posted else self._supply(num_rows)
+        with call.slice("post rows" if is_posted else "supply rows", SEND, rows=num_rows):
+            supply = self._post(call, num_rows) if is_posted else self._supply(num_rows)
         call.post_offer(supply.offer)
         # Rows that lie ready need no second signal; staged ones come when all offers, and so the rounds, are known.
         call.signal(READY if supply.staging is None else OFFERED)
         call.wait(OFFERED)
         headers, num_rounds = call.headers(), 1
         if all(header.is_posted for header in headers):
-            self._sum_posted(call)
+            with call.slice("sum rows", RECEIVE):
+                self._sum_posted(call)
         else:
             num_rounds = self._sum_in_rounds(call, headers, call.offers(), supply.staging)
         self._count(supply.path, num_rounds)
@@ -162,12 +165,14 @@ class Combine:
         for index in range(num_rounds):
             start = index * range_tokens
             if staging is not None:
-                self._copy_in(staging, start, range_tokens)
+                with call.slice("copy in", SEND, round=index):
+                    self._copy_in(staging, start, range_tokens)
             if staging is not None or index:
                 call.signal(READY + 2 * index)
             if lanes:  # else all were ready as soon as they had offered
                 call.wait(READY + 2 * index)
-            self._sum_range(offers, tables, start, range_tokens)
+            with call.slice("sum rows", RECEIVE, round=index):
+                self._sum_range(offers, tables, start, range_tokens)
             call.signal(TAKEN + 2 * index)
             call.wait(TAKEN + 2 * index)
         return num_rounds

@@ -17,6 +17,7 @@ from ..config import Config
 from ..event import EventHandle
 from ..handle import Handle, check_rows
 from ..stream import CommStream
+from ..trace import Trace
 from ..transport import Window, ordinary_tensor
 from .call import Chain
 from .combine import Combine, Combined
@@ -135,6 +136,10 @@ class DirectEngine:
         return combined, self._call(order, combine, combine.sum_rows)
 
     # Beside the calls ------------------------------------------------------------------------------------------------
+
+    def start_trace(self, trace: Trace) -> None:
+        """Record calls from now on."""
+        self.window.trace = self.chain.stats.trace = trace
 
     def require_working(self) -> None:
         """Refuse to go on after a failure."""

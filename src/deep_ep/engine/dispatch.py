@@ -16,6 +16,7 @@ import torch
 from .. import layout
 from ..errors import EPOverflow
 from ..kernels.rows import Section, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
+from ..trace import RECEIVE, SEND
 from ..transport import ordinary_tensor
 from .call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Chain, Header, Offer, checksum
 from .parcel import (
@@ -121,7 +122,9 @@ class Dispatch:
         call.signal(ANNOUNCED)
         call.wait(ANNOUNCED)
         self._agree(call)
-        return self._ends[-1][self._window.rank], self._local_expert_counts(call)
+        expert_counts = self._local_expert_counts(call)
+        call.note(experts=expert_counts)
+        return self._ends[-1][self._window.rank], expert_counts
 
     def move_rows(self) -> None:
         """Offer the room, put this rank's rows into the peers', wait for theirs. Posted rows are only fetched."""
@@ -131,19 +134,23 @@ class Dispatch:
         outgoing, staging = [], None
         if not self._is_posted:
             staging = self._offer(call)
-            outgoing = outgoing_parts(self._payload, self._routing)  # while the peers make their offers
+            with call.slice("prepare rows", SEND):
+                outgoing = outgoing_parts(self._payload, self._routing)  # while the peers make their offers
             call.wait(OFFERED)
         if not is_full:
             self._agree(call)
             if self._handle is None:
                 self._fill_handle()
+                self._note_experts(call)
         blocks = token_blocks(self._ends)
         if self._is_posted:
             num_rounds = 1
-            self._fetch_rows(call, blocks)
+            with call.slice("fetch rows", RECEIVE):
+                self._fetch_rows(call, blocks)
         else:
             num_rounds = self._put_in_rounds(call, outgoing, blocks, staging)
-            self._unpack()
+            with call.slice("unpack", RECEIVE):
+                self._unpack()
         self._count(num_rounds, blocks)
 
     def _announce(self, operation: str) -> Call:
@@ -164,7 +171,8 @@ class Dispatch:
         header = Header(agreement, self._payload.x.size(0), self._num_worst_tokens, is_posted)
         call = self.call = self._chain.begin(header)
         if is_posted:
-            post_rows(call, num_sent, lay_rows(parts, is_sent, self._counts))
+            with call.slice("post rows", SEND, rows=num_sent):
+                post_rows(call, num_sent, lay_rows(parts, is_sent, self._counts))
         if routing is None:
             call.post_header()
         else:
@@ -209,6 +217,11 @@ class Dispatch:
         start = num_ranks + self._window.rank * num_local
         counts = [peer.board.read_values(call.epoch, start, start + num_local) for peer in self._window.peers]
         return list(map(sum, zip(*counts, strict=True)))
+
+    def _note_experts(self, call: Call) -> None:
+        """A trace shows the load of the experts, also where the caller does not learn it."""
+        if self._window.trace is not None:
+            call.note(experts=self._local_expert_counts(call))
 
     def _check_room(self, headers: list[Header]) -> None:
         for rank, (header, num_rows) in enumerate(zip(headers, self._ends[-1], strict=True)):
@@ -262,11 +275,13 @@ class Dispatch:
             lanes = [
                 dispatch_lane(offer, blocks[rank][peer], index, rank, num_ranks) for peer, offer in enumerate(offers)
             ]
-            put_rows(sections, slots, lanes, first_peer=rank)
+            with call.slice("put rows", SEND, rows=[lane.end - lane.begin for lane in lanes]):
+                put_rows(sections, slots, lanes, first_peer=rank)
             call.signal(READY + 2 * index)
             call.wait(READY + 2 * index)
             if staging is not None:
-                self._copy_out(staging, [blocks[source][rank] for source in range(num_ranks)], index)
+                with call.slice("copy out", RECEIVE, round=index):
+                    self._copy_out(staging, [blocks[source][rank] for source in range(num_ranks)], index)
             if index + 1 < num_rounds:
                 call.signal(TAKEN + 2 * index)
                 call.wait(TAKEN + 2 * index)

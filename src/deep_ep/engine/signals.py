@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,12 @@ from ..errors import EPClosed, EPTimeout
 from ..kernels import exchange
 from ..kernels.exchange import Places, Post
 from ..stream import LaunchStream
+from ..trace import NO_SLICE
 from ..transport.device import DeviceWindow
 from .call import LOW_LATENCY, OPERATIONS, Agreement
 from .digest import unpack
 from .failure import Record
+from .marks import Marks
 
 _SPIN_SECS = 2e-3  # how long the host polls without a pause: counts come within a fraction of it, as a rule
 _PAUSE_SECS = 1e-4
@@ -54,9 +56,11 @@ class Signals:
 
     Attributes:
         is_announced: Peers may know of the call that is being made: what goes wrong in it goes wrong for all ranks.
+        marks: Where calls are marked for a trace; None: nowhere.
         low_latency_words: [R, 2] int64, what the ranks said in a low-latency call that they disagree in.
     """
 
+    marks: Marks | None = None
     low_latency_words: torch.Tensor | None = None
 
     def __init__(self, window: DeviceWindow, stream: LaunchStream, limit_secs: float, max_experts: int):
@@ -113,7 +117,8 @@ class Signals:
             ValueError: The caller's counts are wrong; nothing was announced.
             EPError: A peer failed, was silent, or makes another call.
         """
-        self._wait_for_ticket()
+        with self.marks.host_slice("wait: counts") if self.marks is not None else NO_SLICE:
+            self._wait_for_ticket()
         num_ranks = self.places.num_ranks
         first = exchange.STATE_WORDS
         last = first + 2 * num_ranks + num_ranks * num_ranks
@@ -171,6 +176,20 @@ class Signals:
             self._failure = f"{operation}: {type(error).__name__}: {error}"
             with self._stream.aside():
                 exchange.abort(self.places, OPERATIONS.index(operation))
+
+    def marked(self, operation: str) -> AbstractContextManager:
+        """Around the launches of a call, inside the stream: a trace shows when the device makes it."""
+        return self.marks.call(operation) if self.marks is not None else nullcontext()
+
+    @property
+    def noting(self) -> Marks | None:
+        """Where to note something of the call that is being made; None: nowhere."""
+        return self.marks if self.marks is not None and self.marks.is_open else None
+
+    def mark(self, step: str) -> None:
+        """A step of the call is launched from here on."""
+        if self.marks is not None:
+            self.marks.step(step)
 
     def require_working(self) -> None:
         """Refuse to go on after a failure.

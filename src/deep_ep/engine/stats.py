@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from ..trace import Trace
+
 
 class Stats:
-    """Counters of one buffer. Only the comm stream writes them."""
+    """Counters of one buffer. Only the comm stream writes them.
+
+    Attributes:
+        trace: Where a call that is counted ends, too; None: nowhere.
+    """
+
+    trace: Trace | None = None
 
     def __init__(self, num_ranks: int):
         self.calls: Counter[str] = Counter()
@@ -24,6 +32,9 @@ class Stats:
         for rank, (sent, received) in enumerate(zip(rows_to, rows_from, strict=True)):
             self.bytes_to[rank] += sent * row_bytes
             self.bytes_from[rank] += received * row_bytes
+        if self.trace is not None:
+            self.trace.note(rows_to=rows_to, rows_from=rows_from, row_bytes=row_bytes)
+            self.trace.end_call(path=path, rounds=rounds)
 
     def count_path(self, operation: str, path: str) -> None:
         """Count one call whose rows only the device has counted."""

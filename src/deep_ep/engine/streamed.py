@@ -16,7 +16,8 @@ offers its staging instead; `finish` then brings its rows through it, in rounds 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +31,15 @@ from ..kernels import counts, pull, push, put, staging
 from ..kernels.exchange import Post
 from ..sizing import align
 from ..stream import LaunchStream
+from ..trace import Trace
 from ..transport.device import DeviceWindow
 from .call import ANNOUNCED, OFFERED, OPERATIONS, READY, TAKEN, Agreement, warn_staged
 from .combine import Combined
 from .digest import pack
 from .direct import Order
 from .low_latency.calls import LowLatency
-from .parcel import Payload, Received, Routing, agreement_of
+from .marks import Marks
+from .parcel import Payload, Received, Routing, agreement_of, section_columns
 from .room import NO_SECTIONS, Frame, Lanes, Room, Sections
 from .shapes import Shapes
 from .signals import Signals
@@ -120,7 +123,7 @@ class StreamedEngine:
             )
         _check_scales(payload)
         operation, frame = "dispatch", Frame(order, self.stream.caller())
-        with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
+        with self._calling(operation, order):
             self._hold_inputs(frame, payload, routing)
             sections = self._guess(payload, routing)
             numbers, num_tokens = counts.positions(routing.is_token_in_rank)
@@ -135,6 +138,8 @@ class StreamedEngine:
             self._move(operation, payload, routing, slots, prefix, NO_SECTIONS, num_sms)
             told = self.signals.wait_for_counts(routing.num_experts)
             num_rows = told.num_rows[self.window.rank]
+            if (marks := self.signals.noting) is not None:
+                marks.note(experts=told.expert_counts)
             self._guessed_rows = num_rows + num_rows // 16 + 64
             if not told.fits:
                 sections = NO_SECTIONS  # too small, here or elsewhere
@@ -167,7 +172,7 @@ class StreamedEngine:
         """A dispatch into room for `num_rows` rows; the host waits for nothing."""
         _check_scales(payload)
         operation, frame = "worst-case dispatch", Frame(order, self.stream.caller())
-        with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
+        with self._calling(operation, order):
             self._hold_inputs(frame, payload, routing)
             sections = self._sections(frame, payload, routing, num_rows)
             numbers, num_tokens = counts.positions(routing.is_token_in_rank)
@@ -193,7 +198,7 @@ class StreamedEngine:
         """A dispatch along the slots of an earlier one."""
         _check_scales(payload)
         operation, frame = "cached dispatch", Frame(order, self.stream.caller())
-        with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
+        with self._calling(operation, order):
             self._room.hold_inputs(frame, payload.x, payload.scales, *handle)
             sections = self._sections(frame, payload, None, handle.num_rows)
             post = self._post(operation, OFFERED, payload, None, sections)
@@ -217,7 +222,7 @@ class StreamedEngine:
         operation = "pushed combine" if self._is_pushed else "combine"
         frame = Frame(order, self.stream.caller())
         parts = [x] if topk_weights is None else [x, topk_weights]
-        with self.signals.contagious(operation), self.stream.entered(order.after, order.is_async):
+        with self._calling(operation, order):
             self._room.hold_inputs(frame, *parts, *biases, *handle)
             with self._room.outputs(frame):
                 sums = [part.new_empty(handle.num_tokens, part.size(1)) for part in parts]
@@ -250,6 +255,7 @@ class StreamedEngine:
         post = post._replace(num_rows=parts[0].size(0), lane_rows=supply.lane_rows, bases=supply.bases)
         self._reach(operation, "meet")
         self.signals.meet(post, prefix=prefix)
+        self._note_combine(supply.path, parts, prefix)
         self._reach(operation, "pull")
         slots, shape = handle.send_head.contiguous(), self.shapes.for_pull(num_sms)
         for section, out in enumerate(sums):
@@ -286,22 +292,35 @@ class StreamedEngine:
         post = post._replace(num_rows=num_slots, lane_rows=lanes.num_rows, bases=bases, is_pushed=True)
         self._reach(operation, "meet")
         self.signals.meet(post, prefix=prefix)
+        path = "pushed" if inbox is not None else "staged"
+        self._note_combine(path, parts, prefix)
         self._reach(operation, "push")
         slots, source_idx = handle.send_head.contiguous(), handle.recv_src_idx.contiguous()
         for part, offset in zip(parts, offsets, strict=False):
             push.push(self._places, self.shapes.for_copy(num_sms), part, source_idx, prefix, slot_bytes, offset)
         self._reach(operation, "finish")
         staging.finish_combine(self._places, READY, post.operation, parts, sums, biases, slots, prefix, source_idx)
+        self._reach(operation, "sum")
         shape = self.shapes.for_pull(num_sms)
         for out, offset, some in zip(sums, offsets, (biases, ()), strict=False):
             push.sum_inbox(self._places, shape, inbox, slot_bytes, offset, out, slots, some)
-        return "pushed" if inbox is not None else "staged"
+        return path
 
     def _combine_post(self, operation: str, parts: list[torch.Tensor], handle: Handle) -> Post:
         """What a rank says in a combine, but for its offer."""
         num_topk = parts[1].size(1) if len(parts) > 1 else 0
         agreement = Agreement(operation, num_topk=num_topk, hidden=parts[0].size(1), dtype=parts[0].dtype)
         return Post(OFFERED, OPERATIONS.index(operation), pack(agreement), num_tokens=handle.num_tokens)
+
+    @contextmanager
+    def _calling(self, operation: str, order: Order) -> Iterator[None]:
+        """Around the launches of a call."""
+        with (
+            self.signals.contagious(operation),
+            self.stream.entered(order.after, order.is_async),
+            self.signals.marked(operation),
+        ):
+            yield
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -358,12 +377,27 @@ class StreamedEngine:
         topk_weights = routing.topk_weights if routing is not None else None
         num_local = routing.num_experts // self.window.num_ranks if routing is not None else 0
         sent = (payload.x, payload.scales)
+        if (marks := self.signals.noting) is not None:
+            self._note_dispatch(marks, payload, routing, prefix)
         self._reach(operation, "put")
         put.put(self._places, self.shapes.for_put(num_sms), *sent, *slots, topk_idx, topk_weights, num_local)
         self._reach(operation, "finish")
         outgoing = staging.Outgoing(*sent, slots[0], topk_idx, topk_weights, num_local, routing is not None)
         index = OPERATIONS.index(operation)
         staging.finish_dispatch(self._places, READY, index, outgoing, prefix, sections.parts)
+
+    def _note_combine(self, path: str, parts: list[torch.Tensor], prefix: torch.Tensor) -> None:
+        """Have a trace show what comes back."""
+        if (marks := self.signals.noting) is not None:
+            marks.note(path=path, row_bytes=sum(part.size(1) * part.element_size() for part in parts))
+            marks.note_rows(rows_from=_rows_to(prefix, self.window.rank))
+
+    def _note_dispatch(self, marks: Marks, payload: Payload, routing: Routing | None, prefix: torch.Tensor) -> None:
+        """Have a trace show what is sent."""
+        counts = routing.num_tokens_per_rank if routing is not None else _rows_to(prefix, self.window.rank)
+        columns = section_columns(payload, routing)
+        marks.note(row_bytes=sum(count * dtype.itemsize for count, dtype in columns))
+        marks.note_rows(rows_to=counts)
 
     def _unpack(self, received: Received, num_sms: int | None) -> None:
         assert received.records is not None
@@ -413,11 +447,16 @@ class StreamedEngine:
         return _Supply("staged", lanes.bases, [], lanes.num_rows)
 
     def _reach(self, operation: str, step: str) -> None:
-        """A fault point before a step is launched. Nothing happens unless `window.fault` is set."""
+        """A fault point before a step is launched, and where a trace shows it to begin."""
+        self.signals.mark(step)
         if self.window.fault is not None:
             self.window.fault(f"{operation}: before {step}")
 
     # Beside the calls ------------------------------------------------------------------------------------------------
+
+    def start_trace(self, trace: Trace) -> None:
+        """Record calls from now on."""
+        self.signals.marks = Marks(trace, self.stream)
 
     def require_working(self) -> None:
         """Refuse to go on after a failure."""
@@ -468,10 +507,12 @@ class StreamedEngine:
     def stop(self) -> None:
         """Wait for everything that was launched."""
         self.stream.stop()
+        if self.signals.marks is not None:
+            self.signals.marks.record()
 
     def forget(self) -> None:
         """Wait for everything that was launched: memory under a running kernel cannot be unmapped."""
-        self.stream.stop()
+        self.stop()
 
 
 class _Supply(NamedTuple):
@@ -488,6 +529,11 @@ class _Supply(NamedTuple):
     bases: tuple[int, ...]
     regions: list[torch.Tensor]
     lane_rows: int = 0
+
+
+def _rows_to(prefix: torch.Tensor, rank: int) -> torch.Tensor:
+    """[R] int32: the rows that a rank sends to each, from a `rank_prefix_matrix`."""
+    return prefix[rank] - prefix[rank - 1] if rank else prefix[0]
 
 
 def _check_scales(payload: Payload) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -35,12 +37,32 @@ class Frame(NamedTuple):
         epoch: Of the call that it belongs to.
         place: A number, by topic: the first row of rows.
         page: The payload.
+        begun_ns: When its head was here.
+        ended_ns: When all of it was.
     """
 
     topic: int
     epoch: int
     place: int
     page: Page
+    begun_ns: int = 0
+    ended_ns: int = 0
+
+
+class Departure(NamedTuple):
+    """A frame that the system has taken.
+
+    Attributes:
+        topic: What it is.
+        num_bytes: Of the payload.
+        begun_ns: When it was queued, and what was queued before it had left.
+        ended_ns: When the last of it was taken.
+    """
+
+    topic: int
+    num_bytes: int
+    begun_ns: int
+    ended_ns: int
 
 
 class Page(NamedTuple):
@@ -103,10 +125,12 @@ class Pool:
 
 @dataclass
 class _Outgoing:
-    """A frame on its way: what is left of it, and the page to give back."""
+    """A frame on its way: what is left of it, the page to give back, and when it was queued."""
 
     pieces: list[memoryview]
     page: Page
+    topic: int
+    queued_ns: int
 
 
 class Link:
@@ -125,7 +149,10 @@ class Link:
         bytes_sent: Bytes that were handed to the system, heads included.
         bytes_received: Likewise.
         wait_secs: Time spent waiting for this rank.
+        on_departure: Told of every frame that the system has taken; None: nobody is.
     """
+
+    on_departure: Callable[[Departure], None] | None = None
 
     def __init__(self, connection: socket.socket, pool: Pool, landing: Landing | None = None):
         connection.setblocking(False)
@@ -139,6 +166,7 @@ class Link:
         self._head = bytearray(_HEAD.size)
         self._target = memoryview(self._head)
         self._coming: tuple[int, int, int] | None = None
+        self._begun_ns = self._last_departure_ns = 0
         self._page: Page | None = None
         self.inbox: deque[Frame] = deque()
         self.failure: str | None = None
@@ -164,7 +192,7 @@ class Link:
     def send(self, topic: int, epoch: int, place: int, page: Page) -> None:
         """Queue a frame, and hand over what the system takes. The page goes back to the pool when it is sent."""
         pieces = [memoryview(_HEAD.pack(topic, epoch, place, page.num_bytes)), page.view()]
-        self._outbox.append(_Outgoing([one for one in pieces if one.nbytes], page))
+        self._outbox.append(_Outgoing([one for one in pieces if one.nbytes], page, topic, time.monotonic_ns()))
         self.flush()
 
     def flush(self) -> None:
@@ -193,7 +221,15 @@ class Link:
             if not outgoing.pieces:
                 self._outbox.popleft()
                 self._is_begun = num_bytes > 0
+                if self.on_departure is not None:
+                    self._tell_departure(outgoing)
                 self._pool.give(outgoing.page)
+
+    def _tell_departure(self, outgoing: _Outgoing) -> None:
+        assert self.on_departure is not None
+        begun_ns, ended_ns = max(outgoing.queued_ns, self._last_departure_ns), time.monotonic_ns()
+        self._last_departure_ns = ended_ns
+        self.on_departure(Departure(outgoing.topic, outgoing.page.num_bytes, begun_ns, ended_ns))
 
     def fill(self) -> None:
         """Read what is there."""
@@ -216,12 +252,12 @@ class Link:
         """After a head its payload, after a payload the next head."""
         if self._coming is None:
             topic, epoch, place, num_bytes = _HEAD.unpack(self._head)
-            self._coming = (topic, epoch, place)
+            self._coming, self._begun_ns = (topic, epoch, place), time.monotonic_ns()
             self._page = self._landing.take(num_bytes)
             self._target = self._page.view()
             return
         assert self._page is not None
-        frame = Frame(*self._coming, self._page)
+        frame = Frame(*self._coming, self._page, self._begun_ns, time.monotonic_ns())
         if frame.topic == FAILED:
             self.failure = bytes(self._page.view()).decode(errors="replace")
         elif frame.topic == BYE:

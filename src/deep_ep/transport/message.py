@@ -7,16 +7,19 @@ failed, and has a limit. `docs/decisions/0008-rails.md` says why these are socke
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from ..control import Control
 from ..errors import EPError, EPTimeout, EPTransportError
 from ..topology import Topology
-from .links import FAILED, Frame, Link, Page, Pool
+from ..trace import NETWORK, NO_SLICE, WAIT, Slice, Trace, from_track, to_track
+from .links import ANNOUNCE, FAILED, ROWS, Departure, Frame, Link, Page, Pool
 from .rendezvous import connect_rail
 from .window import EPPeerFailed
 
@@ -39,7 +42,10 @@ class Rail:
     Attributes:
         num_sent: Messages sent so far.
         num_received: Messages taken so far.
+        trace: Where waits and messages are recorded; None: nowhere.
     """
+
+    trace: Trace | None = None
 
     def __init__(self, links: dict[int, Link], topology: Topology, limit_secs: float, pool: Pool):
         self.links = links
@@ -49,6 +55,7 @@ class Rail:
         self._limit_secs = limit_secs
         self._pid = os.getpid()
         self._has_failed = False
+        self._num_departed: Counter[int] = Counter()  # chunks of the call, by track; only while they are recorded
 
     @property
     def nodes(self) -> list[int]:
@@ -79,6 +86,29 @@ class Rail:
         """The next message of one node, which is there."""
         self.num_received += 1
         return self.links[node].inbox.popleft()
+
+    def start_trace(self, trace: Trace) -> None:
+        """Record waits and messages from now on."""
+        self.trace = trace
+        for node, link in self.links.items():
+            link.on_departure = functools.partial(self._record_departure, trace, to_track(self.rank_of(node)))
+
+    def _record_departure(self, trace: Trace, track: int, gone: Departure) -> None:
+        if gone.topic == ANNOUNCE:
+            self._num_departed[track] = 0  # a call begins
+        name = f"send chunk {self._num_departed[track]}" if gone.topic == ROWS else "send message"
+        self._num_departed[track] += gone.topic == ROWS
+        trace.record(name, NETWORK, gone.begun_ns, gone.ended_ns, track, {"bytes": gone.num_bytes})
+
+    def record_arrival(self, node: int, frame: Frame, name: str) -> None:
+        """Show when a message came, if anybody looks."""
+        if self.trace is not None:
+            track, args = from_track(self.rank_of(node)), {"bytes": frame.page.num_bytes}
+            self.trace.record(name, NETWORK, frame.begun_ns, frame.ended_ns, track, args)
+
+    def slice(self, name: str, kind: str) -> Slice:
+        """A part of a call, as a trace shows it."""
+        return self.trace.slice(name, kind) if self.trace is not None else NO_SLICE
 
     def waiting(self, where: str, look: Callable[[], None], tell: Callable[[bool], None]) -> Wait:
         """How a call waits.
@@ -181,7 +211,12 @@ class Wait:
         if is_done():
             return
         self._tell(True)
-        self._until(is_done, nodes)
+        with self._rail.slice("wait: rail", WAIT) as waiting:
+            begin = time.monotonic()
+            self._until(is_done, nodes)
+            # Whoever has sent something ended the wait; if nobody has, the system took what was queued for them.
+            came = [node for node in nodes if self._rail.links[node].inbox] or nodes
+            waiting.waited({self._rail.rank_of(node): time.monotonic() - begin for node in came})
         self._tell(False)  # not where it fails: the node shall not blame this rank before it has said why
 
     def _until(self, is_done: Callable[[], bool], nodes: Collection[int]) -> None:

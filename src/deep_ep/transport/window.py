@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import EPError, EPTimeout, EPTransportError, named
+from ..trace import Trace
 from .arena import GROWTH_BYTES, Arena, Base, Segment
 from .board import MAX_EXPERTS, NUM_SENT_POSTS, Board, progress_of
 from .memory import Mapping, Memory, bytes_tensor
@@ -134,6 +135,7 @@ class Window:
         low_latency: Memory of low-latency calls; None: there is none.
         failure: Why this rank has failed; None: it has not.
         look: Raises if something else than the window has failed, told where the wait is; None: there is nothing.
+        trace: Where calls are recorded; None: nowhere.
         fault: Told of every fault point, where tests stop or kill the rank, or delay it; None: nobody is.
     """
 
@@ -153,6 +155,7 @@ class Window:
         self.limit_secs = limit_secs
         self.failure: str | None = None
         self.look: Callable[[str], None] | None = None
+        self.trace: Trace | None = None
         self.fault: Callable[[str], None] | None = None
         self._pid = os.getpid()
         self._others = [peer for peer in peers if peer.rank != rank]
@@ -194,8 +197,11 @@ class Window:
         """Tell all peers that this rank has done `step` of call `epoch`, and everything before it."""
         self.board.progress.store_release(progress_of(epoch, step))
 
-    def wait(self, epoch: int, step: int, operation: str) -> None:
+    def wait(self, epoch: int, step: int, operation: str) -> dict[int, float]:
         """Wait until every peer has done `step` of call `epoch`.
+
+        Returns:
+            Seconds waited for each peer that was not there yet.
 
         Raises:
             EPTimeout: A peer was silent past the limit.
@@ -203,6 +209,7 @@ class Window:
         """
         target, where = progress_of(epoch, step), Where(operation, epoch)
         pending = [peer for peer in self._others if peer.board.progress.load_acquire() < target]
+        waited: dict[int, float] = {}
         begin = pulse = time.monotonic()
         pause = SHORTEST_PAUSE_SECS
         while pending:
@@ -211,6 +218,7 @@ class Window:
             pause = next_pause(pause, now - begin)
             arrived = [peer for peer in pending if peer.board.progress.load_acquire() >= target]
             for peer in arrived:
+                waited[peer.rank] = now - begin
                 peer.wait_secs += now - begin
                 pending.remove(peer)
             if pending:
@@ -230,6 +238,7 @@ class Window:
         # nothing.
         self._raise_if_failed(where)
         self._raise_if_astray(where)
+        return waited
 
     def _silent(self, pending: list[Peer], waited_secs: float) -> list[Peer]:
         """Whom to blame at the limit: not those that wait for another node themselves, which will say for whom."""

@@ -137,6 +137,8 @@ class Combine(LowLatencyCall):
         if self._rows.use_logfmt:
             ranges = self.shared.atlas.rows(2 * geometry.num_groups, torch.bfloat16, geometry.ranges_offset)
         self.shared.summer.sum(self._out, atlas, places, self._rows.topk_weights, is_skipped, ranges)
+        if self.shared.window.trace is not None:
+            self._note(selections.counts.view(geometry.num_ranks, -1).sum(1), geometry.slot_bytes)
 
     def _far_rows(self, posts: dict[int, FarPost]) -> dict[int, FarRows]:
         """What ranks of other nodes have sent, within reach of the atlas. Places move with it."""

@@ -16,7 +16,7 @@ from ...stream import CommStream
 from ...transport import Arena, ordinary_tensor
 from ...transport.sparse import GRAIN_BYTES, HollowMemory
 from ...transport.window import SENT_TABLES_BYTES
-from ..call import Chain
+from ..call import LOW_LATENCY, Chain
 from .calls import COMBINE, METHODS, Hook, Packed, Rows, Way
 from .combine import Combine
 from .dispatch import Dispatch
@@ -139,7 +139,7 @@ class DirectLowLatency:
         self._make_way(operation, num_sets)
         flight = self._flights.send(METHODS[operation], num_sets)
         call.number = flight.number
-        send, receive = self._contagious(call, call.send), self._contagious(call, call.receive)
+        send, receive = self._contagious(call, call.send, "send"), self._contagious(call, call.receive, "receive")
         if way.has_hook:
             self._stream.run(send)
 
@@ -165,13 +165,18 @@ class DirectLowLatency:
             self.clean()
         self._flights.require_room(METHODS[operation], num_sets)
 
-    def _contagious(self, call: LowLatencyCall, work: Callable[[], None]) -> Callable[[], None]:
+    def _contagious(self, call: LowLatencyCall, work: Callable[[], None], name: str) -> Callable[[], None]:
         """Whatever goes wrong in a half goes wrong for all ranks."""
 
         def half() -> None:
             self._chain.require_working()
+            trace = self.shared.window.trace
             try:
+                if trace is not None:
+                    trace.begin_call(f"{call.agreement.operation} {name}", call=call.number)
                 work()
+                if trace is not None:
+                    trace.end_call(path=LOW_LATENCY)
             except BaseException as error:
                 self._chain.fail(error, call.name)
                 raise

@@ -98,6 +98,8 @@ class Dispatch(LowLatencyCall):
         packed.src_info.view(-1).index_copy_(0, blocks.rows_apart(geometry.num_rows), tokens.int())
         packed.num_rows.copy_(blocks.expert_counts)
         packed.layout_range.copy_(blocks.layout_range())
+        if self.shared.window.trace is not None:
+            self._note(blocks.counts.sum(0), geometry.row_bytes(self._form), experts=counts)
 
     def _finish(self) -> None:
         if self._recv_stats is not None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...errors import EPError, EPTimeout
+from ...trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
 from ...transport import Base
 from ...transport.senders import told, wait_sent
 from ..call import Agreement, Call, Header
@@ -77,12 +78,15 @@ class LowLatencyCall(ABC):
     def send(self) -> None:
         """Publish, and say so. Waits for nothing."""
         window, operation = self.shared.window, self.agreement.operation
-        num_rows, base = self._publish()
+        with self._slice("publish", SEND):
+            num_rows, base = self._publish()
         window.board.post_sent(self.number, [*self.agreement.words(), num_rows, *base.words()])
         self.shared.fault(f"{operation}: before sent")
         window.board.sent.store_release(self.number)
         self.shared.fault(f"{operation}: near sent")
-        self._send_far()
+        if self.shared.mesh is not None:
+            with self._slice("send to other nodes", SEND):
+                self._send_far(self.shared.mesh)
         self.shared.fault(f"{operation}: after sent")
 
     def receive(self) -> None:
@@ -92,7 +96,8 @@ class LowLatencyCall(ABC):
             self._wait()
             spoiled = None
             try:
-                self._fetch(self._posts())
+                with self._slice("fetch", RECEIVE):
+                    self._fetch(self._posts())
             except SpoiledError as error:
                 spoiled = error
             # Whoever went on without this rank may have written over what was being read.
@@ -106,12 +111,10 @@ class LowLatencyCall(ABC):
         for sender in self.shared.far.values():
             sender.forget(self.number)
 
-    def _send_far(self) -> None:
+    def _send_far(self, mesh: Mesh) -> None:
         """Send each rank of another node its part."""
-        mesh = self.shared.mesh
-        if mesh is not None:
-            for rank in self.shared.far:
-                mesh.send(rank, self.number, self._frame_to(mesh, rank).page)
+        for rank in self.shared.far:
+            mesh.send(rank, self.number, self._frame_to(mesh, rank).page)
 
     @abstractmethod
     def _publish(self) -> Post:
@@ -134,13 +137,28 @@ class LowLatencyCall(ABC):
         """Do what is done only once."""
         return
 
+    # What a trace shows ----------------------------------------------------------------------------------------------
+
+    def _slice(self, name: str, kind: str) -> Slice:
+        """A part of the call."""
+        trace = self.shared.window.trace
+        return trace.slice(name, kind) if trace is not None else NO_SLICE
+
+    def _note(self, counts: torch.Tensor, row_bytes: int, **more: Any) -> None:
+        """The rows from each rank, and whatever else there is to say of the call."""
+        trace = self.shared.window.trace
+        assert trace is not None
+        trace.note(rows_from=counts.tolist(), row_bytes=row_bytes, **more)
+
     # Peers -----------------------------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
         shared, window = self.shared, self.shared.window
         senders = [sender for rank, sender in shared.senders.items() if rank not in shared.masked]
         operation, may_lose = self.agreement.operation, shared.can_mask
-        arrivals = wait_sent(senders, self.number, operation, window.me(), window.limit_secs, may_lose=may_lose)
+        with self._slice("wait: sent", WAIT) as waiting:
+            arrivals = wait_sent(senders, self.number, operation, window.me(), window.limit_secs, may_lose=may_lose)
+            waiting.waited({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items() if ns})
         if self._wait_stats is not None:
             waited_ns = [arrivals.waited_ns.get(rank, 0) for rank in range(window.place.num_ranks)]
             self._wait_stats.add_(torch.tensor(waited_ns))

@@ -317,10 +317,13 @@ class StreamedLowLatency:
             try:
                 if way.is_async:
                     stream.hold(_tensors_of(work), stream.raw)
-                signals.is_announced = True
-                kernels.send(work.num_send_blocks, *work.sent)
-                if not way.has_hook:
-                    kernels.receive(work.num_receive_blocks, *work.received, 0)
+                with signals.marked(f"{operation} send" if way.has_hook else operation):
+                    signals.is_announced = True
+                    signals.mark("send")
+                    kernels.send(work.num_send_blocks, *work.sent)
+                    if not way.has_hook:
+                        signals.mark("receive")
+                        kernels.receive(work.num_receive_blocks, *work.received, 0)
             finally:
                 stream.exit(way_back)
         except BaseException as error:
@@ -331,18 +334,22 @@ class StreamedLowLatency:
 
     def _hook(self, operation: str, kernels: Kernels, work: Work, flight: Flight) -> Hook:
         """The receive half of a call."""
-        caller = self._stream.caller()
+        signals, stream = self._signals, self._stream
+        caller = stream.caller()
 
         def hook() -> None:
-            self._signals.require_working()
+            signals.require_working()
             age = self._flights.age(flight)
             self._flights.receive(flight)
-            with self._stream.behind(caller):
-                with self._signals.contagious(operation), self._stream.entered(None, False):
-                    self._signals.is_announced = True
+            with stream.behind(caller):
+                half = f"{operation} receive"
+                with signals.contagious(operation), stream.entered(None, False), signals.marked(half):
+                    signals.is_announced = True
+                    signals.mark("wait")
                     kernels.wait(1, work.stats, age)
+                    signals.mark("receive")
                     kernels.receive(work.num_receive_blocks, *work.received, age)
-                self._stream.leave(False)
+                stream.leave(False)
 
         return hook
 

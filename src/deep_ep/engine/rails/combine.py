@@ -14,6 +14,7 @@ from ...config import Config
 from ...handle import RailHandle
 from ...kernels.reduce import reduce_rows
 from ...kernels.rows import row_bytes
+from ...trace import RECEIVE, SEND
 from ..call import OFFERED, READY, TAKEN, Agreement, Call, Header, Offer
 from ..combine import Combine
 from ..staging import Staging
@@ -57,7 +58,8 @@ class RailsCombine(Combine):
         for node in rail.nodes:
             send_announcement(rail, call, node, Announcement(routes.num_in[node]))
         call.post_header(passed_on(self._handle))
-        supply = self._supply(self._handle.recv_gbl_rank_prefix_sum.tolist()[-1])
+        with call.slice("supply rows", SEND):
+            supply = self._supply(self._handle.recv_gbl_rank_prefix_sum.tolist()[-1])
         call.post_offer(supply.offer)
         # Rows that lie ready need no second signal; staged ones come when all offers, and so the rounds, are known.
         call.signal(READY if supply.staging is None else OFFERED)
@@ -147,11 +149,13 @@ class RailsCombine(Combine):
         traffic = Traffic(rail, wait, call.epoch, form, chunks, routes.num_in, routes.num_out, pack, take)
         traffic.start()
         own = self._topology.node
-        pack(own, 0, routes.num_in[own], sums[own])
+        with call.slice("sum own node", RECEIVE):
+            pack(own, 0, routes.num_in[own], sums[own])
         traffic.finish_packing()
         call.signal(taken)
         traffic.finish()
-        self._add_up(sums)
+        with call.slice("add up", RECEIVE):
+            self._add_up(sums)
 
     def _add_up(self, sums: list[list[torch.Tensor]]) -> None:
         """Biases, then nodes ascending."""

@@ -16,6 +16,7 @@ from ...config import Config
 from ...errors import EPOverflow
 from ...handle import RailHandle
 from ...kernels.rows import Lane, Section, put_rows, row_bytes, rows_as, widest_dtype
+from ...trace import RECEIVE, SEND
 from ...transport.links import VERDICT
 from ..call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Header, Offer
 from ..dispatch import Dispatch
@@ -126,7 +127,9 @@ class RailsDispatch(Dispatch):
         call.wait(ANNOUNCED)
         call.headers()
         self._prefix = self._read_counts(call)
-        return self._prefix.tolist()[-1][self._window.rank], self._local_expert_counts(call)
+        expert_counts = self._local_expert_counts(call)
+        call.note(experts=expert_counts)
+        return self._prefix.tolist()[-1][self._window.rank], expert_counts
 
     def move_rows(self) -> None:
         """Offer the room, send this rank's rows, pass on those of the rail, wait for the node's."""
@@ -140,8 +143,10 @@ class RailsDispatch(Dispatch):
         if self._num_worst_tokens:
             call.wait(OFFERED)
             self._prefix = self._agreed_counts(call)
+            self._note_experts(call)
         if self._handle is None:
-            self._fill_rail_handle(call)
+            with call.slice("find slots", SEND):
+                self._fill_rail_handle(call)
         routes = Routes(self._received.handle, self._topology)
         if self._handle is not None:
             require_rows(call, self._rails.rail, self._said, routes.num_in)
@@ -152,12 +157,15 @@ class RailsDispatch(Dispatch):
         call.headers()
         offers = call.offers()
         self._open(call, offers, outgoing, routes)
-        self._put_own(outgoing, routes)
+        with call.slice("put own rows", SEND):
+            self._put_own(outgoing, routes)
         traffic.finish()
         rounds = self._put_in_lanes(call, offers, staging) if self._held else 0
         if not rounds:
             call.signal(READY)
             call.wait(READY)
+        with call.slice("unpack", RECEIVE):
+            self._unpack()
         self._end(routes, max(1, rounds))
 
     def _announce(self, operation: str) -> Call:
@@ -281,7 +289,8 @@ class RailsDispatch(Dispatch):
                 held[before + first : before + last].copy_(rows_as(view, held.dtype))
 
         chunks, wait = Chunks.of(self._config, form.row_bytes), self._rails.waiting(call)
-        return Traffic(self._rails.rail, wait, call.epoch, form, chunks, routes.num_out, routes.num_in, pack, take)
+        sizes = (routes.num_out, routes.num_in)
+        return Traffic(self._rails.rail, wait, call.epoch, form, chunks, *sizes, pack, take, "fan out")
 
     def _open(self, call: Call, offers: list[Offer], outgoing: Sequence[torch.Tensor], routes: Routes) -> None:
         """Look where the ranks of the node take rows: tensors for each section, in the widest elements that fit."""
@@ -325,11 +334,13 @@ class RailsDispatch(Dispatch):
             for local, offer in enumerate(offers):
                 first, last = lane_of(offer, counts[rank][local], index, size) if offer.is_staged else (0, 0)
                 lanes.append(Lane(first, last, rank * offer.lane_rows(size) - first if last > first else 0))
-            put_rows(sections, self._numbers, lanes, first_peer=rank)
+            with call.slice("put rows", SEND, round=index):
+                put_rows(sections, self._numbers, lanes, first_peer=rank)
             call.signal(READY + 2 * index)
             call.wait(READY + 2 * index)
             if staging is not None:
-                copy_out(staging, self._received.parts(), sources, index, reverse=False)
+                with call.slice("copy out", RECEIVE, round=index):
+                    copy_out(staging, self._received.parts(), sources, index, reverse=False)
             if index + 1 < rounds:
                 call.signal(TAKEN + 2 * index)
                 call.wait(TAKEN + 2 * index)
@@ -360,12 +371,15 @@ class RailsDispatch(Dispatch):
         ]
         put_rows(sections, slots, lanes, first_peer=self._window.rank)
 
-    def _end(self, routes: Routes, rounds: int) -> None:
+    def _unpack(self) -> None:
         assert self._received is not None
         if self._routing is not None:
             num_rows = self._received.handle.recv_gbl_rank_prefix_sum.tolist()[-1]
             num_local = self._routing.num_experts // self._topology.num_ranks
             unpack_records(self._received, num_rows, self._topology.rank, num_local)
+
+    def _end(self, routes: Routes, rounds: int) -> None:
+        assert self._received is not None
         columns = section_columns(self._payload, self._routing)
         bytes_each = sum(count * dtype.itemsize for count, dtype in columns)
         path = "staged" if self._received.is_staged else "direct"

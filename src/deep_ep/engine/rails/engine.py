@@ -13,6 +13,7 @@ from ...event import EventHandle
 from ...handle import check_rail_rows
 from ...stream import CommStream
 from ...topology import Topology
+from ...trace import Trace
 from ...transport import Window
 from ...transport.mesh import Mesh
 from ...transport.message import Rail
@@ -60,6 +61,11 @@ class RailsEngine(DirectEngine):
     def tune(self, config: Config | None) -> None:
         """Take the chunks of the next call from a config; None: choose them."""
         self._config = config
+
+    def start_trace(self, trace: Trace) -> None:
+        """Record calls from now on, and what goes over the rail."""
+        super().start_trace(trace)
+        self.rail.start_trace(trace)
 
     def numbers(self) -> dict[str, Any]:
         """What was counted so far."""

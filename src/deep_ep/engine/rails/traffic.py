@@ -6,6 +6,8 @@ travel; who receives hands each on as soon as it is there.
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ import torch
 from ...config import Config
 from ...errors import EPError
 from ...sizing import align, ceil_div
+from ...trace import RECEIVE, SEND, Slice
 from ...transport.links import ROWS, Frame
 from ...transport.message import Rail, Wait
 
@@ -82,6 +85,7 @@ class Traffic:
         num_in: For each node, the rows to come.
         pack: `pack(node, first, last, views)` fills the sections of a chunk with rows [first, last) for a node.
         take: `take(node, first, last, views)` hands on rows [first, last) of a node.
+        taking: What a trace calls that.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Traffic:
         num_in: Sequence[int],
         pack: Callable[[int, int, int, list[torch.Tensor]], None],
         take: Callable[[int, int, int, list[torch.Tensor]], None],
+        taking: str = "take",
     ):
         self._rail = rail
         self._wait = wait
@@ -104,6 +109,8 @@ class Traffic:
         self._pack = pack
         self._take = take
         self._num_out, self._num_in = num_out, num_in
+        self._taking = taking
+        self._num_chunks: Counter[tuple[str, int]] = Counter()  # so far, by direction and node
         self._packed = dict.fromkeys(rail.nodes, 0)
         self._taken = dict.fromkeys(rail.nodes, 0)
 
@@ -153,7 +160,8 @@ class Traffic:
             first = self._packed[node]
             last = min(first + self._chunks.num_rows, self._num_out[node])
             page = self._rail.pool.take(self._form.num_bytes(last - first))
-            self._pack(node, first, last, self._form.views(page.tensor(), last - first))
+            with self._slice("pack", node, SEND):
+                self._pack(node, first, last, self._form.views(page.tensor(), last - first))
             self._rail.send(node, ROWS, self._epoch, page, first << _COUNT_BITS | (last - first))
             self._packed[node] = last
         return bool(nodes)
@@ -164,10 +172,21 @@ class Traffic:
         for node in nodes:
             frame = self._rail.take(node)
             first, last = self._rows_of(node, frame)
-            self._take(node, first, last, self._form.views(frame.page.tensor(), last - first))
+            with self._slice(self._taking, node, RECEIVE) as taking:
+                taking.add(rows=last - first, arrived_us_before=(time.monotonic_ns() - frame.ended_ns) / 1000)
+                self._take(node, first, last, self._form.views(frame.page.tensor(), last - first))
+            self._rail.record_arrival(node, frame, f"chunk {self._num_chunks[self._taking, node] - 1} arrives")
             self._taken[node] = last
             self._rail.pool.give(frame.page)
         return bool(nodes)
+
+    def _slice(self, what: str, node: int, kind: str) -> Slice:
+        """Around the next chunk of a node."""
+        number = self._num_chunks[what, node]
+        self._num_chunks[what, node] += 1
+        slice = self._rail.slice(f"{what} chunk {number}", kind)
+        slice.add(chunk=number, peer=self._rail.rank_of(node))
+        return slice
 
     def _rows_of(self, node: int, frame: Frame) -> tuple[int, int]:
         """Which rows a chunk holds. What does not fit the call is refused before anything is written."""
