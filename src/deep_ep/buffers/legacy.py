@@ -21,7 +21,7 @@ from ..sizing import low_latency_buffer_bytes
 from ..stream import CommStream
 from ..topology import Topology, find_topology
 from ..transport import WindowSizes
-from . import checks
+from . import checks, registry
 from .engines import Engine, find_device, make_engine
 from .low_latency import LowLatencyMethods
 
@@ -79,6 +79,9 @@ class Buffer(LowLatencyMethods):
         device: Where tensors live; default `DEEP_EP_DEVICE`, else the current GPU, else the CPU.
         num_cpu_timeout_secs: Seconds that a wait for a peer may take; default `DEEP_EP_TIMEOUT_SECS`.
         num_gpu_timeout_secs: The same for waits on a GPU.
+
+    Attributes:
+        number: By which custom operators find it; of this process, and never given twice.
     """
 
     num_sms: int = 20
@@ -126,6 +129,7 @@ class Buffer(LowLatencyMethods):
         self.runtime: Runtime | None = Runtime(self._topology, self.device)
         if self._topology.num_nodes > 1 or low_latency_mode:
             self.nvshmem_qp_depth = env.QP_DEPTH.get()
+        self.number = registry.register(self)
         self._finalizer = weakref.finalize(self, _release, self._engine, explicitly_destroy)
 
     def _make_engine(self, control: Control, gpu_limit_secs: float) -> tuple[Engine | None, str]:
