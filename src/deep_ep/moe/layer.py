@@ -10,7 +10,7 @@ with `reduce_replicated_gradients`. Then every gradient is that of the sum of al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -277,11 +277,35 @@ def reduce_replicated_gradients(module: nn.Module, group: dist.ProcessGroup) -> 
         module: A layer, or a model with layers in it.
         group: The ranks that hold it.
     """
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not is_expert_name(name):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+    parameters = [
+        parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not is_expert_name(name)
+    ]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        flat = torch.cat([grad.flatten() for grad in bucket])
+        dist.all_reduce(flat, group=group)
+        for grad, summed in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(summed.view_as(grad))
+
+
+_BUCKET_BYTES = 64 << 20  # of copies at a time
+
+
+def _buckets(grads: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Gradients of one dtype each, few enough to be copied: a call for every small one would cost more than its sum."""
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        bucket: list[torch.Tensor] = []
+        for grad in grads:
+            if grad.dtype == dtype:
+                if bucket and sum(one.nbytes for one in bucket) + grad.nbytes > _BUCKET_BYTES:
+                    yield bucket
+                    bucket = []
+                bucket.append(grad)
+        yield bucket
 
 
 def merge_experts(shards: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
