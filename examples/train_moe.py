@@ -31,12 +31,12 @@ from deep_ep.launch import run_ranks
 from deep_ep.moe import GateOptions, MoELayer, reduce_replicated_gradients
 from deep_ep.plotting import require_matplotlib
 from deep_ep.terminal import require_folder
-from train_moe_gloo import GlooMoELayer, measure_exchange
+from train_moe_gloo import GlooMoELayer, Shape, measure_exchange
 from train_moe_plot import write_plot
 
 LETTERS = "0123456789+=; "
 HIDDEN, HEADS, LAYERS, EXPERTS, TOPK = 64, 4, 2, 8, 2
-LEAST_MEASURED_TOKENS = 1024
+MEASURED_TOKENS, LARGE_HIDDEN, LARGE_TOPK = 1024, 4096, 8
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def train(rank: int, num_ranks: int, options: Options) -> Result:
             show_progress(step, losses[-1], time.monotonic() - begin, num_ranks, options)
     secs = time.monotonic() - begin
     if options.is_measured:
-        show_exchange(buffer, max(LEAST_MEASURED_TOKENS, options.sequences * options.length // num_ranks))
+        show_exchange(buffer)
     buffer.destroy()
     return Result(losses, torch.stack(loads), secs)
 
@@ -213,19 +213,22 @@ def show_progress(step: int, loss: float, secs: float, num_ranks: int, options: 
     )
 
 
-def show_exchange(buffer: Buffer, num_tokens: int) -> None:
-    """Time the exchange of one layer by a buffer and by gloo. All ranks call it."""
+def show_exchange(buffer: Buffer) -> None:
+    """Time the exchange of this model's layers, and of a large one's, by a buffer and by gloo. All ranks call it."""
     if buffer.group_size == 1 or buffer.device.type != "cpu":
         return
     num_experts = -(-EXPERTS // buffer.group_size) * buffer.group_size
-    seen = measure_exchange(buffer, num_tokens, HIDDEN, num_experts, TOPK)
-    if buffer.rank == 0:
-        print(
-            f"exchange of a layer, {num_tokens} tokens a rank, dispatch + combine: deep_ep {seen.transfer_ms:.2f} ms "
-            f"({seen.total_ms:.2f} with the waiting for peers), gloo, preallocated {seen.gloo_ms:.2f} ms: "
-            f"{seen.ratio:.1f} times as long",
-            flush=True,
-        )
+    for shape in (
+        Shape(MEASURED_TOKENS, HIDDEN, num_experts, TOPK, torch.float32),
+        Shape(MEASURED_TOKENS, LARGE_HIDDEN, 8 * num_experts, LARGE_TOPK, torch.bfloat16),
+    ):
+        seen = measure_exchange(buffer, shape)
+        if buffer.rank == 0:
+            print(
+                f"dispatch + combine, {shape}:\n  deep_ep {seen.transfer_ms:.2f} ms ({seen.total_ms:.2f} with the "
+                f"waiting for peers), gloo, preallocated {seen.gloo_ms:.2f} ms: {seen.ratio:.1f} times as long",
+                flush=True,
+            )
 
 
 def show_result(result: Result, options: Options, plot: Path | None, title: str) -> None:

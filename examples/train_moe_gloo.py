@@ -85,7 +85,21 @@ class GlooMoELayer(MoELayer):
 
 # How long it takes ---------------------------------------------------------------------------------------------------
 
-_WARM_UP, _ROUNDS = 5, 21
+_WARM_UP, _ROUNDS = 3, 15
+
+
+class Shape(NamedTuple):
+    """One layer's exchange: T tokens a rank, H, E, K, and the dtype of the rows."""
+
+    num_tokens: int
+    hidden: int
+    num_experts: int
+    topk: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        kind = "FP32" if self.dtype == torch.float32 else "BF16"
+        return f"{self.num_tokens} tokens a rank, hidden {self.hidden}, top-{self.topk} of {self.num_experts}, {kind}"
 
 
 class Transfer(NamedTuple):
@@ -104,19 +118,21 @@ class Transfer(NamedTuple):
     ratio: float
 
 
-def measure_exchange(buffer: Buffer, num_tokens: int, hidden: int, num_experts: int, topk: int) -> Transfer:
-    """Time one layer's exchange in FP32, by either in turns, all ranks starting together."""
+def measure_exchange(buffer: Buffer, shape: Shape) -> Transfer:
+    """Time a dispatch and its combine, by either in turns, all ranks starting together."""
+    num_tokens, hidden, num_experts, topk, dtype = shape
     generator = torch.Generator().manual_seed(buffer.rank)
-    x = torch.randn(num_tokens, hidden, generator=generator)
+    x = torch.randn(num_tokens, hidden, generator=generator).to(dtype)
     topk_idx = torch.rand(num_tokens, num_experts, generator=generator).topk(topk).indices
     weights = torch.rand(num_tokens, topk, generator=generator)
     gloo = _PreallocatedGloo(x, topk_idx, weights, num_experts, buffer.group_size)
 
-    def ours() -> None:
+    def ours() -> torch.Tensor:
         per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
         received = buffer.dispatch(x, None, per_rank, per_node, mask, per_expert, topk_idx, weights)
-        buffer.combine(received[0], received[4])
+        return buffer.combine(received[0], received[4])[0]
 
+    torch.testing.assert_close(ours(), gloo())
     rounds = [(*_secs(ours, buffer), _secs(gloo, buffer)[0]) for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
     gathered: list[Any] = [None] * buffer.group_size
     dist.all_gather_object(gathered, rounds)
@@ -127,7 +143,7 @@ def measure_exchange(buffer: Buffer, num_tokens: int, hidden: int, num_experts: 
     return Transfer(*(1e3 * statistics.median(secs) for secs in (total, transfer, theirs)), ratio)
 
 
-def _secs(call: Callable[[], None], buffer: Buffer) -> tuple[float, float]:
+def _secs(call: Callable[[], torch.Tensor], buffer: Buffer) -> tuple[float, float]:
     """Seconds of a call, and without those that the buffer waited for the slowest peer."""
     before = buffer.stats()["wait_secs"]
     dist.barrier()  # nobody waits for a rank that is still elsewhere
@@ -150,12 +166,17 @@ class _PreallocatedGloo:
         self._sent = [part[token_idx] for part in self._parts]
         self._received = [part.new_zeros(sum(received), part.size(1)) for part in self._parts]
         self._back = torch.zeros_like(self._sent[0])
-        self._sums = torch.zeros_like(x)
+        self._sums, self._out = torch.zeros(x.shape), torch.zeros_like(x)
+        self._wide = torch.zeros(max(self._routes.send_splits), x.size(1))
 
-    def __call__(self) -> None:
+    def __call__(self) -> torch.Tensor:
         token_idx, sent, received = self._routes
         for part, out, into in zip(self._parts, self._sent, self._received, strict=True):
             torch.index_select(part, 0, token_idx, out=out)
             dist.all_to_all_single(into, out, received, sent)
         dist.all_to_all_single(self._back, self._received[0], sent, received)
-        self._sums.zero_().index_add_(0, token_idx, self._back)
+        self._sums.zero_()
+        for rows, tokens in zip(self._back.split(sent), token_idx.split(sent), strict=True):
+            is_narrow = rows.dtype != torch.float32  # sums are FP32, as ours are
+            self._sums.index_add_(0, tokens, self._wide[: len(rows)].copy_(rows) if is_narrow else rows)
+        return self._out.copy_(self._sums)

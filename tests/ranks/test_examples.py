@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from common import run_ranks
+from deep_ep import Buffer
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -19,6 +21,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import decode  # noqa: E402
 import overlap  # noqa: E402
 import train_moe  # noqa: E402
+import train_moe_gloo  # noqa: E402
 import training_step  # noqa: E402
 
 
@@ -70,18 +73,28 @@ def test_train_moe_checkpointed_and_over_gloo(device: str) -> None:
         assert losses == pytest.approx(plain, rel=1e-4)
 
 
+def measure(rank: int, num_ranks: int) -> list[float]:
+    buffer = Buffer(dist.group.WORLD)
+    shapes = [train_moe_gloo.Shape(30, 16, 4 * num_ranks, 3, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    return [number for shape in shapes for number in train_moe_gloo.measure_exchange(buffer, shape)]
+
+
+@pytest.mark.cpu_only
+def test_gloo_does_the_same_work_where_it_is_measured(device: str) -> None:
+    """`measure_exchange` compares the results itself."""
+    for numbers in run_ranks(measure, 2):
+        assert min(numbers) > 0
+
+
 @pytest.mark.cpu_only
 def test_train_moe_under_torchrun(device: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     picture = tmp_path / "loss.png"
-    out = run(
-        *launcher, "examples/train_moe.py", "--steps", "3", "--sequences", "4", "--measure", "--plot", str(picture)
-    )
+    out = run(*launcher, "examples/train_moe.py", "--steps", "3", "--sequences", "4", "--plot", str(picture))
     for word in (
         "step    3/3  loss",
         "tokens/s on 2 ranks",
-        "gloo, preallocated",
         "unigram entropy of the text is 2.4",
     ):
         assert word in out
