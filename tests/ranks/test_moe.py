@@ -6,7 +6,9 @@ buffer's limit is short here: a rank that stays away from a backward pass is an 
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,7 +85,7 @@ def inputs(case: Case, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 def make_layers(case: Case, buffers: list[deep_ep.Buffer], dtype: torch.dtype) -> torch.nn.ModuleList:
-    torch.manual_seed(5)
+    torch.manual_seed(5 + buffers[0].rank)  # the first rank's counts
     how = {"shared_intermediate": case.shared, "options": case.options, "dtype": dtype, "is_fp8": case.is_fp8}
     if case.is_fixed:
         how["num_worst_tokens"] = T * buffers[0].group_size
@@ -191,30 +193,33 @@ def compare_with_dense(name: str, results: list[dict[Any, Any]], dtype: torch.dt
         assert_close(parameter, grad, expected.grad, limit)
 
 
+DTYPES = (torch.float32, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def trained(device: str) -> Callable[[int], list[dict[Any, Any]]]:
+    """What each rank of so many made of all cases; computed once."""
+    return functools.cache(lambda num_ranks: run_ranks(train, num_ranks, list(CASES), *DTYPES))
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_layer_equals_the_dense_one(device: str, num_ranks: int) -> None:
-    dtypes = (torch.float32, torch.float64)
-    results = run_ranks(train, num_ranks, list(CASES), *dtypes)
-    for name, dtype in itertools.product(CASES, dtypes):
-        compare_with_dense(name, results, dtype, dtype)
+def test_layer_equals_the_dense_one(device: str, trained: Any, num_ranks: int) -> None:
+    for name, dtype in itertools.product(CASES, DTYPES):
+        compare_with_dense(name, trained(num_ranks), dtype, dtype)
 
 
-def test_layer_in_bf16(device: str) -> None:
-    results = run_ranks(train, 2, ["plain", "checkpointed"], torch.bfloat16)
-    for name in ("plain", "checkpointed"):
+def test_layer_in_bf16_and_with_fp8_on_the_way(device: str, trained: Any) -> None:
+    names, dtypes = ["plain", "checkpointed"], (torch.bfloat16, torch.float32)
+    results = run_ranks(train, 2, [*names, *FP8_CASES], *dtypes)
+    for name in names:
         output, input_grad, grads, _ = results[0][name, torch.bfloat16]
         assert output.dtype == input_grad.dtype == grads["0.experts.up"].dtype == torch.bfloat16
         assert grads["0.gate.weight"].dtype == torch.float32
         compare_with_dense(name, results, torch.bfloat16, torch.float32)
-
-
-def test_layer_with_fp8_on_the_way(device: str) -> None:
-    dtypes = (torch.bfloat16, torch.float32)
-    results = run_ranks(train, 2, list(FP8_CASES), *dtypes)
     for name, dtype in itertools.product(FP8_CASES, dtypes):
         compare_with_dense(name, results, dtype, torch.float32)
-    exact = run_ranks(train, 2, ["grouped, shared"], torch.float32)[0]["grouped, shared", torch.float32]
-    assert not torch.equal(results[0]["fp8", torch.float32][0], exact[0])  # it was FP8
+    exact = trained(2)[0]["grouped, shared", torch.float32][0]
+    assert not torch.equal(results[0]["fp8", torch.float32][0], exact)  # it was FP8
 
 
 # The operations ------------------------------------------------------------------------------------------------------
@@ -327,25 +332,19 @@ def open_checkpoint(rank: int, num_ranks: int, shards: list[dict[str, torch.Tens
         return torch.cat([layers[0](inputs(CASES[name], source, torch.float32)[0]).x for source in range(4)])
 
 
-def test_a_checkpoint_of_four_ranks_opens_on_others(device: str) -> None:
-    results = run_ranks(train, 4, ["plain"], torch.float32)
-    expected = torch.cat([result["plain", torch.float32][0] for result in results])
-    shards = [result["plain", torch.float32][3] for result in results]
+def test_a_checkpoint_of_four_ranks_opens_on_others(device: str, trained: Any) -> None:
+    results = [result["plain", torch.float32] for result in trained(4)]
+    expected, shards = torch.cat([result[0] for result in results]), [result[3] for result in results]
     for num_ranks in (1, 2):
         for output in run_ranks(open_checkpoint, num_ranks, shards, "plain"):
             assert_close("output", output, expected, LIMITS[torch.float32])
     assert error_of(moe.take_experts, moe.merge_experts(shards), 0, 3)[1].endswith("divide evenly over 3 ranks")
 
 
-def initial_state(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(rank)  # the first rank's counts
-    return MoELayer(H, INNER, E, K, group=dist.group.WORLD, shared_intermediate=8).state_dict()
-
-
-def test_weights_do_not_depend_on_the_number_of_ranks(device: str) -> None:
-    alone, many = run_ranks(initial_state, 1)[0], run_ranks(initial_state, 4)
+def test_weights_do_not_depend_on_the_number_of_ranks(device: str, trained: Any) -> None:
+    alone, *many = [result["grouped, shared", torch.float32][3] for result in (*trained(1), *trained(4))]
     merged = moe.merge_experts(many)
     for name, value in alone.items():
         assert torch.equal(value, merged[name]), name
         assert "experts" in name or all(torch.equal(value, one[name]) for one in many)
-    assert not torch.equal(alone["experts.up"][0], alone["experts.up"][1])
+    assert not torch.equal(alone["0.experts.up"][0], alone["0.experts.up"][1])
