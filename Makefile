@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 RESULTS ?= benchmarks/results
 
-.PHONY: help demo test test-gpu lint format bench bench-gpu bench-ll bench-ll-gpu clean
+.PHONY: help demo train test test-gpu lint format bench bench-gpu bench-ll bench-ll-gpu clean
 
 help:  ## this list
 	@grep -E "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 14
@@ -15,8 +15,13 @@ $(READY): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
-demo: $(READY)  ## four CPU ranks dispatch tokens to experts and combine them back
+demo: $(READY)  ## four CPU ranks dispatch tokens to experts and combine them back, then train a small model
 	$(RUN) -m deep_ep demo
+	@echo
+	$(RUN) examples/train_moe.py --ranks 4 --device cpu --steps 60
+
+train: $(READY)  ## the training run of README's picture
+	$(RUN) examples/train_moe.py --ranks 4 --device cpu --steps 200 --measure --plot docs/train_moe.png
 
 test: $(READY)  ## the whole suite, on the CPU
 	$(RUN) -m pytest tests

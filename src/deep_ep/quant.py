@@ -39,22 +39,23 @@ def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _scaled_to_fp8(groups, largest / amax, x.shape[-1]), amax / largest
 
 
-def per_token_cast_back(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+def per_token_cast_back(q: torch.Tensor, s: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Undo a cast to FP8.
 
     Args:
         q: `[..., H]` float8_e4m3fn.
         s: `[..., G]` float32, or `[..., 1]` for one scale per row, or `[..., P]` int32 with packed UE8M0
             scales; any strides. Packed ones may come in another shape, in the same order.
+        dtype: Of the result, any floating one.
 
     Returns:
-        `[..., H]` bfloat16, new.
+        `[..., H]` of that dtype, new.
 
     Raises:
         ValueError: the number of scales does not fit H.
     """
     if q.numel() == 0:
-        return q.to(torch.bfloat16)
+        return q.to(dtype)
     hidden = q.shape[-1]
     num_groups = _num_groups(hidden)
     scales = s
@@ -69,7 +70,7 @@ def per_token_cast_back(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
             f"per_token_cast_back: s must hold {num_groups} scales for each row of q {tuple(q.shape)}, "
             f"got {tuple(s.shape)} {s.dtype}"
         )
-    return _join_groups(_split_groups(q) * scales.unsqueeze(-1), hidden).to(torch.bfloat16)
+    return _join_groups(_split_groups(q) * scales.unsqueeze(-1), hidden).to(dtype)
 
 
 def cast_fp8(x: torch.Tensor, round_scale: bool = False, use_ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,9 @@ buffer's limit is short here: a rank that stays away from a backward pass is an 
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from deep_ep.moe import GateOptions, MoELayer
 T, H, INNER, E, K = 20, 24, 16, 8, 3
 LIMIT_SECS = 20.0
 LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 6e-2}  # of the largest value
+FP8_LIMIT = 8e-2  # E4M3 rounds to within 1/16; sums over channels even it out
 
 
 PLAIN = GateOptions()
@@ -39,6 +42,8 @@ class Case:
         unloved: The experts of the last rank get nothing.
         is_checkpointed: Whether activations are computed again.
         two_buffers: Two layers, each on a buffer of its own, in a row and side by side.
+        is_fixed: Whether the layer works on the worst case of rows.
+        is_fp8: Whether rows travel as FP8.
     """
 
     options: GateOptions = PLAIN
@@ -47,6 +52,8 @@ class Case:
     unloved: bool = False
     is_checkpointed: bool = False
     two_buffers: bool = False
+    is_fixed: bool = False
+    is_fp8: bool = False
 
 
 GROUPED = GateOptions(num_groups=4, topk_groups=2, scale=1.5, balance_loss=0.3)
@@ -61,6 +68,12 @@ CASES = {
     "checkpointed, no rows": Case(empty_rank=1, unloved=True, is_checkpointed=True),
     "two buffers": Case(GROUPED, two_buffers=True),
     "two buffers, checkpointed": Case(two_buffers=True, unloved=True, is_checkpointed=True),
+    "worst case": Case(DROPPING, shared=8, empty_rank=0, is_fixed=True),
+    "worst case, checkpointed, no rows": Case(GROUPED, unloved=True, is_checkpointed=True, is_fixed=True),
+}
+FP8_CASES = {
+    "fp8": Case(GROUPED, shared=8, is_fp8=True),
+    "fp8, worst case, empty rank": Case(empty_rank=1, is_fixed=True, is_fp8=True),
 }
 
 
@@ -72,11 +85,11 @@ def inputs(case: Case, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 def make_layers(case: Case, buffers: list[deep_ep.Buffer], dtype: torch.dtype) -> torch.nn.ModuleList:
-    torch.manual_seed(5)
-    layers = torch.nn.ModuleList(
-        MoELayer(H, INNER, E, K, buffer=buffer, shared_intermediate=case.shared, options=case.options, dtype=dtype)
-        for buffer in buffers
-    )
+    torch.manual_seed(5 + buffers[0].rank)  # the first rank's counts
+    how = {"shared_intermediate": case.shared, "options": case.options, "dtype": dtype, "is_fp8": case.is_fp8}
+    if case.is_fixed:
+        how["num_worst_tokens"] = T * buffers[0].group_size
+    layers = torch.nn.ModuleList(MoELayer(H, INNER, E, K, buffer=buffer, **how) for buffer in buffers)
     if case.unloved:
         for layer in layers:
             layer.gate.bias[-E // 4 :] = -100.0  # at least those of the last of 4 ranks
@@ -106,7 +119,7 @@ def train(rank: int, num_ranks: int, names: list[str], *dtypes: torch.dtype) -> 
     """Forward and backward of each case. Returns output, gradient of the input, all other gradients and the state."""
     buffers, seen = [new_buffer(), new_buffer()], {}
     for name, dtype in itertools.product(names, dtypes):
-        case = CASES[name]
+        case = (CASES | FP8_CASES)[name]
         layers = make_layers(case, buffers[: 1 + case.two_buffers], dtype)
         x, grad = inputs(case, rank, dtype)
         output, loss = network(case, layers, x)
@@ -161,7 +174,8 @@ def assert_close(name: str, seen: torch.Tensor, expected: torch.Tensor, limit: f
 
 def compare_with_dense(name: str, results: list[dict[Any, Any]], dtype: torch.dtype, wide: torch.dtype) -> None:
     """All ranks' results of a case against the dense layer, computed in another dtype."""
-    case, limit = CASES[name], LIMITS[dtype]
+    case, limit = (CASES | FP8_CASES)[name], LIMITS[dtype]
+    limit = FP8_LIMIT if case.is_fp8 else limit
     outputs, input_grads, grads, states = zip(*[result[name, dtype] for result in results], strict=True)
     layers = dense_layers(case, moe.merge_experts(states), wide)
     tokens = [inputs(case, rank, dtype) for rank in range(len(results))]
@@ -179,21 +193,33 @@ def compare_with_dense(name: str, results: list[dict[Any, Any]], dtype: torch.dt
         assert_close(parameter, grad, expected.grad, limit)
 
 
+DTYPES = (torch.float32, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def trained(device: str) -> Callable[[int], list[dict[Any, Any]]]:
+    """What each rank of so many made of all cases; computed once."""
+    return functools.cache(lambda num_ranks: run_ranks(train, num_ranks, list(CASES), *DTYPES))
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_layer_equals_the_dense_one(device: str, num_ranks: int) -> None:
-    dtypes = (torch.float32, torch.float64)
-    results = run_ranks(train, num_ranks, list(CASES), *dtypes)
-    for name, dtype in itertools.product(CASES, dtypes):
-        compare_with_dense(name, results, dtype, dtype)
+def test_layer_equals_the_dense_one(device: str, trained: Any, num_ranks: int) -> None:
+    for name, dtype in itertools.product(CASES, DTYPES):
+        compare_with_dense(name, trained(num_ranks), dtype, dtype)
 
 
-def test_layer_in_bf16(device: str) -> None:
-    results = run_ranks(train, 2, ["plain", "checkpointed"], torch.bfloat16)
-    for name in ("plain", "checkpointed"):
+def test_layer_in_bf16_and_with_fp8_on_the_way(device: str, trained: Any) -> None:
+    names, dtypes = ["plain", "checkpointed"], (torch.bfloat16, torch.float32)
+    results = run_ranks(train, 2, [*names, *FP8_CASES], *dtypes)
+    for name in names:
         output, input_grad, grads, _ = results[0][name, torch.bfloat16]
         assert output.dtype == input_grad.dtype == grads["0.experts.up"].dtype == torch.bfloat16
         assert grads["0.gate.weight"].dtype == torch.float32
         compare_with_dense(name, results, torch.bfloat16, torch.float32)
+    for name, dtype in itertools.product(FP8_CASES, dtypes):
+        compare_with_dense(name, results, dtype, torch.float32)
+    exact = trained(2)[0]["grouped, shared", torch.float32][0]
+    assert not torch.equal(results[0]["fp8", torch.float32][0], exact)  # it was FP8
 
 
 # The operations ------------------------------------------------------------------------------------------------------
@@ -207,7 +233,7 @@ def experts_that_look_away(rank: int, num_ranks: int) -> tuple[torch.Tensor, tor
     weights = torch.full((4, num_ranks), 0.5)
     received = moe.dispatch(buffer, x, topk_idx, weights, num_ranks)
     y = torch.zeros(received.x.shape) if rank % 2 else received.x * 3
-    combined, _ = moe.combine(buffer, y, received)
+    combined = moe.combine(buffer, y, received)
     combined.sum().backward()
     return combined.detach(), x.grad
 
@@ -231,11 +257,9 @@ def weights_alone(buffer: deep_ep.Buffer, dtype: torch.dtype, is_async: bool) ->
     weights = torch.rand(topk_idx.shape, dtype=dtype, requires_grad=True)
     x = torch.ones(len(topk_idx), H, dtype=dtype)
     received = moe.dispatch(buffer, x, topk_idx, weights, num_ranks, async_finish=is_async)
-    if is_async:
-        received.event.current_stream_wait()
-    combined, event = moe.combine(buffer, received.x * 0, received, async_finish=is_async)
-    if is_async:
-        event.current_stream_wait()
+    received = received.wait() if is_async else received
+    combined = moe.combine(buffer, received.x * 0, received, async_finish=is_async)
+    combined = combined.wait() if is_async else combined
     (combined.sum() + received.topk_weights.sum()).backward()
     assert received.topk_weights.dtype == dtype
     assert not received.topk_weights[received.topk_idx < 0].any()
@@ -252,7 +276,7 @@ def test_operations_without_gradients_and_with_bad_arguments(device: str) -> Non
     topk_idx, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
     with torch.no_grad():
         received = moe.dispatch(buffer, torch.ones(1, H, requires_grad=True), topk_idx, weights, 2)
-        combined, _ = moe.combine(buffer, received.x, received)
+        combined = moe.combine(buffer, received.x, received)
     assert not combined.requires_grad
     kind, text = error_of(moe.dispatch, buffer, torch.ones(1, H, dtype=torch.int32), topk_idx, weights, 2)
     assert (kind, text[:14]) == ("TypeError", "moe.dispatch: ")
@@ -267,6 +291,17 @@ def test_recomputation_makes_the_dispatch_again_and_not_the_combine(device: str)
     calls = buffer.stats()["calls"]
     num_calls = [sum(calls[path] for path in calls if path.startswith(kind)) for kind in ("dispatch", "combine")]
     assert num_calls == [3, 2]  # forward, again, backward of combine; forward, backward of dispatch
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_experts_write_into_the_window(device: str, is_fixed: bool) -> None:
+    buffer = deep_ep.Buffer(None, comm=OneRank())
+    num_tokens = 4096  # more than a call posts beside its header
+    layer = MoELayer(H, INNER, E, K, buffer=buffer, num_worst_tokens=num_tokens if is_fixed else 0)
+    with torch.no_grad():
+        layer(torch.ones(num_tokens, H))
+    calls = buffer.stats()["calls"]
+    assert {path: calls[path] for path in calls if path.startswith("combine") and calls[path]} == {"combine/pulled": 1}
 
 
 # Balance and checkpoints ---------------------------------------------------------------------------------------------
@@ -297,25 +332,19 @@ def open_checkpoint(rank: int, num_ranks: int, shards: list[dict[str, torch.Tens
         return torch.cat([layers[0](inputs(CASES[name], source, torch.float32)[0]).x for source in range(4)])
 
 
-def test_a_checkpoint_of_four_ranks_opens_on_others(device: str) -> None:
-    results = run_ranks(train, 4, ["plain"], torch.float32)
-    expected = torch.cat([result["plain", torch.float32][0] for result in results])
-    shards = [result["plain", torch.float32][3] for result in results]
+def test_a_checkpoint_of_four_ranks_opens_on_others(device: str, trained: Any) -> None:
+    results = [result["plain", torch.float32] for result in trained(4)]
+    expected, shards = torch.cat([result[0] for result in results]), [result[3] for result in results]
     for num_ranks in (1, 2):
         for output in run_ranks(open_checkpoint, num_ranks, shards, "plain"):
             assert_close("output", output, expected, LIMITS[torch.float32])
     assert error_of(moe.take_experts, moe.merge_experts(shards), 0, 3)[1].endswith("divide evenly over 3 ranks")
 
 
-def initial_state(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(rank)  # the first rank's counts
-    return MoELayer(H, INNER, E, K, group=dist.group.WORLD, shared_intermediate=8).state_dict()
-
-
-def test_weights_do_not_depend_on_the_number_of_ranks(device: str) -> None:
-    alone, many = run_ranks(initial_state, 1)[0], run_ranks(initial_state, 4)
+def test_weights_do_not_depend_on_the_number_of_ranks(device: str, trained: Any) -> None:
+    alone, *many = [result["grouped, shared", torch.float32][3] for result in (*trained(1), *trained(4))]
     merged = moe.merge_experts(many)
     for name, value in alone.items():
         assert torch.equal(value, merged[name]), name
         assert "experts" in name or all(torch.equal(value, one[name]) for one in many)
-    assert not torch.equal(alone["experts.up"][0], alone["experts.up"][1])
+    assert not torch.equal(alone["0.experts.up"][0], alone["0.experts.up"][1])

@@ -23,7 +23,7 @@ from ..stream import CommStream
 from ..topology import Topology, find_topology
 from ..trace import Trace, open_trace
 from ..transport import WindowSizes
-from . import checks
+from . import checks, registry
 from .engines import Engine, find_device, make_engine
 from .low_latency import LowLatencyMethods
 from .tracing import traced
@@ -84,6 +84,9 @@ class Buffer(LowLatencyMethods):
         num_gpu_timeout_secs: The same for waits on a GPU.
         trace: A folder in which this rank records its calls, for `python -m deep_ep report` and Perfetto; default
             `DEEP_EP_TRACE`, empty: none.
+
+    Attributes:
+        number: By which custom operators find it; of this process, and never given twice.
     """
 
     num_sms: int = 20
@@ -137,6 +140,7 @@ class Buffer(LowLatencyMethods):
         self.runtime: Runtime | None = Runtime(self._topology, self.device)
         if self._topology.num_nodes > 1 or low_latency_mode:
             self.nvshmem_qp_depth = env.QP_DEPTH.get()
+        self.number = registry.register(self)
         self._finalizer = weakref.finalize(self, _release, self._engine, self._trace, explicitly_destroy)
 
     def _make_engine(self, control: Control, gpu_limit_secs: float) -> tuple[Engine | None, str]:

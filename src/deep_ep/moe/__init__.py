@@ -2,15 +2,17 @@
 
 from .gate import Gate, GateOptions, Routes
 from .layer import MoELayer, MoEOutput, merge_experts, reduce_replicated_gradients, take_experts
-from .ops import Received, combine, dispatch
+from .ops import InFlight, Received, add_rows, combine, dispatch
 
 __all__ = [
     "Gate",
     "GateOptions",
+    "InFlight",
     "MoELayer",
     "MoEOutput",
     "Received",
     "Routes",
+    "add_rows",
     "combine",
     "dispatch",
     "merge_experts",

@@ -131,7 +131,7 @@ def drop_beyond_capacity(
     else:
         order = topk_weights.detach().flatten().argsort(descending=True, stable=True)
     order = order[ids[order].argsort(stable=True)]  # by expert, the most deserving first
-    counts = torch.bincount(ids, minlength=num_experts + 1)
+    counts = count_ids(ids, num_experts + 1)
     starts = counts.cumsum(0) - counts
     place = torch.arange(ids.numel(), device=ids.device) - starts[ids[order]]
     is_dropped = torch.empty_like(ids, dtype=torch.bool).scatter_(0, order, place >= capacity).view_as(topk_idx)
@@ -140,7 +140,14 @@ def drop_beyond_capacity(
 
 def count_selections(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """How often each expert was chosen: [T, K] to [E] int64."""
-    return torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
+    ids = topk_idx.flatten()
+    return count_ids(torch.where(ids < 0, num_experts, ids), num_experts + 1)[:num_experts]
+
+
+def count_ids(ids: torch.Tensor, num_ids: int) -> torch.Tensor:
+    """How often each id occurs: [m] to [num_ids] int64. Unlike `bincount`, of a shape that a compiler knows."""
+    ids = ids.to(torch.int64)
+    return torch.zeros(num_ids, dtype=torch.int64, device=ids.device).scatter_add_(0, ids, torch.ones_like(ids))
 
 
 # Balance -------------------------------------------------------------------------------------------------------------

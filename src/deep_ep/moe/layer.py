@@ -10,7 +10,7 @@ with `reduce_replicated_gradients`. Then every gradient is that of the sum of al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,8 @@ from torch import nn
 
 from ..buffers.legacy import Buffer
 from . import ops
-from .gate import Gate, GateOptions
+from .gate import Gate, GateOptions, count_ids
+from .grouped import grouped_linear, padded_linear
 
 
 class SwiGLU(nn.Module):
@@ -56,26 +57,40 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(num_local_experts, 2 * intermediate, hidden, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(num_local_experts, hidden, intermediate, device=device, dtype=dtype))
 
-    def forward(self, x: torch.Tensor, num_tokens_per_expert: list[int]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
         """Rows through their experts.
 
         Args:
             x: [m, H], ordered by expert.
-            num_tokens_per_expert: Rows of each expert, which sum to m.
+            num_rows: Of each expert; they sum to m.
 
         Returns:
             [m, H], in the same order.
         """
-        # An expert without rows is computed too, so that its gradient is 0 and not missing. `unbind` and not `up[e]`:
-        # the gradients of L slices are then stacked once, instead of L times added to a full-sized zero.
-        blocks = zip(x.split(num_tokens_per_expert), self.up.unbind(), self.down.unbind(), strict=True)
-        return torch.cat([swiglu(rows, up, down) for rows, up, down in blocks])
+        return grouped_linear(_activate(grouped_linear(x, self.up, num_rows)), self.down, num_rows)
+
+    def forward_padded(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """The same where the host does not know the counts.
+
+        Args:
+            x: [m, H], ordered by expert; then rows of nobody.
+            ends: [L] int32, where the rows of each expert end.
+
+        Returns:
+            [m, H], 0 for rows of nobody.
+        """
+        return padded_linear(_activate(padded_linear(x, self.up, ends)), self.down, ends)
+
+
+def _activate(inner: torch.Tensor) -> torch.Tensor:
+    """[m, 2I], gate and value side by side, to [m, I]."""
+    gate, value = inner.chunk(2, dim=-1)
+    return F.silu(gate) * value
 
 
 def swiglu(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """[m, H] through `up` [2I, H] and `down` [H, I] to [m, H]."""
-    gate, value = F.linear(x, up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * value, down)
+    return F.linear(_activate(F.linear(x, up)), down)
 
 
 class MoEOutput(NamedTuple):
@@ -106,6 +121,10 @@ class MoELayer(nn.Module):
         shared_intermediate: Inner size of the shared expert; 0: there is none.
         options: How the gate chooses.
         dtype: Of the experts; the gate's is at least FP32. Default: torch's default dtype.
+        num_worst_tokens: Work on this many rows, whoever chooses what; the tokens of all ranks always suffice. Shapes
+            are then fixed: the host never waits for counts, and `torch.compile(fullgraph=True)` takes the layer. 0: on
+            as many rows as come, which is less work.
+        is_fp8: Tokens, and in the backward pass gradients of sums, travel as FP8. Sums travel as they are.
 
     Attributes:
         gate: `Gate`, replicated.
@@ -126,6 +145,8 @@ class MoELayer(nn.Module):
         shared_intermediate: int = 0,
         options: GateOptions | None = None,
         dtype: torch.dtype | None = None,
+        num_worst_tokens: int = 0,
+        is_fp8: bool = False,
     ):
         super().__init__()
         if (group is None) == (buffer is None):
@@ -135,7 +156,7 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"MoELayer: `num_experts` must be a multiple of the {self.buffer.group_size} ranks, got {num_experts}"
             )
-        self.num_experts = num_experts
+        self.num_experts, self.num_worst_tokens, self.is_fp8 = num_experts, num_worst_tokens, is_fp8
         dtype, device = dtype or torch.get_default_dtype(), self.buffer.device
         self.gate = Gate(
             hidden, num_experts, topk, options, device=device, dtype=torch.promote_types(dtype, torch.float32)
@@ -172,36 +193,49 @@ class MoELayer(nn.Module):
         """
         tokens = x.reshape(-1, x.size(-1))
         routes = self.gate(tokens, num_sequences)
-        received = ops.dispatch(
+        sending = ops.dispatch(
             self.buffer,
             tokens,
             routes.topk_idx,
             routes.topk_weights,
             self.num_experts,
-            previous_event=Buffer.capture(),
+            num_worst_tokens=self.num_worst_tokens,
+            is_fp8=self.is_fp8,
             async_finish=True,
         )
         shared = self.shared(tokens) if self.shared is not None else None  # while the rows are on their way
-        received.event.current_stream_wait()
-        combined, _ = ops.combine(self.buffer, self._run_experts(received), received)
+        received = sending.wait()
+        combined = ops.combine(self.buffer, self._run_experts(received), received, is_fp8=self.is_fp8)
         if shared is not None:
             combined = combined + shared
         return MoEOutput(combined.view_as(x), routes.balance_loss)
 
     def _run_experts(self, received: ops.Received) -> torch.Tensor:
         """[n, H], each row the weighted sum of what this rank's experts make of it; in the window."""
-        num_topk = received.topk_idx.size(1)
-        ids = received.topk_idx.flatten()
-        # By expert, and without the selections of nothing (-1), which come first.
-        order = ids.argsort(stable=True)[ids.numel() - sum(received.num_tokens_per_expert) :]
-        rows = order // num_topk
-        weights = received.topk_weights.flatten()[order]
-        outputs = self.experts(received.x.index_select(0, rows), received.num_tokens_per_expert)
+        select = self._select_padded if self.num_worst_tokens else self._select
+        rows, weights, outputs = select(received)
         weighted = outputs * weights.unsqueeze(1)  # FP32 from here, also for BF16 rows
-        room = self.buffer.get_combine_buffer(received.handle, received.x.size(1), outputs.dtype)
-        if weighted.dtype == room.dtype:
-            return room.zero_().index_add_(0, rows, weighted)
-        return room.copy_(weighted.new_zeros(room.shape).index_add_(0, rows, weighted))
+        return ops.add_rows(self.buffer, weighted, rows, received, outputs.dtype)
+
+    def _select(self, received: ops.Received) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each selection of a local expert, by expert: its row [m], its weight [m], the expert's output [m, H]."""
+        num_rows, ids = received.num_tokens_per_expert, received.topk_idx.flatten()
+        order = ids.argsort(stable=True)[ids.numel() - sum(num_rows) :]  # selections of nothing (-1) come first
+        rows = order // received.topk_idx.size(1)
+        outputs = self.experts(received.x.index_select(0, rows), num_rows)
+        return rows, received.topk_weights.flatten()[order], outputs
+
+    def _select_padded(self, received: ops.Received) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same with as many selections as there could be; the last ones are of nothing, with output 0."""
+        num_local, (num_rows, num_topk) = self.experts.up.size(0), received.topk_idx.shape
+        ids = received.topk_idx.flatten()
+        ids = torch.where(ids < 0, num_local, ids)  # behind all others
+        # A row's experts are all different, so it cannot have more of them here than there are.
+        order = ids.argsort(stable=True)[: num_rows * min(num_topk, num_local)]
+        ends = count_ids(ids, num_local + 1)[:num_local].cumsum(0).to(torch.int32)
+        rows = order // num_topk
+        outputs = self.experts.forward_padded(received.x.index_select(0, rows), ends)
+        return rows, received.topk_weights.flatten()[order], outputs
 
     def update_bias(self, speed: float = 1e-3) -> None:
         """One step of loss-free balancing, over the choices of all ranks since the last. After the backward pass."""
@@ -243,11 +277,35 @@ def reduce_replicated_gradients(module: nn.Module, group: dist.ProcessGroup) -> 
         module: A layer, or a model with layers in it.
         group: The ranks that hold it.
     """
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not is_expert_name(name):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+    parameters = [
+        parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not is_expert_name(name)
+    ]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        flat = torch.cat([grad.flatten() for grad in bucket])
+        dist.all_reduce(flat, group=group)
+        for grad, summed in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(summed.view_as(grad))
+
+
+_BUCKET_BYTES = 64 << 20  # of copies at a time
+
+
+def _buckets(grads: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Gradients of one dtype each, few enough to be copied: a call for every small one would cost more than its sum."""
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        bucket: list[torch.Tensor] = []
+        for grad in grads:
+            if grad.dtype == dtype:
+                if bucket and sum(one.nbytes for one in bucket) + grad.nbytes > _BUCKET_BYTES:
+                    yield bucket
+                    bucket = []
+                bucket.append(grad)
+        yield bucket
 
 
 def merge_experts(shards: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

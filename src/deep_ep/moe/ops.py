@@ -1,6 +1,7 @@
 """Dispatch and combine with gradients.
 
-Shape letters: T tokens of this rank, n rows that it received, H hidden size, E experts, K selections of a token.
+Shape letters: T tokens of this rank, n rows that it received (or the worst case), H hidden size, E experts, K
+selections of a token.
 
 Each is the other's backward: the gradient of a token that was sent to several ranks is the sum of the rows' gradients,
 which is a combine; the gradient of a row that was summed into a token is the token's, which is a dispatch along the
@@ -12,35 +13,46 @@ same routes. So backward passes communicate, and all ranks must make them:
 - The result of `combine` must reach the loss on all ranks, or on none. A sum over no tokens does.
 - Graphs of the same shape are walked in the same order on all ranks, so any number of buffers and layers will do.
 
+With `async_finish` a call is two nodes of the graph, where it begins and where `wait()` is called. The backward pass
+meets them the other way round: at the second one the gradients set out, at the first one they are waited for. What was
+computed between the two while tokens travelled, is so differentiated while gradients do.
+
 Routes are kept in the graph. Activation checkpointing (`use_reentrant=False`) makes the dispatch again, on all ranks at
 the same place; the combine only where something behind it needs its result.
 
-Not here yet: custom operators for `torch.compile`, FP8 payloads, gradients of gradients.
+Under `torch.compile` both are custom operators (`compiled.py`): with `num_worst_tokens` every shape is known and there
+is no graph break. They finish before what follows; `async_finish` makes no difference there.
+
+Not here: gradients of gradients.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..buffers.legacy import Buffer
 from ..event import EventHandle, EventOverlap
+from . import compiled
+from .exchange import DTYPES, Order, Plan, Rows, Sent, Sums, add_into_window, is_wide, send, send_again, sum_back
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Result = TypeVar("Result")
+Event = EventOverlap | EventHandle
 
 
 class Received(NamedTuple):
-    """What `dispatch` brings. With `async_finish`, wait for `event` before looking into the first three.
+    """What `dispatch` brings.
 
     Attributes:
-        x: [n, H] of the tokens' dtype, in the window; ordered by source rank and then by token.
-        topk_idx: [n, K] of the ids' dtype, local ids, -1 where the expert is elsewhere.
-        topk_weights: [n, K] float32, or float64 where x and the weights are; 0 where the expert is elsewhere.
-        num_tokens_per_expert: Rows of each local expert.
+        x: [n, H] of the tokens' dtype, ordered by source rank and then by token; in the window, unless it came as FP8.
+            In the worst case rows beyond those that came hold anything.
+        topk_idx: [n, K] of the ids' dtype, local ids, -1 where the expert is elsewhere or no row came.
+        topk_weights: [n, K] float32, or float64 where x and the weights are; 0 where the id is -1.
+        num_tokens_per_expert: Rows of each local expert; empty in the worst case, where the host does not know.
         handle: The routes, as `Buffer.dispatch` returns them.
-        event: When the rows are there.
         tie: [0], the edge from `combine` back to its dispatch.
     """
 
@@ -49,21 +61,29 @@ class Received(NamedTuple):
     topk_weights: torch.Tensor
     num_tokens_per_expert: list[int]
     handle: tuple[torch.Tensor, ...]
-    event: EventOverlap
     tie: torch.Tensor
 
 
-class _Order(NamedTuple):
-    """How a forward call stands to the caller's stream."""
+class InFlight(Generic[Result]):
+    """A call that has begun.
 
-    previous_event: EventOverlap | EventHandle | None
-    async_finish: bool
+    Attributes:
+        event: When it is done; None under `torch.compile`, where it is.
+    """
 
-    def arguments(self) -> dict[str, Any]:
-        on_comm_stream = self.async_finish and self.previous_event is not None
-        return {**self._asdict(), "allocate_on_comm_stream": on_comm_stream}
+    def __init__(self, event: EventOverlap | None, land: Callable[[], Result]):
+        self.event = event
+        self._land = land
+
+    def wait(self) -> Result:
+        """What the call brings; the caller's stream waits for it. Once."""
+        return self._land()
 
 
+# Dispatch ------------------------------------------------------------------------------------------------------------
+
+
+@overload
 def dispatch(
     buffer: Buffer,
     x: torch.Tensor,
@@ -71,9 +91,36 @@ def dispatch(
     topk_weights: torch.Tensor,
     num_experts: int,
     *,
-    previous_event: EventOverlap | EventHandle | None = None,
+    num_worst_tokens: int = 0,
+    is_fp8: bool = False,
+    previous_event: Event | None = None,
+    async_finish: Literal[False] = False,
+) -> Received: ...
+@overload
+def dispatch(
+    buffer: Buffer,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    *,
+    num_worst_tokens: int = 0,
+    is_fp8: bool = False,
+    previous_event: Event | None = None,
+    async_finish: Literal[True],
+) -> InFlight[Received]: ...
+def dispatch(
+    buffer: Buffer,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    *,
+    num_worst_tokens: int = 0,
+    is_fp8: bool = False,
+    previous_event: Event | None = None,
     async_finish: bool = False,
-) -> Received:
+) -> Received | InFlight[Received]:
     """Send each token to the ranks that own its experts. All ranks of the buffer call it together.
 
     Backward: the rows' gradients are summed per token, and each weight gets its gradient from its expert's rank.
@@ -82,29 +129,136 @@ def dispatch(
         buffer: The buffer.
         x: [T, H] BF16, FP16, FP32 or FP64.
         topk_idx: [T, K] int32 or int64; -1 selects nothing.
-        topk_weights: [T, K] float. They travel as float32; as float64 where x is float64 too.
+        topk_weights: [T, K] float. They travel as float32; as float64 where x is float64 too and not sent as FP8.
         num_experts: E, of all ranks.
+        num_worst_tokens: n: make room for this many rows, and have the host wait for no counts. The tokens of all
+            ranks always suffice. 0: as many as come.
+        is_fp8: Rows travel as FP8, with a scale for each 128 channels; their gradients come back as they are.
         previous_event: Wait for it first.
-        async_finish: Return before the rows are there. FP64 weights are waited for all the same.
+        async_finish: Return before the rows are there: `wait()` brings them.
     """
-    if x.dtype not in _DTYPES:
+    if x.dtype not in DTYPES:
         raise TypeError(f"moe.dispatch: `x` must be BF16, FP16, FP32 or FP64, it is {x.dtype}")
-    is_wide = x.dtype == topk_weights.dtype == torch.float64
-    weights = topk_weights.to(torch.float64 if is_wide else torch.float32)
+    weights = topk_weights.to(torch.float64 if is_wide(x, topk_weights, is_fp8) else torch.float32)
+    if torch.compiler.is_compiling():
+        received = Received(*compiled.dispatch(buffer, x, weights, topk_idx, num_experts, num_worst_tokens, is_fp8))
+        return InFlight(None, lambda: received) if async_finish else received
+    order = Order(previous_event, async_finish)
+    flight = _Dispatch(buffer, topk_idx, Plan(num_experts, num_worst_tokens, is_fp8), order)
     # Something that requires gradients among the inputs makes the outputs do so, on all ranks alike.
     anchor = x.new_empty(0).requires_grad_(torch.is_grad_enabled())
-    order = _Order(previous_event, async_finish)
-    return Received(*_Dispatch.apply(anchor, x, weights, topk_idx, num_experts, buffer, order))
+    promise = _DispatchBegin.apply(anchor, x, weights, flight)
+    begun = InFlight(flight.event, lambda: Received(*_DispatchEnd.apply(promise, flight)))
+    return begun if async_finish else begun.wait()
 
 
+class _Dispatch:
+    """What the two nodes of a dispatch have in common, and what is on its way between them."""
+
+    def __init__(self, buffer: Buffer, topk_idx: torch.Tensor, plan: Plan, order: Order):
+        self.buffer = buffer
+        self.is_async = order.is_async
+        self.event: EventOverlap | None = None
+        self._call: tuple[torch.Tensor, Plan, Order] | None = (topk_idx, plan, order)
+        self._sent: Sent | None = None
+        self._sums: Sums | None = None
+
+    def begin(self, x: torch.Tensor, weights: torch.Tensor) -> None:
+        assert self._call is not None
+        topk_idx, plan, order = self._call
+        self._sent = send(self.buffer, x, weights, topk_idx, plan, order)
+        self.event, self._call = self._sent.rows.event, None
+
+    def end(self) -> Sent:
+        sent, self._sent, self.event = self._sent, None, None  # it must not keep window memory alive
+        assert sent is not None, "moe.dispatch: `wait()` may be called once"
+        return _waited(sent, sent.rows.event, self.is_async)
+
+    def begin_backward(
+        self, grad_x: torch.Tensor, grad_weights: torch.Tensor, handle: tuple, topk_idx: torch.Tensor
+    ) -> None:
+        order = Order(None, self.is_async)
+        self._sums = sum_back(self.buffer, grad_x, grad_weights, handle, topk_idx, order)
+
+    def end_backward(self) -> Sums:
+        sums, self._sums = self._sums, None
+        assert sums is not None
+        return _waited(sums, sums.event, self.is_async)
+
+
+class _DispatchBegin(torch.autograd.Function):
+    """Where tokens set out, and where their gradients arrive."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, x: torch.Tensor, topk_weights: torch.Tensor, flight: _Dispatch
+    ) -> torch.Tensor:
+        ctx.flight = flight
+        flight.begin(x.detach(), topk_weights.detach())
+        return anchor.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _promise: torch.Tensor) -> tuple[Any, ...]:
+        sums = ctx.flight.end_backward()
+        return None, sums.x, sums.topk_weights, None
+
+
+class _DispatchEnd(torch.autograd.Function):
+    """Where rows arrive, and where their gradients set out."""
+
+    @staticmethod
+    def forward(ctx: Any, promise: torch.Tensor, flight: _Dispatch) -> tuple[Any, ...]:
+        ctx.flight = flight
+        sent = flight.end()
+        x, topk_weights = sent.land()
+        ctx.mark_non_differentiable(sent.topk_idx)
+        # As saved tensors: recomputation under checkpointing stops at the last of them, and must get as far as this
+        # on a rank whose experts save nothing.
+        ctx.save_for_backward(*sent.handle, sent.topk_idx)
+        counts, handle = sent.num_tokens_per_expert, sent.handle
+        return x, sent.topk_idx, topk_weights, counts, handle, promise.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_x: torch.Tensor, _idx: Any, grad_weights: torch.Tensor, *_rest: Any) -> tuple[Any, ...]:
+        *handle, topk_idx = ctx.saved_tensors
+        ctx.flight.begin_backward(grad_x, grad_weights, tuple(handle), topk_idx)
+        return grad_x.new_zeros(0), None
+
+
+# Combine -------------------------------------------------------------------------------------------------------------
+
+
+@overload
 def combine(
     buffer: Buffer,
     y: torch.Tensor,
     received: Received,
     *,
-    previous_event: EventOverlap | EventHandle | None = None,
+    is_fp8: bool = False,
+    previous_event: Event | None = None,
+    async_finish: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def combine(
+    buffer: Buffer,
+    y: torch.Tensor,
+    received: Received,
+    *,
+    is_fp8: bool = False,
+    previous_event: Event | None = None,
+    async_finish: Literal[True],
+) -> InFlight[torch.Tensor]: ...
+def combine(
+    buffer: Buffer,
+    y: torch.Tensor,
+    received: Received,
+    *,
+    is_fp8: bool = False,
+    previous_event: Event | None = None,
     async_finish: bool = False,
-) -> tuple[torch.Tensor, EventOverlap]:
+) -> torch.Tensor | InFlight[torch.Tensor]:
     """Bring the experts' rows back and sum them per token. All ranks of the buffer call it together.
 
     Backward: each row gets the gradient of its token.
@@ -112,123 +266,109 @@ def combine(
     Args:
         buffer: The buffer of the dispatch.
         y: [n, H], weighted: row i belongs to `received.x[i]`. No copy is made of it where it lies in the window, as
-            `buffer.get_combine_buffer(received.handle)` does.
+            `buffer.get_combine_buffer(received.handle)` does. With `async_finish` it must stay as it is until then.
         received: What `dispatch` returned.
+        is_fp8: In the backward pass, which is a dispatch, gradients travel as FP8. The rows here do not.
         previous_event: Wait for it first.
-        async_finish: Return before the sums are there.
+        async_finish: Return before the sums are there: `wait()` brings them.
 
     Returns:
-        [T, H], and the event to wait for if `async_finish`.
+        [T, H].
     """
-    return _Combine.apply(received.tie, y, received.handle, buffer, _Order(previous_event, async_finish))
+    if torch.compiler.is_compiling():
+        combined = compiled.combine(buffer, y, received.tie, received.handle, is_fp8)
+        return InFlight(None, lambda: combined) if async_finish else combined
+    flight = _Combine(buffer, received.handle, is_fp8, Order(previous_event, async_finish))
+    promise = _CombineBegin.apply(received.tie, y, flight)
+    begun = InFlight(flight.event, lambda: _CombineEnd.apply(promise, flight))
+    return begun if async_finish else begun.wait()
 
 
-class _Dispatch(torch.autograd.Function):
-    """See `dispatch`."""
+def add_rows(
+    buffer: Buffer, values: torch.Tensor, rows: torch.Tensor, received: Received, dtype: torch.dtype
+) -> torch.Tensor:
+    """Add up the experts' results by the row that they belong to, in the window: what `combine` takes. Local.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        _anchor: torch.Tensor,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_idx: torch.Tensor,
-        num_experts: int,
-        buffer: Buffer,
-        order: _Order,
-    ) -> tuple[Any, ...]:
-        ctx.buffer = buffer
-        received = _send(buffer, x.detach(), topk_weights.detach(), topk_idx, num_experts, order)
-        ctx.mark_non_differentiable(received.topk_idx)
-        # As saved tensors: recomputation under checkpointing stops at the last of them, and must get as far as this
-        # on a rank whose experts save nothing.
-        ctx.save_for_backward(*map(_alias, (*received.handle, received.topk_idx)))
-        return tuple(received)
+    Args:
+        buffer: The buffer of the dispatch.
+        values: [m, H] float, weighted.
+        rows: [m] int64, rows of `received.x`.
+        received: What `dispatch` returned.
+        dtype: Of the sums. If it is not that of the values, they are added up before they are cast.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_x: torch.Tensor, _idx: Any, grad_weights: torch.Tensor, *_rest: Any) -> tuple[Any, ...]:
-        *handle, topk_idx = ctx.saved_tensors
-        # A weight whose expert is elsewhere was received as a constant 0; its gradient must not be summed with the
-        # one that the expert's rank found.
-        grad_weights = grad_weights.masked_fill(topk_idx < 0, 0.0)
-        grads = _sum_back(ctx.buffer, grad_x, grad_weights, tuple(handle))
-        return None, *grads, None, None, None, None
+    Returns:
+        [n, H].
+    """
+    call = compiled.add_rows if torch.compiler.is_compiling() else add_into_window
+    return call(buffer, values, rows, received.handle, dtype)
 
 
-class _Combine(torch.autograd.Function):
-    """See `combine`."""
+class _Combine:
+    """What the two nodes of a combine have in common, and what is on its way between them."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, tie: torch.Tensor, y: torch.Tensor, handle: tuple, buffer: Buffer, order: _Order
-    ) -> tuple[torch.Tensor, EventOverlap]:
+    def __init__(self, buffer: Buffer, handle: tuple[torch.Tensor, ...], is_fp8: bool, order: Order):
+        self.buffer = buffer
         # Not as saved tensors: recomputation would go through this communication only to make the routes again.
-        ctx.buffer, ctx.handle, ctx.tie_like = buffer, handle, (tie.dtype, tie.device)
-        combined, _, event = buffer.combine(y.detach().contiguous(), handle, **order.arguments())
-        return _alias(combined), event
+        self._handle = handle
+        self._is_fp8 = is_fp8
+        self.event: EventOverlap | None = None
+        self._order = order
+        self._combined: torch.Tensor | None = None
+        self._rows: Rows | None = None
+
+    def begin(self, y: torch.Tensor) -> None:
+        order = self._order if y.is_contiguous() else self._order.now()
+        self._combined, _, self.event = self.buffer.combine(y.contiguous(), self._handle, **order.arguments())
+        self._order = Order(None, order.is_async)
+
+    def end(self) -> torch.Tensor:
+        combined, event, self._combined, self.event = self._combined, self.event, None, None
+        assert combined is not None, "moe.combine: `wait()` may be called once"
+        return _waited(combined, event, self._order.is_async)
+
+    def begin_backward(self, grad: torch.Tensor) -> None:
+        self._rows = send_again(self.buffer, grad, self._handle, self._is_fp8, self._order)
+
+    def end_backward(self) -> torch.Tensor:
+        rows, self._rows = self._rows, None
+        assert rows is not None
+        return _waited(rows, rows.event, self._order.is_async).unpack()[0]
+
+
+class _CombineBegin(torch.autograd.Function):
+    """Where rows set out, and where their gradients arrive."""
+
+    @staticmethod
+    def forward(ctx: Any, tie: torch.Tensor, y: torch.Tensor, flight: _Combine) -> torch.Tensor:
+        ctx.flight, ctx.tie_like = flight, (tie.dtype, tie.device)
+        flight.begin(y.detach())
+        return y.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, _event: None) -> tuple[Any, ...]:
-        grad_y, *_ = ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle)
+    def backward(ctx: Any, _promise: torch.Tensor) -> tuple[Any, ...]:
         dtype, device = ctx.tie_like
-        return torch.zeros(0, dtype=dtype, device=device), grad_y, None, None, None
+        return torch.zeros(0, dtype=dtype, device=device), ctx.flight.end_backward(), None
 
 
-def _send(
-    buffer: Buffer,
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    topk_idx: torch.Tensor,
-    num_experts: int,
-    order: _Order,
-) -> Received:
-    """The two calls of a dispatch."""
-    topk_idx = topk_idx.contiguous()
-    per_rank, per_node, per_expert, mask, event = buffer.get_dispatch_layout(topk_idx, num_experts, **order.arguments())
-    is_wide = weights.dtype == torch.float64
-    recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
-        # The buffer's weights are float32. Wider ones go beside the rows, as scales of any dtype may.
-        (x.contiguous(), weights) if is_wide else x.contiguous(),
-        num_tokens_per_rank=per_rank,
-        num_tokens_per_rdma_rank=per_node,
-        is_token_in_rank=mask,
-        num_tokens_per_expert=per_expert,
-        topk_idx=topk_idx,
-        topk_weights=weights.float().contiguous(),
-        **_Order(event if order.async_finish else order.previous_event, order.async_finish).arguments(),
-    )
-    assert recv_idx is not None
-    assert recv_weights is not None
-    assert counts is not None
-    assert handle is not None
-    if isinstance(recv_x, tuple):
-        if order.async_finish:
-            event.current_stream_wait()
-        recv_x, recv_weights = recv_x
-        recv_weights = recv_weights.masked_fill(recv_idx < 0, 0.0)
-    rows = (_alias(recv_x), _alias(recv_idx), _alias(recv_weights))
-    return Received(*rows, counts, handle, event, x.new_empty(0))
+class _CombineEnd(torch.autograd.Function):
+    """Where sums arrive, and where their gradients set out."""
+
+    @staticmethod
+    def forward(ctx: Any, _promise: torch.Tensor, flight: _Combine) -> torch.Tensor:
+        ctx.flight = flight
+        return flight.end()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        ctx.flight.begin_backward(grad)
+        return grad.new_zeros(0), None
 
 
-def _sum_back(
-    buffer: Buffer, grad_x: torch.Tensor, grad_weights: torch.Tensor, handle: tuple
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of received rows [n, H] and weights [n, K], summed to those of tokens [T, H] and weights [T, K]."""
-    if grad_weights.dtype == torch.float64:  # as columns of the rows, since combine sums weights in float32
-        combined, _, _ = buffer.combine(torch.cat([grad_x, grad_weights], dim=1), handle)
-        return combined[:, : grad_x.size(1)], combined[:, grad_x.size(1) :]
-    combined, weights, _ = buffer.combine(grad_x.contiguous(), handle, topk_weights=grad_weights)
-    assert weights is not None
-    return combined, weights
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that autograd may own.
-
-    After an asynchronous call the comm stream still fills the tensor that the buffer returned. On the CPU it does so
-    with torch operations: these must meet no tensor that requires gradients, nor count as changes of a saved one,
-    which `detach` would let them.
-    """
-    return tensor.data
+def _waited(result: Result, event: EventOverlap | None, is_async: bool) -> Result:
+    """The same once it is there."""
+    if is_async:
+        assert event is not None
+        event.current_stream_wait()
+    return result

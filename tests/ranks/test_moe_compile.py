@@ -1,0 +1,117 @@
+"""The fixed-shape path under `torch.compile`: one graph, and the results of the uncompiled layer.
+
+On the CPU with `aot_eager`: it traces, makes the backward graph and runs both, without the minute that the CPU's
+compiler takes. On a GPU with inductor.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import deep_ep
+from common import OneRank, error_of, run_ranks
+from deep_ep.buffers import registry
+from deep_ep.moe import GateOptions, MoELayer
+from deep_ep.moe.grouped import grouped_linear, padded_linear
+
+T, H, INNER, E, K = 12, 32, 16, 8, 3
+
+
+class Block(torch.nn.Module):
+    """A layer as decoders have it."""
+
+    def __init__(self, buffer: deep_ep.Buffer, dtype: torch.dtype, **how: Any):
+        super().__init__()
+        options = GateOptions(num_groups=4, topk_groups=2, capacity_factor=1.5, balance_loss=0.1)
+        self.norm = torch.nn.RMSNorm(H, dtype=dtype)
+        self.moe = MoELayer(H, INNER, E, K, buffer=buffer, options=options, shared_intermediate=8, dtype=dtype, **how)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, loss = self.moe(self.norm(x))
+        return x + y, loss
+
+
+def step(block: Block, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """Output and all gradients."""
+    block.zero_grad()
+    x = x.clone().requires_grad_()
+    y, loss = call(x)
+    (y.square().sum() + loss).backward()
+    grads = {name: parameter.grad.clone() for name, parameter in block.named_parameters()}
+    return [y.detach(), x.grad, *grads.values(), grads["moe.experts.up"]]
+
+
+def compile_block(rank: int, num_ranks: int, compiler: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], ...]:
+    """With no tokens on the last rank."""
+    buffer = deep_ep.Buffer(dist.group.WORLD, num_cpu_timeout_secs=100, num_gpu_timeout_secs=100)
+    torch.manual_seed(0)
+    block = Block(buffer, dtype, num_worst_tokens=T * num_ranks)
+    block.norm.to(buffer.device)
+    compiled = torch.compile(block, backend=compiler, fullgraph=True)
+    x = torch.randn(0 if rank == num_ranks - 1 else T, H, generator=torch.Generator().manual_seed(rank), dtype=dtype)
+    return step(block, block, x), step(block, compiled, x)
+
+
+def test_a_compiled_block(device: str) -> None:
+    compiler = "inductor" if device == "cuda" else "aot_eager"
+    for plain, compiled in run_ranks(compile_block, 2, compiler, torch.float32):
+        for expected, seen in zip(plain, compiled, strict=True):
+            torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
+        assert plain[-1].any()  # gradients came to the experts of both ranks
+
+
+def test_operators_keep_their_word(device: str) -> None:
+    """Schemas, fake kernels and gradients of all operators against what they do."""
+    ops, buffer = torch.ops.deep_ep_moe, deep_ep.Buffer(None, comm=OneRank())
+    x, topk_idx = torch.randn(T, H, requires_grad=True), torch.rand(T, E).topk(K).indices
+    weights = torch.rand(T, K, requires_grad=True)
+    torch.library.opcheck(ops.dispatch, (x, weights, topk_idx, buffer.number, E, T, False))
+    with torch.no_grad():
+        rows, ids, recv_weights, tie, *routes = ops.dispatch(x, weights, topk_idx, buffer.number, E, T, True)
+    torch.library.opcheck(ops.sum_back, (rows, recv_weights, ids, *routes, buffer.number))
+    torch.library.opcheck(ops.combine, (tie, rows.clone().requires_grad_(), *routes, buffer.number, False))
+    torch.library.opcheck(ops.send_back, (x.detach(), *routes, buffer.number, True))
+    values, places = torch.randn(2 * T, H, requires_grad=True), torch.arange(2 * T) // 2
+    torch.library.opcheck(ops.add_rows, (values, places, *routes, buffer.number, torch.bfloat16))
+    matrices, ends = torch.randn(3, 8, H, requires_grad=True), torch.tensor([4, 4, 9], dtype=torch.int32)
+    torch.library.opcheck(ops.padded_linear, (x, matrices, ends))
+    torch.library.opcheck(ops.padded_outer, (torch.randn(T, 8), x.detach(), ends))
+
+
+def test_rows_of_nobody_stay_out(device: str) -> None:
+    """NaN beyond the experts' rows reaches neither results nor gradients."""
+    x, weight = torch.randn(7, H, dtype=torch.float64), torch.randn(3, 8, H, dtype=torch.float64, requires_grad=True)
+    known = x[:5].clone().requires_grad_()
+    expected = grouped_linear(known, weight, [2, 0, 3])
+    expected.sum().backward()
+    weight_grad, weight.grad = weight.grad, None
+    x[5:] = float("nan")
+    x.requires_grad_()
+    y = padded_linear(x, weight, torch.tensor([2, 2, 5], dtype=torch.int32))
+    assert torch.allclose(y[:5], expected)
+    assert not y[5:].any()
+    y.sum().backward()
+    assert torch.allclose(weight.grad, weight_grad)
+    assert torch.allclose(x.grad[:5], known.grad)
+    assert not x.grad[5:].any()
+
+
+def test_without_a_number_of_rows_the_error_says_what_to_pass(device: str) -> None:
+    buffer = deep_ep.Buffer(None, comm=OneRank())
+    block = Block(buffer, torch.float32)
+    _, text = error_of(torch.compile(block, backend="aot_eager", fullgraph=True), torch.ones(2, H))
+    assert "Pass `num_worst_tokens`" in text
+
+
+def test_buffers_are_found_as_long_as_somebody_has_them(device: str) -> None:
+    buffer = deep_ep.Buffer(None, comm=OneRank())
+    number = buffer.number
+    assert registry.find(number) is buffer
+    del buffer
+    gc.collect()
+    kind, text = error_of(registry.find, number)
+    assert (kind, text.split(".")[0]) == ("EPClosed", f"operator: buffer {number} is gone")
