@@ -40,15 +40,22 @@ class Meet(torch.autograd.Function):
 def meet_between(rank: int, num_ranks: int, is_fp8: bool) -> tuple[torch.Tensor, ...]:
     """Rank 0 meets the others while its call is under way; they meet it before they begin theirs."""
     buffer = deep_ep.Buffer(dist.group.WORLD, num_cpu_timeout_secs=LIMIT_SECS, num_gpu_timeout_secs=LIMIT_SECS)
-    x = torch.full((T, H), 1.0 + rank, requires_grad=True)
-    topk_idx, weights = torch.arange(num_ranks).expand(T, -1), torch.full((T, num_ranks), 0.5)
-    is_first, beside = rank == 0, x
+    # The first time nobody meets: a GPU loads a kernel when it is first used, and for that waits until none runs.
+    both_passes(buffer, is_fp8, is_meeting=False)
+    return both_passes(buffer, is_fp8, is_meeting=True)
 
-    if not is_first:
-        x_in = Meet.apply(x, True, False)
+
+def both_passes(buffer: deep_ep.Buffer, is_fp8: bool, is_meeting: bool) -> tuple[torch.Tensor, ...]:
+    num_ranks, is_first = buffer.group_size, buffer.rank == 0
+    x = torch.full((T, H), 1.0 + buffer.rank, requires_grad=True)
+    topk_idx, weights = torch.arange(num_ranks).expand(T, -1), torch.full((T, num_ranks), 0.5)
+
+    def meet(tensor: torch.Tensor, is_forward: bool, is_backward: bool) -> torch.Tensor:
+        return Meet.apply(tensor, is_forward and is_meeting, is_backward and is_meeting)
+
     sending = moe.dispatch(
         buffer,
-        x if is_first else x_in,
+        x if is_first else meet(x, True, False),
         topk_idx,
         weights,
         num_ranks,
@@ -56,17 +63,15 @@ def meet_between(rank: int, num_ranks: int, is_fp8: bool) -> tuple[torch.Tensor,
         is_fp8=is_fp8,
         async_finish=True,
     )
-    if is_first:
-        beside = Meet.apply(beside, True, True)
+    beside = meet(x, True, True) if is_first else x
     received = sending.wait()
-    rows = received.x if is_first else Meet.apply(received.x, False, True)
+    rows = received.x if is_first else meet(received.x, False, True)
 
-    y = rows * 3 if is_first else Meet.apply(rows * 3, True, False)
+    y = rows * 3 if is_first else meet(rows * 3, True, False)
     bringing = moe.combine(buffer, y, received, is_fp8=is_fp8, async_finish=True)
-    if is_first:
-        beside = Meet.apply(beside, True, True)
+    beside = meet(beside, True, True) if is_first else beside
     combined = bringing.wait()
-    combined = combined if is_first else Meet.apply(combined, False, True)
+    combined = combined if is_first else meet(combined, False, True)
 
     (combined + beside).sum().backward()
     return combined.detach(), x.detach(), x.grad

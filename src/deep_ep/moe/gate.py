@@ -62,7 +62,7 @@ def choose_experts(
     check_choice(num_experts, topk, num_groups, topk_groups)
     scores = scores.detach()
     if topk_groups < num_groups:
-        by_group = scores.unflatten(-1, (num_groups, num_experts // num_groups))
+        by_group = scores.reshape(*scores.shape[:-1], num_groups, num_experts // num_groups)
         group_scores = by_group.topk(min(num_deciding, by_group.size(-1)), dim=-1).values.sum(-1)
         best = group_scores.topk(topk_groups, dim=-1).indices
         is_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
