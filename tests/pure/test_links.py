@@ -46,6 +46,9 @@ def test_a_link_that_nobody_empties_is_not_read_for_ever(links: tuple[Link, Link
     one, other = links
     for index in range(200):
         one.send(ANNOUNCE, 1, index, Pool().filled(b"word"))
+    for count in range(1, 65):
+        other.fill()
+        assert len(other.inbox) == count  # one at a time: it is handed on before the next is read
     other.fill()
     assert len(other.inbox) == 64
     assert not other.may_read
@@ -85,7 +88,9 @@ def test_leaving_and_breaking_off_are_told_apart(links: tuple[Link, Link]) -> No
 
 def test_chunks_follow_the_config() -> None:
     assert Chunks.of(Config(20, 6, 256, 8, 128), 1000) == (8, 16)
-    assert Chunks.of(None, 1 << 16) == (4, 4)
+    assert Chunks.of(None, 1 << 16) == (16, 4)
+    assert Chunks.of(None, 1 << 16, unit=6) == (12, 4)  # whole tiles of sums
+    assert Chunks.of(None, 1 << 22, unit=6) == (1, 4)
     assert Chunks.of(None, 1 << 30).num_rows == 1
 
 

@@ -11,6 +11,7 @@ import socket
 import struct
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ ANNOUNCE, VERDICT, ROWS, FAILED, BYE = 1, 2, 3, 4, 5
 
 _HEAD = struct.Struct("<QQQQ")  # topic, epoch, place, bytes of the payload
 _MOST_AHEAD = 64  # frames read before anybody asks for them; then the sender has to wait
-_MOST_PIECES = 16  # handed to the system at once
+_MOST_PIECES = 64  # handed to the system at once
 _POOL_UNIT_BYTES = 1 << 16
 _MOST_SPARE = 16
 _CLOSED = "has closed the connection"
@@ -61,7 +62,9 @@ class Page(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """As [num_bytes] uint8."""
-        return torch.frombuffer(self.memory, dtype=torch.uint8)[: self.num_bytes]
+        if not self.num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=self.num_bytes)
 
 
 class Pool:
@@ -90,11 +93,23 @@ class Pool:
 
 
 @dataclass
-class _Outgoing:
-    """A frame on its way: what is left of it, and the page to give back."""
+class Pieces:
+    """What a frame carries.
+
+    Attributes:
+        pieces: Bytes, in this order.
+        page: Goes back to the pool when all is sent; None: there is none.
+        owner: Kept alive until then: the memory of pieces that do not lie in the page.
+    """
 
     pieces: list[memoryview]
-    page: Page
+    page: Page | None = None
+    owner: object = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 class Link:
@@ -120,7 +135,7 @@ class Link:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._pool = pool
-        self._outbox: deque[_Outgoing] = deque()
+        self._outbox: deque[Pieces] = deque()
         self._is_begun = False
         self._head = bytearray(_HEAD.size)
         self._target = memoryview(self._head)
@@ -147,18 +162,20 @@ class Link:
         """Whether to look for more: not when enough lies unread, and not after the end."""
         return self.ending is None and len(self.inbox) < _MOST_AHEAD
 
-    def send(self, topic: int, epoch: int, place: int, page: Page) -> None:
-        """Queue a frame, and hand over what the system takes. The page goes back to the pool when it is sent."""
-        pieces = [memoryview(_HEAD.pack(topic, epoch, place, page.num_bytes)), page.view()]
-        self._outbox.append(_Outgoing([one for one in pieces if one.nbytes], page))
+    def send(self, topic: int, epoch: int, place: int, what: Page | Pieces) -> None:
+        """Queue a frame, and hand over what the system takes. A page goes back to the pool when it is sent."""
+        payload = Pieces([what.view()], what) if isinstance(what, Page) else what
+        head = memoryview(_HEAD.pack(topic, epoch, place, payload.num_bytes))
+        payload.pieces = [head, *(one for one in payload.pieces if one.nbytes)]
+        self._outbox.append(payload)
         self.flush()
 
     def flush(self) -> None:
         """Hand to the system what it takes. A broken connection shows when reading: the last words may be there."""
         try:
             while self._outbox:
-                pieces = [piece for outgoing in self._outbox for piece in outgoing.pieces][:_MOST_PIECES]
-                self._advance(self._socket.sendmsg(pieces))
+                pieces = (piece for outgoing in self._outbox for piece in outgoing.pieces)
+                self._advance(self._socket.sendmsg(list(islice(pieces, _MOST_PIECES))))
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
@@ -179,12 +196,14 @@ class Link:
             if not outgoing.pieces:
                 self._outbox.popleft()
                 self._is_begun = num_bytes > 0
-                self._pool.give(outgoing.page)
+                if outgoing.page is not None:
+                    self._pool.give(outgoing.page)
 
     def fill(self) -> None:
-        """Read what is there."""
+        """Read what is there, but at most one frame for the inbox: it is handed on while it is in the cache."""
+        num_before = len(self.inbox)
         try:
-            while self.may_read:
+            while self.may_read and len(self.inbox) == num_before:
                 num_bytes = self._socket.recv_into(self._target)
                 if not num_bytes:
                     self.ending = _CLOSED
@@ -226,7 +245,7 @@ class Link:
         """Say that this rank leaves, and close. What the system has taken still arrives."""
         self.drop_queued()
         if not self._outbox and self.ending is None:
-            self.send(BYE, 0, 0, self._pool.filled(b""))
+            self.send(BYE, 0, 0, Pieces([]))
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         self._socket.close()
