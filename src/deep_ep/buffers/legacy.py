@@ -22,7 +22,7 @@ from ..stream import CommStream
 from ..topology import Topology, find_topology
 from ..transport import WindowSizes
 from . import checks
-from .engines import Engine, find_device, make_engine
+from .engines import Engine, find_device, forced_ranks_per_node, make_engine
 from .low_latency import LowLatencyMethods
 
 topk_idx_t = torch.int64
@@ -120,7 +120,7 @@ class Buffer(LowLatencyMethods):
         self.enable_shrink = enable_shrink
         self._lock = threading.RLock()
         self._known_calls: dict[tuple, Any] = {}
-        self._topology = find_topology(control)
+        self._topology = find_topology(control, forced_ranks_per_node(self.device))
         self._engine, self.transport = self._make_engine(control, gpu_limit_secs)
         self._last_rows: tuple[int, torch.dtype] | None = None
         self.runtime: Runtime | None = Runtime(self._topology, self.device)
