@@ -26,6 +26,7 @@ from internode import (
     EXPERTS_PER_RANK,
     HIDDEN,
     World,
+    combined,
     dispatch,
     equal,
     layout_arguments,
@@ -191,16 +192,16 @@ def check_combine(buffer, world, rows, handle, weights, xs, arguments, limit) ->
     in_window = buffer.get_combine_buffer(handle, hidden=HIDDEN, dtype=torch.bfloat16)
     in_window.copy_(rows[rank])
     for x in (rows[rank].clone(), in_window):
-        combined, combined_weights, event = buffer.combine(
+        sums, summed_weights, event = buffer.combine(
             x, handle, topk_weights=weights[rank], bias=biases[rank], **arguments
         )
         event.current_stream_wait() if arguments["async_finish"] else None
-        equal(combined, expected.combined_x)
-        equal(combined_weights, expected.combined_topk_weights)
+        equal(sums, expected.combined_x)
+        equal(summed_weights, expected.combined_topk_weights)
         # And what DeepEP's own test compares: without the biases, the input times its ranks.
-        sums = combined.float() - biases[rank][0].float() - biases[rank][1].float()
+        bare = sums.float() - biases[rank][0].float() - biases[rank][1].float()
         whole = xs[rank].float() * world.masks[rank].sum(1, keepdim=True)
-        assert calc_diff(sums, whole) < limit
+        assert calc_diff(bare, whole) < limit
 
 
 def test_everything_that_deepeps_own_test_checks_on_2x2() -> None:
@@ -271,9 +272,7 @@ def edges(rank: int, num_ranks: int, ranks_per_node: int) -> None:
         expected = world.dispatched()
         equal(recv_x, expected[rank].recv_x)
         equal(idx, expected[rank].recv_topk_idx)
-        combined, _, _ = buffer.combine(recv_x, handle)
-        rows = [one.recv_x for one in expected]
-        equal(combined, reference.combine(rows, world.masks, ranks_per_node=ranks_per_node)[rank].combined_x)
+        equal(buffer.combine(recv_x, handle)[0], combined(world, rank))
         again, *_ = buffer.dispatch(world.xs[rank], handle=handle)
         equal(again, expected[rank].recv_x)
 
@@ -356,6 +355,19 @@ def over_comm(rank: int, num_ranks: int) -> None:
     buffer.destroy()
 
 
+def wide(rank: int, num_ranks: int) -> None:
+    """Rows so wide that two are a tile of sums, and eight a message: tokens are added up while others travel."""
+    world = make_world(num_ranks, 2, num_tokens=20, hidden=1 << 16)
+    buffer, biases = make_buffer(), [torch.ones_like(x) for x in world.xs]
+    for config in (None, Config(20, 6, 256, 3, 6)):  # chunks of whole tiles, and others
+        recv_x, *_, handle, _ = dispatch(buffer, world, config=config)
+        equal(recv_x, world.dispatched()[rank].recv_x)
+        equal(buffer.combine(recv_x, handle, config=config)[0], combined(world, rank))
+        sums, _, _ = buffer.combine(recv_x, handle, bias=biases[rank], config=config)
+        equal(sums, combined(world, rank, biases))
+    buffer.destroy()
+
+
 def forced(rank: int, num_ranks: int) -> None:
     """`DEEP_EP_TRANSPORT=message`: TCP also between ranks of a host, each of which is a node of its own then."""
     os.environ["DEEP_EP_TRANSPORT"] = "message"
@@ -390,15 +402,13 @@ def last_call(rank: int, num_ranks: int) -> None:
         buffer.combine(recv_x, handle, async_finish=True)
         return  # and leaves; the others still get its rows
     time.sleep(0.1 * rank)
-    rows = [one.recv_x for one in world.dispatched()]
-    expected = reference.combine(rows, world.masks, ranks_per_node=2)[rank].combined_x
-    equal(buffer.combine(recv_x, handle)[0], expected)
+    equal(buffer.combine(recv_x, handle)[0], combined(world, rank))
     buffer.destroy()
 
 
 def test_what_callers_see() -> None:
     """Edges, groups by other means, too little room; and at the end a rank that leaves after its last call."""
-    steps = [(edges, 2), (face,), (over_comm,), (forced,), (overflow,), (last_call,)]
+    steps = [(edges, 2), (face,), (wide,), (over_comm,), (forced,), (overflow,), (last_call,)]
     run_ranks(several, 4, *steps, env=nodes_of(2))
 
 
