@@ -118,3 +118,18 @@ def test_bits_of_a_mask(num_columns: int) -> None:
     assert bits.shape == (11, -(-num_columns // 8))
     assert torch.equal(layout.unpack_bits(bits, num_columns), mask)
     assert layout.unpack_bits(layout.pack_bits(mask[:0]), num_columns).shape == (0, num_columns)
+
+
+def test_pages_are_used_again_the_last_one_first() -> None:
+    pool = Pool()
+    large, small = pool.take(1 << 20), pool.take(100)
+    pool.give(small)
+    pool.give(large)
+    assert pool.take(50).memory is small.memory  # a large one is kept for rows
+    again = pool.take((1 << 20) - 5)
+    assert again.memory is large.memory
+    assert again.view().nbytes == (1 << 20) - 5
+    pages = [pool.take(1 << 16) for _ in range(20)]
+    for page in pages:
+        pool.give(page)
+    assert pool.take(1 << 16).memory is pages[-1].memory

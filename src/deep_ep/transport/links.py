@@ -26,6 +26,7 @@ _MOST_AHEAD = 64  # frames read before anybody asks for them; then the sender ha
 _MOST_PIECES = 64  # handed to the system at once
 _POOL_UNIT_BYTES = 1 << 16
 _MOST_SPARE = 16
+_MOST_WASTE = 4  # a page may be so many times as large as what it is for, not more: large ones are for rows
 _CLOSED = "has closed the connection"
 
 
@@ -75,10 +76,11 @@ class Pool:
 
     def take(self, num_bytes: int) -> Page:
         """A page of so many bytes, whatever is in them."""
-        for index, memory in enumerate(self._spare):
-            if len(memory) >= num_bytes:
+        size = align(max(num_bytes, 1), _POOL_UNIT_BYTES)
+        for index in reversed(range(len(self._spare))):  # the last one used is in the cache
+            if size <= len(self._spare[index]) <= _MOST_WASTE * size:
                 return Page(self._spare.pop(index), num_bytes)
-        return Page(bytearray(align(max(num_bytes, 1), _POOL_UNIT_BYTES)), num_bytes)
+        return Page(bytearray(size), num_bytes)
 
     def filled(self, data: bytes) -> Page:
         """A page with these bytes."""
@@ -88,8 +90,9 @@ class Pool:
 
     def give(self, page: Page) -> None:
         """Let others have a page that was taken."""
-        if len(self._spare) < _MOST_SPARE:
-            self._spare.append(page.memory)
+        self._spare.append(page.memory)
+        if len(self._spare) > _MOST_SPARE:
+            self._spare.pop(0)  # the one that has been of no use for longest
 
 
 @dataclass
