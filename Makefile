@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 RESULTS ?= benchmarks/results
 
-.PHONY: help demo train test test-gpu lint format bench bench-gpu bench-ll bench-ll-gpu clean
+.PHONY: help demo train test test-gpu lint format bench bench-gpu bench-nodes bench-ll bench-ll-gpu clean
 
 help:  ## this list
 	@grep -E "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 14
@@ -44,6 +44,10 @@ bench: $(READY)  ## the benchmark of normal mode, and README's table from it
 
 bench-gpu:  ## the same on this machine's GPU, with the python that is there; results are kept
 	PYTHONPATH=src $(PYTHON) -m deep_ep bench normal --device cuda --save $(RESULTS) --readme README.md
+
+bench-nodes: $(READY)  ## the benchmark across nodes, over loopback and, as root, over links of 1 Gbit/s
+	$(RUN) -m deep_ep bench internode --readme README.md
+	$(RUN) -m deep_ep bench internode --nodes 2 --ranks-per-node 4 --link 1gbit --readme README.md
 
 bench-ll: $(READY)  ## the benchmark of low-latency mode
 	$(RUN) -m deep_ep bench low-latency

@@ -54,7 +54,8 @@ TRANSPORT = Variable(
     "DEEP_EP_TRANSPORT",
     str,
     "auto",
-    "Transport of CPU ranks inside a node: `auto`, `solo`, `shm`, or `interpreted` (the GPU's kernels; for debugging).",
+    "Transport of CPU ranks: `auto`, `solo`, `shm`, `message` (TCP, also between ranks of one host), or `interpreted` "
+    "(the GPU's kernels; for debugging).",
 )
 RANKS_PER_NODE = Variable(
     "DEEP_EP_RANKS_PER_NODE",

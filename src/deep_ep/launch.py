@@ -47,6 +47,7 @@ def run_ranks(
     limit_secs: float = 300.0,
     may_die: Sequence[int] = (),
     env: dict[str, str] | None = None,
+    enter: Callable[[int], object] | None = None,
 ) -> list[Any]:
     """Run `function(rank, num_ranks, *args)` in `num_ranks` processes with a gloo process group around them.
 
@@ -57,6 +58,7 @@ def run_ranks(
         limit_secs: Seconds for all of it; what runs then is killed.
         may_die: Ranks that may end without an answer (tests kill them); their result is None.
         env: Environment variables for the ranks, beside those of this process.
+        enter: `enter(rank)` is called on each rank before its group is made, to move it to another host; importable.
 
     Returns:
         What each rank returned, by rank.
@@ -71,7 +73,7 @@ def run_ranks(
         try:
             for rank in range(num_ranks):
                 here, there = start.Pipe(duplex=False)
-                work = (function, rank, num_ranks, args, f"{folder}/store", there, variables, os.getpid())
+                work = (function, rank, num_ranks, args, f"{folder}/store", there, variables, enter, os.getpid())
                 process = start.Process(target=_run_rank, args=work, name=f"rank {rank}", daemon=True)
                 process.start()
                 there.close()
@@ -152,6 +154,7 @@ def _run_rank(
     store: str,
     pipe: Connection,
     variables: dict[str, str],
+    enter: Callable[[int], object] | None,
     launcher: int,
 ) -> None:
     _end_with(launcher)
@@ -159,6 +162,8 @@ def _run_rank(
     os.environ.update(variables)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     try:
+        if enter is not None:
+            enter(rank)
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
         )

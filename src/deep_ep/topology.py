@@ -55,13 +55,20 @@ def host_id() -> str:
     return f"{platform.node()}:{boot_id.read_text().strip() if boot_id.exists() else ''}"
 
 
-def find_topology(control: Control) -> Topology:
-    """Gather the hosts of all ranks and derive the nodes. All ranks call it together."""
-    answers = control.gather((host_id(), env.RANKS_PER_NODE.get()), "finding the nodes")
+def find_topology(control: Control, ranks_per_node: int | None = None) -> Topology:
+    """Gather the hosts of all ranks and derive the nodes. All ranks call it together.
+
+    Args:
+        control: The group.
+        ranks_per_node: Ranks of a node; None: as the environment says.
+    """
+    wish = env.RANKS_PER_NODE.get() if ranks_per_node is None else ranks_per_node
+    answers = control.gather((host_id(), wish), "finding the nodes")
     hosts = [host for host, _ in answers]
     wishes = {wish for _, wish in answers}
     if len(wishes) > 1:
-        raise EPError(f"{env.RANKS_PER_NODE.name} must be the same on all ranks, seen {sorted(wishes)}")
+        names = f"{env.RANKS_PER_NODE.name} and {env.TRANSPORT.name}"
+        raise EPError(f"topology: {names} must be the same on all ranks, seen nodes of {sorted(wishes)} ranks")
     return arrange(control.rank, hosts, wishes.pop())
 
 

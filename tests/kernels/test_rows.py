@@ -7,7 +7,7 @@ import torch
 
 from deep_ep.errors import EPError
 from deep_ep.kernels.blocks import peer_tokens, tile_bounds
-from deep_ep.kernels.reduce import reduce_rows, sum_rows
+from deep_ep.kernels.reduce import RowSums, Scratch, reduce_rows, sum_rows
 from deep_ep.kernels.rows import Lane, Section, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
 
 
@@ -144,3 +144,29 @@ def test_a_part_of_the_slots_is_put() -> None:
 def test_one_row_with_odd_strides_is_still_bytes() -> None:
     assert as_bytes(torch.zeros(5, 1).t()).shape == (1, 20)
     assert as_bytes(torch.zeros(1, 5).t()).shape == (5, 4)
+
+
+@pytest.mark.parametrize("num_peers", [2, 3])
+@pytest.mark.parametrize("step", [2, 3, 4])  # a tile of these sums is two tokens
+def test_sums_of_a_few_tokens_at_a_time_are_those_of_all(num_peers: int, step: int) -> None:
+    random = torch.Generator().manual_seed(num_peers)
+    hidden = (1 << 19) // 4 // 2
+    mask = torch.rand(9, num_peers, generator=random) < 0.7
+    mask[2:6] = True  # whole tiles of tokens that all have rows
+    slots = torch.where(mask, mask.cumsum(0) - 1, -1).int()
+    peers = [torch.randn(9, hidden, generator=random).bfloat16() for _ in range(num_peers)]
+    for rows in peers:
+        rows[:, 0] = -0.0  # sums begin with a positive zero
+    biases = [torch.randn(9, hidden, generator=random).bfloat16()]
+    for some in ([], biases):
+        expected, got = torch.empty(9, hidden).bfloat16(), torch.empty(9, hidden).bfloat16()
+        for token in range(9):
+            total = some[0][token].float() if some else torch.zeros(hidden)
+            for peer in range(num_peers):
+                if mask[token, peer]:
+                    total = total + peers[peer][slots[token, peer]].float()
+            expected[token] = total.bfloat16()
+        sums = RowSums(peers, slots, [0] * num_peers, Scratch())
+        for first in range(0, 9, step):
+            sums.sum(got[first : first + step], first, [bias[first : first + step] for bias in some])
+        assert torch.equal(got.view(torch.int16), expected.view(torch.int16))

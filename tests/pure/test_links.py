@@ -46,6 +46,9 @@ def test_a_link_that_nobody_empties_is_not_read_for_ever(links: tuple[Link, Link
     one, other = links
     for index in range(200):
         one.send(ANNOUNCE, 1, index, Pool().filled(b"word"))
+    for count in range(1, 65):
+        other.fill()
+        assert len(other.inbox) == count  # one at a time: it is handed on before the next is read
     other.fill()
     assert len(other.inbox) == 64
     assert not other.may_read
@@ -85,7 +88,9 @@ def test_leaving_and_breaking_off_are_told_apart(links: tuple[Link, Link]) -> No
 
 def test_chunks_follow_the_config() -> None:
     assert Chunks.of(Config(20, 6, 256, 8, 128), 1000) == (8, 16)
-    assert Chunks.of(None, 1 << 16) == (4, 4)
+    assert Chunks.of(None, 1 << 16) == (16, 4)
+    assert Chunks.of(None, 1 << 16, unit=6) == (12, 4)  # whole tiles of sums
+    assert Chunks.of(None, 1 << 22, unit=6) == (1, 4)
     assert Chunks.of(None, 1 << 30).num_rows == 1
 
 
@@ -113,3 +118,18 @@ def test_bits_of_a_mask(num_columns: int) -> None:
     assert bits.shape == (11, -(-num_columns // 8))
     assert torch.equal(layout.unpack_bits(bits, num_columns), mask)
     assert layout.unpack_bits(layout.pack_bits(mask[:0]), num_columns).shape == (0, num_columns)
+
+
+def test_pages_are_used_again_the_last_one_first() -> None:
+    pool = Pool()
+    large, small = pool.take(1 << 20), pool.take(100)
+    pool.give(small)
+    pool.give(large)
+    assert pool.take(50).memory is small.memory  # a large one is kept for rows
+    again = pool.take((1 << 20) - 5)
+    assert again.memory is large.memory
+    assert again.view().nbytes == (1 << 20) - 5
+    pages = [pool.take(1 << 16) for _ in range(20)]
+    for page in pages:
+        pool.give(page)
+    assert pool.take(1 << 16).memory is pages[-1].memory

@@ -46,7 +46,8 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert report["ok"] is True
     assert report["round_trip"]["ok"] is True
     assert report["round_trip"]["dispatch_ms"] > 0
-    assert [transport["name"] for transport in report["transports"]] == ["solo", "shm"]
+    assert [transport["name"] for transport in report["transports"]] == ["solo", "shm", "message"]
+    assert report["transports"][2]["num_nodes"] == 2
     assert {finding["status"] for finding in report["findings"]} <= {"ok", "note", "problem"}
     assert all(finding["advice"] for finding in report["findings"] if finding["status"] != "ok")
     variables = {variable["name"]: variable for variable in report["variables"]}
@@ -64,7 +65,7 @@ def test_a_setting_that_prevents_the_round_trip(
     assert not report["ok"]
     assert "it is for one rank" in report["round_trip"]["problem"]
     assert "env -u DEEP_EP_TRANSPORT" in report["round_trip"]["advice"]
-    assert [transport["name"] for transport in report["transports"]] == ["solo", None]
+    assert [transport["name"] for transport in report["transports"]] == ["solo", None, "message"]
 
 
 def test_what_is_missing_is_shown_with_what_to_do(

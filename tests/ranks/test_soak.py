@@ -231,3 +231,17 @@ def test_bad_options(argv: list[str], said: str, capsys: pytest.CaptureFixture[s
     assert out == ""
     assert err.count("\n") == 1
     assert said in err
+
+
+def test_across_nodes(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["soak", "--ranks", "4", "--ranks-per-node", "3"]) == 2
+    assert "--ranks-per-node must divide the 4 ranks" in capsys.readouterr().err
+    assert cli.main(["soak", "--ranks", "4", "--ranks-per-node", "2", "--low-latency"]) == 2
+    assert "for normal calls on the CPU" in capsys.readouterr().err
+    assert cli.main(["soak", "--ranks", "4", "--ranks-per-node", "2", "--calls", "20", "--seed", "2"]) == 0
+    out, _ = capsys.readouterr()
+    assert "4 CPU ranks on 2 nodes" in out
+    assert "OK: 0 errors, 20 calls" in out
+    assert Goal(4, 2, ranks_per_node=2).command(1) == (
+        "python -m deep_ep soak --ranks 4 --seed 2 --ranks-per-node 2 --segment 1"
+    )

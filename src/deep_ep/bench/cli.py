@@ -1,4 +1,4 @@
-"""`python -m deep_ep bench normal | low-latency | tune | readme`: arguments, and what is done with the results."""
+"""`python -m deep_ep bench normal | low-latency | internode | tune | readme`: arguments, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..plotting import require_matplotlib
 from ..terminal import require_folder
-from . import low_latency, normal, results
+from . import internode, low_latency, normal, results
 from . import report as reports
 from .cases import CASES
 from .gpu_cases import GPU_CASES
@@ -37,6 +37,7 @@ _TUNE = {**_ON_GPU, "num_rounds": 9}
 _LOW_LATENCY = {"num_tokens": 128, "num_rounds": 50}
 _LOW_LATENCY_ON_GPU = {**_LOW_LATENCY, "device": "cuda", "num_rounds": 100}
 _LOW_LATENCY_QUICK = {"num_tokens": 32, "hidden": 1024, "num_experts": 64, "num_rounds": 20}
+_INTERNODE_QUICK = {"num_tokens": 512, "num_rounds": 5}
 _NUM_RANKS = {"cpu": 4, "cuda": 8}
 
 _WRITERS = {
@@ -65,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_bench_arguments(
         decode, _LOW_LATENCY_ON_GPU, cases, "`bench low-latency` or `bench low-latency gpu`", _LOW_LATENCY
     )
+    rails = modes.add_parser(internode.NAME, help="measure dispatch and combine across nodes")
+    _add_internode_arguments(rails)
     tuned = modes.add_parser("tune", help="find the best launch shapes for this GPU, and write a tuning file")
     tuned.add_argument("--ranks", type=int, metavar="R", default=_NUM_RANKS["cuda"], help="group size (default: 8)")
     _add_sizes(tuned, _TUNE)
@@ -93,6 +96,26 @@ def _add_bench_arguments(
     parser.add_argument("--ranks", type=int, nargs="+", metavar="R", help="group sizes (default: 4, on a GPU 8)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live (default: cpu)")
     _add_sizes(parser, on_gpu, on_cpu)
+    _add_case_arguments(parser, cases, markers)
+
+
+def _add_internode_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, metavar="N", default=2, help="nodes (default: 2)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="P", default=2, help="ranks of each (default: 2)")
+    parser.add_argument(
+        "--link",
+        metavar="RATE",
+        default="",
+        help="give each node a network namespace, and its interface this rate: `1gbit`, or as `tc` has it; "
+        f"`{internode.UNLIMITED}`: none. Needs root. Without: nodes share this host's network, over loopback",
+    )
+    _add_sizes(parser, {})
+    _add_case_arguments(parser, list(internode.titles()), "`bench internode`, or `bench internode RATE` of a link")
+    parser.set_defaults(device="cpu")
+
+
+def _add_case_arguments(parser: argparse.ArgumentParser, cases: Sequence[str], markers: str) -> None:
+    """Which cases, and what is written of them."""
     known = list(dict.fromkeys(cases))
     parser.add_argument(
         "--cases", nargs="+", choices=known, metavar="CASE", help=f"which cases (default: all): {', '.join(known)}"
@@ -121,7 +144,7 @@ def _add_sizes(parser: argparse.ArgumentParser, on_gpu: dict, on_cpu: dict | Non
     setting = dataclasses.replace(Setting(), **(on_cpu or {}))
     for name, (field, meaning) in _SIZES.items():
         default = getattr(setting, field) or ("0" if name == "seed" else "off")
-        if name == "rounds":
+        if name == "rounds" and on_gpu:
             default = f"{default}, on a GPU {on_gpu['num_rounds']}"
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=int, metavar="N", help=f"{meaning} (default: {default})")
@@ -179,6 +202,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.mode in (normal.NAME, low_latency.NAME):
         _run_bench(args)
+    elif args.mode == internode.NAME:
+        _run_internode(args)
     elif args.mode == "tune":
         _run_tune(args)
     else:
@@ -199,8 +224,32 @@ def _run_bench(args: argparse.Namespace) -> None:
     unknown = [name for name in args.cases if name not in titles]
     if unknown:
         raise ValueError(f"bench: {', '.join(unknown)} is no case here. On {args.device}: {', '.join(titles)}")
-    _check_files(args)
-    report = measure(setting, args.ranks, args.cases, _command(args, list(titles)))
+    _check_files(args, reports.marker_of(args.mode, args.device == "cuda"))
+    words = ["--ranks", *(str(size) for size in args.ranks)]
+    _leave(measure(setting, args.ranks, args.cases, _command(args, words, list(titles))), args)
+
+
+def _run_internode(args: argparse.Namespace) -> None:
+    if args.nodes < 2 or args.ranks_per_node < 1:
+        raise ValueError(
+            "bench internode: --nodes must be at least 2 and --ranks-per-node at least 1, "
+            f"got {args.nodes} and {args.ranks_per_node}"
+        )
+    # As DeepEP's benchmark routes: the experts of a node are a group, and a token may use the best four.
+    groups = {"num_groups": args.nodes, "num_topk_groups": min(args.nodes, internode.MOST_TOPK_GROUPS)}
+    base = {"num_nodes": args.nodes, "link": args.link, **groups}
+    setting = find_setting(args, base, _INTERNODE_QUICK)
+    titles = internode.titles()
+    args.cases = args.cases or list(titles)
+    _check_files(args, reports.marker_of(internode.name_of(args.link), False))
+    words = ["--nodes", str(args.nodes), "--ranks-per-node", str(args.ranks_per_node)]
+    words += ["--link", args.link] if args.link else []
+    num_ranks = args.nodes * args.ranks_per_node
+    _leave(internode.measure(setting, num_ranks, args.cases, _command(args, words, list(titles))), args)
+
+
+def _leave(report: reports.Report, args: argparse.Namespace) -> None:
+    """Show a report, and write what was asked for."""
     results.show_table(reports.rich_table(report))
     for name, write in _WRITERS.items():
         path = getattr(args, name)
@@ -227,7 +276,7 @@ def _run_readme(args: argparse.Namespace) -> None:
     results.put_into_readme(args.results or results.newest(results.FOLDER), args.readme, args.plot)
 
 
-def _check_files(args: argparse.Namespace) -> None:
+def _check_files(args: argparse.Namespace, marker: str) -> None:
     """Minutes of measuring must not end at a missing folder, marker or package."""
     for path in (args.csv, args.json, args.plot):
         if path is not None:
@@ -237,19 +286,19 @@ def _check_files(args: argparse.Namespace) -> None:
     if args.readme is not None:
         if not args.readme.is_file():
             raise ValueError(f"bench: there is no file {args.readme} to put the table into")
-        reports.replace_table(args.readme.read_text(), reports.marker_of(args.mode, args.device == "cuda"), "")
+        reports.replace_table(args.readme.read_text(), marker, "")
     if args.plot is not None:
         require_matplotlib("bench")
 
 
-def _command(args: argparse.Namespace, all_cases: list[str]) -> str:
+def _command(args: argparse.Namespace, group: list[str], all_cases: list[str]) -> str:
     """The line that measures the same again: what was given, without the files that it writes."""
     words = ["python", "-m", "deep_ep", "bench", args.mode]
     if args.device != "cpu":
         words += ["--device", args.device]
     if args.quick:
         words.append("--quick")
-    words += ["--ranks", *(str(size) for size in args.ranks)]
+    words += group
     for name in (*_SIZES, "sms"):
         if getattr(args, name, None) is not None:
             words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]

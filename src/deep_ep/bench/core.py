@@ -57,6 +57,8 @@ class Measured:
         times: Of each variant, seconds `[rank][round]`.
         skipped: Why it did not run; None if it did.
         copy_gbs: On a GPU, 10^9 bytes a second that a plain copy read and wrote in the same rounds.
+        num_nodes: Nodes that the ranks are on.
+        traffic: Across nodes, bytes of each rank by what they are; see `internode_cases`.
     """
 
     case: str
@@ -65,6 +67,8 @@ class Measured:
     times: dict[str, list[list[float]]] = field(default_factory=dict)
     skipped: str | None = None
     copy_gbs: float | None = None
+    num_nodes: int = 1
+    traffic: dict[str, list[int]] = field(default_factory=dict)
 
 
 class Quartiles(NamedTuple):

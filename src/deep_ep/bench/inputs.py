@@ -29,6 +29,8 @@ class Setting:
         seed: Of rows and routes.
         device: Where tensors live, `cpu` or `cuda`.
         num_sms: On a GPU, blocks that a rank may use; 0: as many as the library likes.
+        num_nodes: N, nodes that the ranks are on.
+        link: Rate of the network between namespaces; empty: nodes are on one host, over loopback.
     """
 
     num_tokens: int = 4096
@@ -41,6 +43,8 @@ class Setting:
     seed: int = 0
     device: str = "cpu"
     num_sms: int = 0
+    num_nodes: int = 1
+    link: str = ""
 
     def check(self) -> None:
         """Refuse what cannot be routed, with `ValueError`."""
@@ -82,8 +86,12 @@ def reason_to_skip(setting: Setting, num_ranks: int, available_bytes: int | None
 
 
 def _needed_bytes(setting: Setting, num_ranks: int) -> int:
-    """About a rank's peak in the hungriest case, combine: six times the rows (gloo as written takes FP32 copies)."""
-    return int(setting.hidden * (6.5 * 2 * _mean_rows(setting, num_ranks) + 16 * setting.num_tokens))
+    """About a rank's peak in the hungriest case, combine: six times the rows (gloo as written takes FP32 copies).
+
+    Across nodes gloo is not measured as written: the window, gloo's two buffers, and some room.
+    """
+    times = 6.5 if setting.num_nodes == 1 else 4.0
+    return int(setting.hidden * (times * 2 * _mean_rows(setting, num_ranks) + 16 * setting.num_tokens))
 
 
 def _gpu_bytes(setting: Setting, num_ranks: int) -> int:
@@ -190,8 +198,13 @@ def draw(setting: Setting, rank: int, device: torch.device | str = "cpu") -> Dra
 
 def find_layout(drawn: Drawn, num_experts: int, buffer: Buffer) -> dict[str, Any]:
     """The layout arguments of a full dispatch."""
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(drawn.topk_idx, num_experts)
-    return {"num_tokens_per_rank": per_rank, "is_token_in_rank": mask, "num_tokens_per_expert": per_expert}
+    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(drawn.topk_idx, num_experts)
+    return {
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_node,
+        "is_token_in_rank": mask,
+        "num_tokens_per_expert": per_expert,
+    }
 
 
 def make_inputs(setting: Setting, rank: int, num_ranks: int, buffer: Buffer) -> Inputs:

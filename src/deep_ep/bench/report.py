@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from . import traffic
 from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, PRODUCT, PRODUCT_BF16, Measured, Quartiles, Summary, summarise
 
 LABELS = {
@@ -65,7 +66,7 @@ class Report:
     """A benchmark that has run.
 
     Attributes:
-        name: `normal` or `low-latency`.
+        name: `normal`, `low-latency` or `internode`, the last with its link.
         command: The line that runs it again.
         shape: The shape in one line.
         setting: The setting, as numbers by name.
@@ -98,6 +99,11 @@ class Report:
         return self.name == _LOW_LATENCY
 
     @property
+    def is_internode(self) -> bool:
+        """Whether its ranks were on several nodes."""
+        return any(row.num_nodes > 1 for row in self.rows)
+
+    @property
     def unit(self) -> Unit:
         """What times are shown in."""
         return _US if self.is_gpu else _MS
@@ -117,6 +123,8 @@ class Report:
             lines += [_TAIL_CAPTION, _LOW_LATENCY_GPU_CAPTION if self.is_gpu else _LOW_LATENCY_CAPTION]
         elif self.is_gpu:
             lines.append(_GPU_CAPTION)
+        elif self.is_internode:
+            lines.append(traffic.CAPTION)
         if self.is_gpu:
             lines[-1] += f" MPS was {'on' if self.machine['mps'] else 'off'}."
         return lines + _reasons(self.rows)
@@ -153,7 +161,10 @@ def marker_of(name: str, is_gpu: bool) -> str:
 def columns(rows: Sequence[Measured], unit: Unit = _MS, has_tail: bool = False) -> list[str]:
     """The heads of the table; what no row has is left out."""
     tail = ["p50", "p99", "floor"] if has_tail else []
-    heads = ["case", "ranks", "MB a rank", unit.name, *tail, "GB/s a rank", "time / floor"]
+    if any(row.num_nodes > 1 for row in rows):
+        heads = ["case", "nodes x ranks", *traffic.HEADS, unit.name, *traffic.SPEEDS, "time / floor"]
+    else:
+        heads = ["case", "ranks", "MB a rank", unit.name, *tail, "GB/s a rank", "time / floor"]
     heads += [f"faster than {LABELS[name]}" for name in _compared(rows)]
     return heads
 
@@ -169,8 +180,15 @@ def cells(row: Measured, title: str, compared: Sequence[str], unit: Unit = _MS, 
         has_tail: Whether there are p50, p99 and the floor's own time.
     """
     if row.skipped is not None:
-        return [title, str(row.num_ranks), f"skipped: {row.skipped}", *[""] * (3 + 3 * has_tail + len(compared))]
+        num_empty = len(columns([row], unit, has_tail)) - 3 + len(compared)
+        return [title, _ranks(row), f"skipped: {row.skipped}", *[""] * num_empty]
     summary = summarise(row)
+    ratios = [_with_quartiles(summary.over_floor)]
+    ratios += [_with_quartiles(summary.speedups.get(name), "x") for name in compared]
+    if row.num_nodes > 1:
+        secs = summary.median_secs[PRODUCT]
+        speeds = [three_digits(speed) for speed in traffic.speeds(row, secs)]
+        return [title, _ranks(row), *traffic.cells(row), three_digits(secs * unit.per_sec), *speeds, *ratios]
     return [
         title,
         str(row.num_ranks),
@@ -178,9 +196,12 @@ def cells(row: Measured, title: str, compared: Sequence[str], unit: Unit = _MS, 
         three_digits(summary.median_secs[PRODUCT] * unit.per_sec),
         *(_tail(summary, unit) if has_tail else []),
         three_digits(summary.gbs) if summary.mean_bytes else _DASH,
-        _with_quartiles(summary.over_floor),
-        *(_with_quartiles(summary.speedups.get(name), "x") for name in compared),
+        *ratios,
     ]
+
+
+def _ranks(row: Measured) -> str:
+    return str(row.num_ranks) if row.num_nodes == 1 else f"{row.num_nodes} x {row.num_ranks // row.num_nodes}"
 
 
 def _tail(summary: Summary, unit: Unit) -> list[str]:
@@ -222,7 +243,7 @@ def markdown_table(report: Report) -> str:
     compared = _compared(report.rows)
     for row in report.rows:
         lines.append(_markdown_line(cells(row, report.titles[row.case], compared, report.unit, report.has_tail)))
-    if report.has_tail:
+    if report.has_tail or report.is_internode:
         lines += ["", *report.caption]
     return "\n".join(lines)
 
@@ -254,14 +275,15 @@ def _with_quartiles(value: Quartiles | None, unit: str = "") -> str:
 def write_csv(report: Report, path: Path) -> None:
     """One line a case: its summary, seconds and ratios by variant."""
     names = [name for name in LABELS if any(name in row.times for row in report.rows)]
-    lines = [_csv_line(row, names) for row in report.rows]
+    kinds = list(dict.fromkeys(kind for row in report.rows for kind in row.traffic))
+    lines = [_csv_line(row, names, kinds) for row in report.rows]
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(_csv_line(Measured("", 0, skipped=""), names)))
+        writer = csv.DictWriter(file, fieldnames=list(_csv_line(Measured("", 0, skipped=""), names, kinds)))
         writer.writeheader()
         writer.writerows(lines)
 
 
-def _csv_line(row: Measured, names: Sequence[str]) -> dict[str, object]:
+def _csv_line(row: Measured, names: Sequence[str], kinds: Sequence[str]) -> dict[str, object]:
     """Every line has the same fields; what the case has not got stays empty."""
     summary = None if row.skipped is not None else summarise(row)
     line: dict[str, object] = {
@@ -271,6 +293,9 @@ def _csv_line(row: Measured, names: Sequence[str]) -> dict[str, object]:
         "bytes_per_rank": summary.mean_bytes if summary else "",
         "gbs_per_rank": summary.gbs if summary else "",
     }
+    if kinds:
+        line |= {"nodes": row.num_nodes}
+        line |= {f"{kind}_bytes_per_rank": traffic.mean_bytes(row, kind) if summary else "" for kind in kinds}
     line |= {"p50_secs": summary.p50_secs if summary else "", "p99_secs": summary.p99_secs if summary else ""}
     for name in names:
         line[f"{name}_secs"] = summary.median_secs.get(name, "") if summary else ""
@@ -323,7 +348,8 @@ def read_json(path: Path) -> Report:
             setting=content["setting"],
             machine=content["machine"],
             titles={case["case"]: case["title"] for case in content["cases"]},
-            rows=[Measured(**{name: case[name] for name in fields}) for case in content["cases"]],
+            # Files from before a field was thought of do without it.
+            rows=[Measured(**{name: case[name] for name in fields if name in case}) for case in content["cases"]],
         )
     except OSError as error:
         raise ValueError(f"bench: cannot read {path} ({error.strerror})") from None

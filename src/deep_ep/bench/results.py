@@ -23,7 +23,7 @@ def file_name(report: Report, date: datetime.date) -> str:
     """`2026-01-31-nvidia-h200-normal-8ranks.json`."""
     machine = slug(str(report.machine["gpu" if report.is_gpu else "cpu"]))
     sizes = "-".join(str(size) for size in dict.fromkeys(row.num_ranks for row in report.rows))
-    return f"{date.isoformat()}-{machine}-{report.name}-{sizes}ranks.json"
+    return f"{date.isoformat()}-{machine}-{slug(report.name)}-{sizes}ranks.json"
 
 
 def slug(text: str) -> str:

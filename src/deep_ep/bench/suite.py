@@ -1,4 +1,4 @@
-"""The cases of a benchmark, with each group size, as one report: what `bench normal` and `bench low-latency` share."""
+"""The cases of a benchmark, with each group size, as one report: what all benchmarks of calls share."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Suite(NamedTuple):
         run: What every rank does.
         join: One case out of what all ranks returned of it.
         reason_to_skip: Why a group of so many ranks cannot run here, or None.
+        env: Environment variables of the ranks.
+        enter: What moves a rank to its host; None: all stay on this one.
     """
 
     name: str
@@ -31,6 +33,8 @@ class Suite(NamedTuple):
     run: Callable[..., list[Any]]
     join: Callable[[str, Sequence[Any]], Measured]
     reason_to_skip: Callable[[int], str | None]
+    env: dict[str, str] | None = None
+    enter: Callable[[int], object] | None = None
 
 
 def measure_suite(
@@ -63,7 +67,9 @@ def measure_suite(
                 progress.skip(num_ranks, reason, rounds_of_group)
                 rows += [Measured(name, num_ranks, skipped=reason) for name in names]
                 continue
-            results = run_ranks(suite.run, num_ranks, setting, list(names), news, limit_secs=_LIMIT_SECS)
+            work = (setting, list(names), news)
+            where, limit = suite.env, _LIMIT_SECS
+            results = run_ranks(suite.run, num_ranks, *work, limit_secs=limit, env=where, enter=suite.enter)
             rows += [suite.join(name, [result[index] for result in results]) for index, name in enumerate(names)]
     return Report(
         name=suite.name,
@@ -77,7 +83,11 @@ def measure_suite(
 
 
 def _shape(setting: Setting) -> str:
-    shape = f"{setting.num_tokens} tokens a rank, hidden {setting.hidden}, top-{setting.num_topk} of "
+    shape = ""
+    if setting.num_nodes > 1:
+        link = f"over links of {setting.link}" if setting.link else "over loopback"
+        shape = f"{setting.num_nodes} nodes {link}, "
+    shape += f"{setting.num_tokens} tokens a rank, hidden {setting.hidden}, top-{setting.num_topk} of "
     shape += f"{setting.num_experts} experts"
     if setting.num_groups:
         shape += f", {setting.num_topk_groups} of {setting.num_groups} groups"

@@ -16,7 +16,7 @@ from ..engine.low_latency.direct import DirectLowLatency
 from ..errors import EPUnsupported
 from ..stream import CommStream, CudaStream, LaunchStream
 from ..topology import Topology
-from ..transport import MAX_EXPERTS, WindowSizes, choose
+from ..transport import MAX_EXPERTS, MESSAGE, WindowSizes, choose
 from ..transport.device import DeviceMemory, DeviceWindow
 from ..transport.interpreted import InterpretedMemory
 from ..transport.symm import SymmMemory, why_not
@@ -45,6 +45,11 @@ def find_device(device: torch.device | str | None) -> torch.device:
     if chosen.type != "cuda" or not torch.cuda.is_available():
         raise EPUnsupported(f"Buffer: device {chosen} is not there. Pass device='cpu', or run where torch sees a GPU")
     return chosen if chosen.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def forced_ranks_per_node(device: torch.device) -> int | None:
+    """Ranks of a node where `DEEP_EP_TRANSPORT` decides it: CPU ranks that use messages alone are a node each."""
+    return 1 if device.type == "cpu" and env.TRANSPORT.get() == MESSAGE else None
 
 
 def make_engine(
@@ -111,7 +116,8 @@ def _rails(control: Control, topology: Topology, sizes: WindowSizes, enable_shri
         engine.low_latency = DirectLowLatency(engine.chain, engine.stream, low_latency_bytes, enable_shrink, mesh)
     inside = f"{choice.name} inside a node ({'CPU ranks of one host' if size > 1 else 'one rank each'})"
     how = "TCP on the rail, and straight for low latency" if mesh is not None else "TCP on the rail"
-    return engine, f"{inside}, message between {topology.num_nodes} nodes ({how}: they share no memory)"
+    reason = f"{env.TRANSPORT.name}={MESSAGE}" if env.TRANSPORT.get() == MESSAGE else "they share no memory"
+    return engine, f"{inside}, {MESSAGE} between {topology.num_nodes} nodes ({how}: {reason})"
 
 
 def _streamed(

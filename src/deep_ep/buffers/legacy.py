@@ -24,7 +24,7 @@ from ..topology import Topology, find_topology
 from ..trace import Trace, open_trace
 from ..transport import WindowSizes
 from . import checks, registry
-from .engines import Engine, find_device, make_engine
+from .engines import Engine, find_device, forced_ranks_per_node, make_engine
 from .low_latency import LowLatencyMethods
 from .tracing import traced
 
@@ -130,7 +130,7 @@ class Buffer(LowLatencyMethods):
         self.enable_shrink = enable_shrink
         self._lock = threading.RLock()
         self._known_calls: dict[tuple, Any] = {}
-        self._topology = find_topology(control)
+        self._topology = find_topology(control, forced_ranks_per_node(self.device))
         self._trace = open_trace(trace, control)
         self._engine, self.transport = self._make_engine(control, gpu_limit_secs)
         if self._trace is not None and self._engine is not None:

@@ -16,7 +16,7 @@ from .. import env
 from ..errors import EPError
 from ..machine import num_usable_cores
 from ..plotting import INSTALL
-from ..transport import choose
+from ..transport import MESSAGE, choose
 from ..transport.memory import available_bytes
 from .report import NOTE, OK, PROBLEM, Finding, TransportReport, VariableReport
 
@@ -96,11 +96,25 @@ def _variable(variable: env.Variable) -> VariableReport:
 
 
 def look_at_transports() -> list[TransportReport]:
-    """What a group of one rank would get, and one of two."""
-    return [_transport(num_ranks) for num_ranks in (1, 2)]
+    """What a group of one rank would get, one of two, and several nodes between them."""
+    return [*(_transport(num_ranks) for num_ranks in (1, 2)), _between_nodes()]
+
+
+def _between_nodes() -> TransportReport:
+    if sys.platform != "linux":
+        return TransportReport(1, None, "it needs Linux", num_nodes=2)
+    from ..transport.rendezvous import own_addresses  # other systems lack what it imports
+
+    addresses, problem = own_addresses()
+    reason = f"CPU ranks: TCP on the rail, to this host at {', '.join(addresses)}"
+    return TransportReport(1, MESSAGE if addresses else None, problem or reason, num_nodes=2)
 
 
 def _transport(num_ranks: int) -> TransportReport:
+    if num_ranks > 1 and env.TRANSPORT.get() == MESSAGE:
+        return TransportReport(
+            num_ranks, MESSAGE, f"{env.TRANSPORT.name}={MESSAGE}: TCP, every rank is a node of its own"
+        )
     try:
         choice = choose(num_ranks)
     except (EPError, ValueError) as error:

@@ -42,6 +42,7 @@ class TransportReport:
     num_ranks: int
     name: str | None
     reason: str
+    num_nodes: int = 1
 
 
 @dataclass(frozen=True)

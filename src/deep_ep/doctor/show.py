@@ -54,7 +54,10 @@ def _variable_row(variable: VariableReport) -> tuple[Text, str, Text]:
 
 def _transport_row(transport: TransportReport) -> tuple[str, Text, Text]:
     name = Text(transport.name or "none", style="" if transport.name else _STYLES[PROBLEM])
-    return counted(transport.num_ranks, "rank"), name, Text(transport.reason)
+    who = counted(transport.num_ranks, "rank")
+    if transport.num_nodes > 1:
+        who = f"{counted(transport.num_nodes, 'node')} of {counted(transport.num_ranks, 'rank')}"
+    return who, name, Text(transport.reason)
 
 
 def _round_trip_text(trip: RoundTrip) -> Text:

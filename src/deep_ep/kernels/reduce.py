@@ -6,6 +6,7 @@ peers in ascending order, one rounding at the end: the result does not depend on
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from ..errors import EPError
 from .blocks import peer_tokens, tile_bounds
 from .script import Scripted
 
+_SMALL_ELEMENTS = 1 << 14  # of sums: for fewer, memory is quickly had
 _TILE_BYTES = 1 << 19  # of accumulators: they and the rows being added stay in a core's cache
 
 
@@ -50,8 +52,92 @@ def _reduce_rows_torch(
     biases: Sequence[torch.Tensor],
 ) -> None:
     if out.numel():
-        token_idx, blocks = _blocks(peers, slots, shifts)
-        _sum_blocks(out, blocks, token_idx, biases)
+        RowSums(peers, slots, shifts).sum(out, 0, biases)
+
+
+class Scratch:
+    """Accumulators that are used again: memory fresh from the system costs more than to add in it."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def pair(self, like: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two tensors [num_tokens, H], for rows like these; whatever is in them."""
+        key = (num_tokens, like.size(1), dtype)
+        if key not in self._pairs:
+            one, other = (like.new_empty(key[:2], dtype=dtype) for _ in range(2))
+            self._pairs[key] = (one, other)
+        return self._pairs[key]
+
+
+class RowSums:
+    """The sums of tokens, for callers that want them a few tokens at a time; see `reduce_rows`.
+
+    Args:
+        peers: R tensors [rows, H]: the peers' rows, read when a sum is made.
+        slots: [T, R] int32.
+        shifts: What to add to the slots of each peer.
+        scratch: Where to add.
+
+    Raises:
+        EPError: A peer has no such rows.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[torch.Tensor],
+        slots: torch.Tensor,
+        shifts: Sequence[int],
+        scratch: Scratch | None = None,
+    ):
+        self._scratch = scratch
+        self._num_tokens = slots.size(0)
+        self._token_idx, self._blocks = _blocks(peers, slots, shifts) if self._num_tokens else ([], [])
+        self._names: list[list[int]] | None = None
+        self._tiles: tuple[list[torch.Tensor], list[list[int]]] | None = None  # places and bounds, as of `_sum_tiles`
+
+    def sum(self, out: torch.Tensor, first: int, biases: Sequence[torch.Tensor] = ()) -> None:
+        """Sum the rows of some tokens.
+
+        Args:
+            out: [n, H], written: the sums of tokens `first` to `first + n`.
+            first: The first token.
+            biases: Tensors [n, H] of out's dtype, added first and in order.
+        """
+        last = first + out.size(0)
+        if not out.numel():
+            return
+        if (first, last) == (0, self._num_tokens):
+            _sum_blocks(out, self._blocks, self._token_idx, biases, self._scratch)
+        elif (
+            self._scratch is not None
+            and first % (tile := tile_tokens(out)) == 0
+            and (last % tile == 0 or last == self._num_tokens)
+        ):
+            self._sum_whole_tiles(out, first // tile, -(-last // tile), biases, self._scratch)
+        else:
+            self._sum_some(out, first, last, biases)
+
+    def _sum_whole_tiles(
+        self, out: torch.Tensor, first: int, last: int, biases: Sequence[torch.Tensor], scratch: Scratch
+    ) -> None:
+        """Sum tiles [first, last) of all tokens' tiles: what says where they lie is made once for all of them."""
+        tile = tile_tokens(out)
+        if self._tiles is None:
+            places = [tokens % tile for tokens in self._token_idx]
+            self._tiles = places, tile_bounds(self._token_idx, self._num_tokens, tile)
+        places, bounds = self._tiles
+        bounds = [one[first : last + 1] for one in bounds]
+        _sum_tiles(out, self._blocks, places, bounds, list(biases), *scratch.pair(out, tile, _accumulator(out)))
+
+    def _sum_some(self, out: torch.Tensor, first: int, last: int, biases: Sequence[torch.Tensor]) -> None:
+        """Sum tokens [first, last), wherever tiles begin."""
+        if self._names is None:
+            self._names = [tokens.tolist() for tokens in self._token_idx]
+        spans = [slice(bisect_left(names, first), bisect_left(names, last)) for names in self._names]
+        blocks = [rows[span] for rows, span in zip(self._blocks, spans, strict=True)]
+        token_idx = [tokens[span] - first for tokens, span in zip(self._token_idx, spans, strict=True)]
+        _sum_blocks(out, blocks, token_idx, biases, self._scratch)
 
 
 def sum_rows(
@@ -71,7 +157,7 @@ def sum_rows(
         biases: Tensors [T, H] of out's dtype, added first and in order.
     """
     accumulate = _accumulator(out)
-    if out.size(0) > _tile_tokens(out, accumulate):
+    if out.size(0) > tile_tokens(out):
         _sum_blocks(out, rows.split(list(counts)), token_idx.split(list(counts)), biases)
         return
     total = _sum_biases(out, biases, accumulate)
@@ -102,11 +188,12 @@ def _sum_blocks(
     blocks: Sequence[torch.Tensor],
     token_idx: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
+    scratch: Scratch | None = None,
 ) -> None:
-    """Sum each peer's rows of these tokens: in tiles, or, where there is only one, with fewer operators."""
+    """Sum each peer's rows of these tokens: in tiles, or, where there is only a small one, with fewer operators."""
     accumulate = _accumulator(out)
-    num_tokens, tile = out.size(0), _tile_tokens(out, accumulate)
-    if num_tokens <= tile:
+    num_tokens, tile = out.size(0), tile_tokens(out)
+    if num_tokens <= tile and (scratch is None or out.numel() < _SMALL_ELEMENTS):
         total = _sum_biases(out, biases, accumulate)
         for rows, tokens in zip(blocks, token_idx, strict=True):
             total.index_add_(0, tokens, rows.to(accumulate))
@@ -118,8 +205,7 @@ def _sum_blocks(
         [tokens % tile for tokens in token_idx],
         tile_bounds(token_idx, num_tokens, tile),
         list(biases),
-        out.new_empty(tile, out.size(1), dtype=accumulate),
-        out.new_empty(tile, out.size(1), dtype=accumulate),
+        *(scratch or Scratch()).pair(out, tile, accumulate),
     )
 
 
@@ -127,8 +213,9 @@ def _accumulator(out: torch.Tensor) -> torch.dtype:
     return torch.float64 if out.dtype == torch.float64 else torch.float32
 
 
-def _tile_tokens(out: torch.Tensor, accumulate: torch.dtype) -> int:
-    return max(1, _TILE_BYTES // max(1, out.size(1) * accumulate.itemsize))
+def tile_tokens(out: torch.Tensor) -> int:
+    """Tokens of a tile of sums [T, H]. Who sums a few at a time does best with whole tiles."""
+    return max(1, _TILE_BYTES // max(1, out.size(1) * _accumulator(out).itemsize))
 
 
 def _sum_biases(out: torch.Tensor, biases: Sequence[torch.Tensor], accumulate: torch.dtype) -> torch.Tensor:
@@ -164,6 +251,16 @@ def _sum_tiles(
         start = index * tile
         stop = min(start + tile, out.size(0))
         part = total[: stop - start]
+        if len(blocks) == 2 and len(biases) == 0:
+            one, other = bounds[0][index], bounds[1][index]
+            if bounds[0][index + 1] - one == stop - start and bounds[1][index + 1] - other == stop - start:
+                # Two rows each: one addition in their own type rounds as a wide one would. A zero keeps its sign only
+                # if both are negative, and sums begin with a positive one.
+                torch.add(
+                    blocks[0][one : one + stop - start], blocks[1][other : other + stop - start], out=out[start:stop]
+                )
+                out[start:stop].add_(0)
+                continue
         if len(biases) == 0:
             part.zero_()
         for order, bias in enumerate(biases):

@@ -50,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--calls", type=int, metavar="N", help="end after so many calls")
     parser.add_argument("--ranks", type=int, default=4, metavar="R", help="processes")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        default=0,
+        metavar="P",
+        help="split the ranks into nodes, with TCP between; 0: one",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of all calls and their data")
     parser.add_argument("--segment", type=int, metavar="K", help="play one segment alone, as a failure says")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks, which may share a GPU")
@@ -92,6 +99,11 @@ def _goal_of(args: argparse.Namespace) -> Goal:
     segment: int | None = getattr(args, "segment", None)
     if args.ranks < 1:
         raise ValueError(f"soak: --ranks must be at least 1, got {args.ranks}")
+    if args.ranks_per_node < 0 or (args.ranks_per_node and args.ranks % args.ranks_per_node):
+        raise ValueError(f"soak: --ranks-per-node must divide the {args.ranks} ranks, got {args.ranks_per_node}")
+    per_node = args.ranks_per_node if args.ranks_per_node < args.ranks else 0
+    if per_node and (args.low_latency or args.device != "cpu"):
+        raise ValueError("soak: --ranks-per-node is for normal calls on the CPU. Leave --low-latency and --device out")
     if minutes is not None and not minutes > 0:
         raise ValueError(f"soak: --minutes must be greater than 0, got {minutes:g}")
     if num_calls is not None and num_calls < 1:
@@ -103,7 +115,7 @@ def _goal_of(args: argparse.Namespace) -> Goal:
     if minutes is None and num_calls is None and segment is None:
         minutes = _DEFAULT_MINUTES
     secs = None if minutes is None else 60 * minutes
-    return Goal(args.ranks, args.seed, secs, num_calls, segment, args.device, args.low_latency)
+    return Goal(args.ranks, args.seed, secs, num_calls, segment, args.device, args.low_latency, per_node)
 
 
 def _paths_of(args: argparse.Namespace) -> tuple[Path | None, Path | None]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .. import env
 from ..launch import RankFailed, run_ranks
 from ..terminal import hearing_ranks
 from .faults import Stops
@@ -91,7 +92,9 @@ def run_soak(goal: Goal, on_note: Callable[[Note, int], object]) -> Outcome:
 
     with stops, hearing_ranks(hear) as news:
         try:
-            outcome.reports = run_ranks(play_rank, goal.num_ranks, goal, news, limit_secs=_limit_secs(goal))
+            nodes = {env.RANKS_PER_NODE.name: str(goal.ranks_per_node)} if goal.ranks_per_node else None
+            limit_secs = _limit_secs(goal)
+            outcome.reports = run_ranks(play_rank, goal.num_ranks, goal, news, limit_secs=limit_secs, env=nodes)
         except RankFailed as error:
             outcome.crash = str(error)
     outcome.secs, outcome.num_stops = time.monotonic() - begin, stops.num_stops

@@ -65,6 +65,7 @@ class Goal:
         segment: The only segment to play; None: from the first on.
         device: `cpu` or `cuda`.
         only_low_latency: Make no other calls.
+        ranks_per_node: Ranks of a node, of several on this host; 0: all are on one node.
     """
 
     num_ranks: int
@@ -74,6 +75,12 @@ class Goal:
     segment: int | None = None
     device: str = "cpu"
     only_low_latency: bool = False
+    ranks_per_node: int = 0
+
+    @property
+    def has_low_latency(self) -> bool:
+        """Whether there are low-latency calls among the others: not across nodes."""
+        return not self.ranks_per_node
 
     def command(self, segment: int | None = None, num_calls: int | None = None) -> str:
         """The line that plays a segment, or all of it."""
@@ -82,6 +89,8 @@ class Goal:
             line += f" --device {self.device}"
         if self.only_low_latency:
             line += " --low-latency"
+        if self.ranks_per_node:
+            line += f" --ranks-per-node {self.ranks_per_node}"
         if segment is not None:
             line += f" --segment {segment}"
         return line if num_calls is None else f"{line} --calls {num_calls}"

@@ -151,8 +151,8 @@ class _Player:
         buffer = Buffer(
             dist.group.WORLD,
             segment.num_nvl_bytes,
-            low_latency.hint(self.goal.num_ranks),
-            low_latency_mode=True,
+            low_latency.hint(self.goal.num_ranks) if self.goal.has_low_latency else 0,
+            low_latency_mode=self.goal.has_low_latency,
             explicitly_destroy=True,
             device=self.goal.device,
             num_cpu_timeout_secs=_LIMIT_SECS,

@@ -25,6 +25,8 @@ def show_title(console: Console, goal: Goal) -> None:
     """What is about to run."""
     console.print(f"[bold]deep_ep {__version__} soak[/]: random calls against the oracle, with delays and stops")
     parts = [counted(goal.num_ranks, "CPU rank"), f"seed {goal.seed}"]
+    if goal.ranks_per_node:
+        parts[0] += f" on {counted(goal.num_ranks // goal.ranks_per_node, 'node')}"
     if goal.segment is not None:
         segment = plan_segment(goal, goal.segment)
         parts.append(f"segment {goal.segment} alone ({segment.num_calls} calls, arena {segment.arena})")

@@ -17,6 +17,7 @@ from .window import EPPeerFailed, Window, WindowSizes
 __all__ = [
     "HEADER",
     "MAX_EXPERTS",
+    "MESSAGE",
     "OFFER",
     "POSTED_BYTES",
     "Arena",
@@ -31,6 +32,9 @@ __all__ = [
 ]
 
 
+MESSAGE = "message"  # between nodes: the transport that needs no memory in common; see `message.py`
+
+
 class Choice(NamedTuple):
     """A transport, and why it was chosen."""
 
@@ -42,10 +46,14 @@ class Choice(NamedTuple):
 def choose(num_ranks: int) -> Choice:
     """The transport for the CPU ranks of one node.
 
+    Where `message` is asked for, every rank is a node of its own, and `solo` is all that it needs inside.
+
     Raises:
         EPUnsupported: There is none, or `DEEP_EP_TRANSPORT` asks for one that cannot be.
     """
     wish = env.TRANSPORT.get()
+    if wish == MESSAGE and num_ranks == 1:
+        wish = "auto"
     choices = {
         "solo": Choice("solo", "a group of one rank", solo.make_window),
         "shm": Choice("shm", "CPU ranks of one host", shm.make_window),
@@ -55,7 +63,7 @@ def choose(num_ranks: int) -> Choice:
         "shm": shm.why_not(),
     }
     if wish not in ("auto", *choices):
-        raise ValueError(f"{env.TRANSPORT.name}: {wish!r} is not one of auto, {', '.join(choices)}")
+        raise ValueError(f"{env.TRANSPORT.name}: {wish!r} is not one of auto, {', '.join(choices)}, {MESSAGE}")
     for name, choice in choices.items():
         if wish in ("auto", name) and reasons[name] is None:
             return choice if wish == "auto" else choice._replace(reason=f"{env.TRANSPORT.name}={wish}")

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,8 +25,9 @@ ANNOUNCE, VERDICT, ROWS, FAILED, BYE, SENT = 1, 2, 3, 4, 5, 6
 
 _HEAD = struct.Struct("<QQQQ")  # topic, epoch, place, bytes of the payload
 _MOST_AHEAD = 64  # frames read before anybody asks for them; then the sender has to wait
-_MOST_PIECES = 16  # handed to the system at once
+_MOST_PIECES = 64  # handed to the system at once
 _POOL_UNIT_BYTES = 1 << 16
+_MOST_WASTE = 4  # a page may be so many times as large as what it is for, not more: large ones are for rows
 _CLOSED = "has closed the connection"
 
 
@@ -82,7 +84,9 @@ class Page(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """As [num_bytes] uint8."""
-        return torch.frombuffer(self.memory, dtype=torch.uint8)[: self.num_bytes]
+        if not self.num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=self.num_bytes)
 
 
 class Landing(Protocol):
@@ -106,10 +110,11 @@ class Pool:
 
     def take(self, num_bytes: int) -> Page:
         """A page of so many bytes, whatever is in them."""
-        for index, memory in enumerate(self._spare):
-            if len(memory) >= num_bytes:
+        size = align(max(num_bytes, 1), _POOL_UNIT_BYTES)
+        for index in reversed(range(len(self._spare))):  # the last one used is in the cache
+            if size <= len(self._spare[index]) <= _MOST_WASTE * size:
                 return Page(self._spare.pop(index), num_bytes)
-        return Page(bytearray(align(max(num_bytes, 1), _POOL_UNIT_BYTES)), num_bytes)
+        return Page(bytearray(size), num_bytes)
 
     def filled(self, data: bytes) -> Page:
         """A page with these bytes."""
@@ -119,16 +124,46 @@ class Pool:
 
     def give(self, page: Page) -> None:
         """Let others have a page that was taken."""
-        if len(self._spare) < self._most_spare:
-            self._spare.append(page.memory)
+        self._spare.append(page.memory)
+        if len(self._spare) > self._most_spare:
+            self._spare.pop(0)  # the one that has been of no use for longest
+
+
+@dataclass
+class Pieces:
+    """What a frame carries.
+
+    Attributes:
+        pieces: Bytes, in this order.
+        page: Goes back to the pool when all is sent; None: there is none.
+        owner: Kept alive until then: the memory of pieces that do not lie in the page.
+    """
+
+    pieces: list[memoryview]
+    page: Page | None = None
+    owner: object = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 @dataclass
 class _Outgoing:
-    """A frame on its way: what is left of it, the page to give back, and when it was queued."""
+    """A frame on its way.
+
+    Attributes:
+        pieces: What is left of it.
+        payload: What it carries; whose page is to be given back.
+        num_bytes: Of that.
+        topic: Of the frame.
+        queued_ns: When it was queued.
+    """
 
     pieces: list[memoryview]
-    page: Page
+    payload: Pieces
+    num_bytes: int
     topic: int
     queued_ns: int
 
@@ -189,18 +224,21 @@ class Link:
         """Whether to look for more: not when enough lies unread, and not after the end."""
         return self.ending is None and len(self.inbox) < _MOST_AHEAD
 
-    def send(self, topic: int, epoch: int, place: int, page: Page) -> None:
-        """Queue a frame, and hand over what the system takes. The page goes back to the pool when it is sent."""
-        pieces = [memoryview(_HEAD.pack(topic, epoch, place, page.num_bytes)), page.view()]
-        self._outbox.append(_Outgoing([one for one in pieces if one.nbytes], page, topic, time.monotonic_ns()))
+    def send(self, topic: int, epoch: int, place: int, what: Page | Pieces) -> None:
+        """Queue a frame, and hand over what the system takes. A page goes back to the pool when it is sent."""
+        payload = Pieces([what.view()], what) if isinstance(what, Page) else what
+        num_bytes = payload.num_bytes
+        head = memoryview(_HEAD.pack(topic, epoch, place, num_bytes))
+        pieces = [head, *(one for one in payload.pieces if one.nbytes)]
+        self._outbox.append(_Outgoing(pieces, payload, num_bytes, topic, time.monotonic_ns()))
         self.flush()
 
     def flush(self) -> None:
         """Hand to the system what it takes. A broken connection shows when reading: the last words may be there."""
         try:
             while self._outbox:
-                pieces = [piece for outgoing in self._outbox for piece in outgoing.pieces][:_MOST_PIECES]
-                self._advance(self._socket.sendmsg(pieces))
+                pieces = (piece for outgoing in self._outbox for piece in outgoing.pieces)
+                self._advance(self._socket.sendmsg(list(islice(pieces, _MOST_PIECES))))
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
@@ -223,18 +261,20 @@ class Link:
                 self._is_begun = num_bytes > 0
                 if self.on_departure is not None:
                     self._tell_departure(outgoing)
-                self._pool.give(outgoing.page)
+                if outgoing.payload.page is not None:
+                    self._pool.give(outgoing.payload.page)
 
     def _tell_departure(self, outgoing: _Outgoing) -> None:
         assert self.on_departure is not None
         begun_ns, ended_ns = max(outgoing.queued_ns, self._last_departure_ns), time.monotonic_ns()
         self._last_departure_ns = ended_ns
-        self.on_departure(Departure(outgoing.topic, outgoing.page.num_bytes, begun_ns, ended_ns))
+        self.on_departure(Departure(outgoing.topic, outgoing.num_bytes, begun_ns, ended_ns))
 
     def fill(self) -> None:
-        """Read what is there."""
+        """Read what is there, but at most one frame for the inbox: it is handed on while it is in the cache."""
+        num_before = len(self.inbox)
         try:
-            while self.may_read:
+            while self.may_read and len(self.inbox) == num_before:
                 num_bytes = self._socket.recv_into(self._target)
                 if not num_bytes:
                     self.ending = _CLOSED
@@ -276,7 +316,7 @@ class Link:
         """Say that this rank leaves, and close. What the system has taken still arrives."""
         self.drop_queued()
         if not self._outbox and self.ending is None:
-            self.send(BYE, 0, 0, self._pool.filled(b""))
+            self.send(BYE, 0, 0, Pieces([]))
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         self._socket.close()

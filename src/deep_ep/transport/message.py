@@ -19,7 +19,7 @@ from ..control import Control
 from ..errors import EPError, EPTimeout, EPTransportError
 from ..topology import Topology
 from ..trace import NETWORK, NO_SLICE, WAIT, Slice, Trace, from_track, to_track
-from .links import ANNOUNCE, FAILED, ROWS, Departure, Frame, Link, Page, Pool
+from .links import ANNOUNCE, FAILED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
 from .rendezvous import connect_rail
 from .window import EPPeerFailed
 
@@ -71,9 +71,9 @@ class Rail:
         """The rank of this rail on a node, for a message."""
         return f"rank {self.rank_of(node)} (node {node})"
 
-    def send(self, node: int, topic: int, epoch: int, page: Page, place: int = 0) -> None:
-        """Queue a message. Its page goes back to the pool when it is sent."""
-        self.links[node].send(topic, epoch, place, page)
+    def send(self, node: int, topic: int, epoch: int, what: Page | Pieces, place: int = 0) -> None:
+        """Queue a message: a page, or pieces. A page goes back to the pool when it is sent."""
+        self.links[node].send(topic, epoch, place, what)
         self.num_sent += 1
 
     def receive(self, node: int, wait: Wait) -> Frame:
@@ -126,8 +126,9 @@ class Rail:
         for link in self.links.values():
             events = (select.POLLIN if link.may_read else 0) | (select.POLLOUT if link.num_queued else 0)
             if events:
-                links[link.fileno()] = link
-                poll.register(link.fileno(), events)
+                number = link.fileno()
+                links[number] = link
+                poll.register(number, events)
         if not links:
             time.sleep(secs)  # all are gone, or have said more than anybody asked for
         ready = poll.poll(secs * 1000) if links else []

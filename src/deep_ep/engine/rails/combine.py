@@ -6,15 +6,16 @@ biases and nodes, ascending. See `docs/protocol.md` for the steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ...config import Config
 from ...handle import RailHandle
-from ...kernels.reduce import reduce_rows
+from ...kernels.reduce import RowSums, Scratch, tile_tokens
 from ...kernels.rows import row_bytes
 from ...trace import RECEIVE, SEND
+from ...transport.links import Page
 from ..call import OFFERED, READY, TAKEN, Agreement, Call, Header, Offer
 from ..combine import Combine
 from ..staging import Staging
@@ -22,7 +23,10 @@ from .announce import Announcement, receive_announcements, require_rows, send_an
 from .chain import RailChain
 from .rounds import copy_out, lane_of, num_rounds, passed_on, read_passed_on, rows_by_source, staged_slots
 from .routes import Routes
+from .totals import Totals
 from .traffic import ChunkForm, Chunks, Traffic
+
+_TILES = 4  # that are summed before the network is looked after again
 
 
 class RailsCombine(Combine):
@@ -129,39 +133,45 @@ class RailsCombine(Combine):
 
     def _sum_nodes(self, call: Call, routes: Routes, tables: list[list[torch.Tensor]], taken: int) -> None:
         """Sum inside the node for every node, exchange the sums, add them up. `taken` is the step of having read."""
-        sections = self._sections()
-        shifts = [0] * self._topology.ranks_per_node
-        # By node, the sums of this rank's tokens there.
-        sums = [
-            [self._chain.result((count, part.size(1)), part.dtype) for part in sections] for count in routes.num_out
-        ]
+        sections, shifts = self._sections(), [0] * self._topology.ranks_per_node
+        scratch = Scratch()
+        blocks = [[RowSums(table, block, shifts, scratch) for table in tables] for block in routes.blocks]
+        form, pool = ChunkForm([(part.size(1), part.dtype) for part in sections]), self._rails.rail.pool
+        tile = tile_tokens(sections[0])
+        chunks, wait, rail = Chunks.of(self._config, form.row_bytes, tile), self._rails.waiting(call), self._rails.rail
+        totals = self._totals(routes, scratch)
 
-        def pack(node: int, first: int, last: int, views: list[torch.Tensor]) -> None:
-            for view, table in zip(views, tables, strict=True):
-                reduce_rows(view, table, routes.blocks[node][first:last], shifts)
+        def pack(node: int, first: int, last: int) -> Page:
+            page = pool.take(form.num_bytes(last - first))
+            for sums, view in zip(blocks[node], form.views(page.tensor(), last - first), strict=True):
+                sums.sum(view, first)
+            return page
+
+        def sum_own() -> Iterator[None]:
+            own, count = self._topology.node, _TILES * tile
+            for first in range(0, routes.num_in[own], count):
+                last = min(first + count, routes.num_in[own])
+                for sums, out in zip(blocks[own], totals.room(own, first, last), strict=True):
+                    sums.sum(out, first)
+                totals.has(own, last)
+                yield
 
         def take(node: int, first: int, last: int, views: list[torch.Tensor]) -> None:
-            for view, total in zip(views, sums[node], strict=True):
-                total[first:last].copy_(view)
+            for view, out in zip(views, totals.room(node, first, last), strict=True):
+                out.copy_(view)
+            totals.has(node, last)
 
-        form = ChunkForm([(part.size(1), part.dtype) for part in sections])
-        chunks, wait, rail = Chunks.of(self._config, form.row_bytes), self._rails.waiting(call), self._rails.rail
-        traffic = Traffic(rail, wait, call.epoch, form, chunks, routes.num_in, routes.num_out, pack, take)
+        traffic = Traffic(rail, wait, call.epoch, form, chunks, routes.num_in, routes.num_out, pack, take, sum_own())
         traffic.start()
-        own = self._topology.node
-        with call.slice("sum own node", RECEIVE):
-            pack(own, 0, routes.num_in[own], sums[own])
         traffic.finish_packing()
         call.signal(taken)
         traffic.finish()
-        with call.slice("add up", RECEIVE):
-            self._add_up(sums)
+        with call.slice("add up the rest", RECEIVE):
+            totals.finish()
 
-    def _add_up(self, sums: list[list[torch.Tensor]]) -> None:
-        """Biases, then nodes ascending."""
+    def _totals(self, routes: Routes, scratch: Scratch) -> Totals:
         assert self._combined is not None
-        outs, biases = [self._combined.x, self._combined.topk_weights], [self._biases, ()]
-        for index, (out, bias) in enumerate(zip(outs, biases, strict=True)):
-            if out is not None:
-                parts = [total[index] for total in sums]
-                reduce_rows(out, parts, self._handle.send_rdma_head, [0] * len(parts), bias)
+        outs = [self._combined.x, self._combined.topk_weights]
+        biases = [self._biases, ()]
+        sections = [(out, bias) for out, bias in zip(outs, biases, strict=True) if out is not None]
+        return Totals(self._chain, routes, self._handle.send_rdma_head, sections, scratch)

@@ -7,7 +7,7 @@ before: over the rail, and then inside the node. See `docs/protocol.md` for the 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from ...errors import EPOverflow
 from ...handle import RailHandle
 from ...kernels.rows import Lane, Section, put_rows, row_bytes, rows_as, widest_dtype
 from ...trace import RECEIVE, SEND
-from ...transport.links import VERDICT
+from ...transport.links import VERDICT, Pieces
 from ..call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Header, Offer
 from ..dispatch import Dispatch
 from ..parcel import Payload, Routing, agreement_of, outgoing_parts, section_columns, unpack_records
@@ -31,10 +31,13 @@ from .announce import (
     send_announcement,
 )
 from .chain import RailChain
+from .hops import FanOut, Packer
 from .rounds import copy_out, lane_of, num_rounds, passed_on, read_passed_on, rows_by_source, staged_slots
 from .routes import Routes
 from .traffic import ChunkForm, Chunks, Traffic
 
+_TILES = 4  # that are put before the network is looked after again
+_TILE_BYTES = 1 << 19  # of rows: read once from memory, then from a core's cache for every further rank
 _OVERFLOW = struct.Struct("<3q")  # rank, rows, num_worst_tokens
 
 
@@ -67,6 +70,7 @@ class RailsDispatch(Dispatch):
         self._config = config
         self._prefix: torch.Tensor | None = None  # [R, P] int32, what this node's ranks receive
         self._tables: list[list[torch.Tensor]] = []
+        self._fan_outs: dict[int, FanOut] = {}  # by node, its block
         self._held: list[torch.Tensor] = []  # where somebody is staged: the rows to pass on, for each section
         self._numbers: torch.Tensor | None = None
         self._said: dict[int, Announcement] = {}  # by node, what its rank of the rail sends to this node
@@ -157,8 +161,6 @@ class RailsDispatch(Dispatch):
         call.headers()
         offers = call.offers()
         self._open(call, offers, outgoing, routes)
-        with call.slice("put own rows", SEND):
-            self._put_own(outgoing, routes)
         traffic.finish()
         rounds = self._put_in_lanes(call, offers, staging) if self._held else 0
         if not rounds:
@@ -274,23 +276,25 @@ class RailsDispatch(Dispatch):
     # Rows ------------------------------------------------------------------------------------------------------------
 
     def _traffic(self, call: Call, routes: Routes, outgoing: Sequence[torch.Tensor]) -> Traffic:
+        rail = self._rails.rail
         rows = [rows_as(part, widest_dtype(row_bytes(part), _place(part), part.data_ptr())) for part in outgoing]
-        tokens = {node: routes.tokens_to(node) for node in self._rails.rail.nodes}
+        tokens = {node: routes.tokens_to(node) for node in rail.nodes}
+        names = {node: one.tolist() for node, one in tokens.items()}
         form = ChunkForm([(part.size(1), part.dtype) for part in rows])
+        packer = Packer(rows, form, rail.pool)
 
-        def pack(node: int, first: int, last: int, views: list[torch.Tensor]) -> None:
-            for part, view in zip(rows, views, strict=True):
-                torch.index_select(part, 0, tokens[node][first:last], out=view)
+        def pack(node: int, first: int, last: int) -> Pieces:
+            return packer.pack(tokens[node][first:last], names[node][first:last])
 
         def take(node: int, first: int, last: int, views: list[torch.Tensor]) -> None:
-            self._put(routes.blocks[node][first:last], views)
+            self._fan_outs[node].put(first, last, views)
             before = sum(routes.num_in[:node])
             for held, view in zip(self._held, views, strict=False):
                 held[before + first : before + last].copy_(rows_as(view, held.dtype))
 
         chunks, wait = Chunks.of(self._config, form.row_bytes), self._rails.waiting(call)
-        sizes = (routes.num_out, routes.num_in)
-        return Traffic(self._rails.rail, wait, call.epoch, form, chunks, *sizes, pack, take, "fan out")
+        spare, sizes = self._put_own(outgoing, routes), (routes.num_out, routes.num_in)
+        return Traffic(rail, wait, call.epoch, form, chunks, *sizes, pack, take, spare, "fan out")
 
     def _open(self, call: Call, offers: list[Offer], outgoing: Sequence[torch.Tensor], routes: Routes) -> None:
         """Look where the ranks of the node take rows: tensors for each section, in the widest elements that fit."""
@@ -308,14 +312,19 @@ class RailsDispatch(Dispatch):
             # All rows that this rank passes on, until the lanes have taken them.
             shapes = [(slots.size(0), table[0].size(1), table[0].dtype) for table in self._tables]
             self._held = [self._chain.result((count, columns), dtype) for count, columns, dtype in shapes]
+        rank = self._window.rank
+        self._fan_outs = {node: FanOut(routes.blocks[node], self._tables, rank) for node in self._rails.rail.nodes}
 
-    def _put_own(self, outgoing: Sequence[torch.Tensor], routes: Routes) -> None:
-        """Write this rank's rows to the ranks of its own node."""
+    def _put_own(self, outgoing: Sequence[torch.Tensor], routes: Routes) -> Iterator[None]:
+        """Write this rank's rows to the ranks of its own node, a tile at a time."""
         own = self._topology.node
-        slots = routes.blocks[own].new_full((self._payload.x.size(0), self._topology.ranks_per_node), -1)
         tokens = routes.tokens_to(own)
-        slots[tokens] = routes.blocks[own]
-        self._put(slots, outgoing)
+        fan_out = FanOut(routes.blocks[own], self._tables, self._window.rank, tokens)
+        tile = max(1, _TILE_BYTES // max(1, row_bytes(outgoing[0])))
+        for index, first in enumerate(range(0, tokens.numel(), tile)):
+            fan_out.put(first, first + tile, outgoing)
+            if index % _TILES == _TILES - 1:
+                yield
         first = sum(routes.num_in[:own])
         for held, part in zip(self._held, outgoing, strict=False):
             torch.index_select(rows_as(part, held.dtype), 0, tokens, out=held[first : first + tokens.numel()])
@@ -354,23 +363,6 @@ class RailsDispatch(Dispatch):
         size = self._topology.ranks_per_node
         return counts.view(-1, size, size).sum(0).tolist()
 
-    def _put(self, slots: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
-        """Write rows to the ranks of this node that take them.
-
-        Args:
-            slots: [n, P] int32.
-            rows: [n, columns] for each section.
-        """
-        if not slots.size(0):
-            return
-        ends, counts = slots.amax(0).tolist(), (slots >= 0).sum(0).tolist()
-        # Slots of a column ascend without gaps, so the last one and their number say which they are.
-        lanes = [Lane(end + 1 - count, end + 1, 0) for end, count in zip(ends, counts, strict=True)]
-        sections = [
-            Section(rows_as(part, table[0].dtype), table) for part, table in zip(rows, self._tables, strict=True)
-        ]
-        put_rows(sections, slots, lanes, first_peer=self._window.rank)
-
     def _unpack(self) -> None:
         assert self._received is not None
         if self._routing is not None:
@@ -384,7 +376,7 @@ class RailsDispatch(Dispatch):
         bytes_each = sum(count * dtype.itemsize for count, dtype in columns)
         path = "staged" if self._received.is_staged else "direct"
         self._chain.stats.count("dispatch", path, rounds, routes.rows_put, routes.rows_got, bytes_each)
-        self._tables, self._held = [], []
+        self._tables, self._held, self._fan_outs = [], [], {}
 
 
 def _place(part: torch.Tensor) -> int:

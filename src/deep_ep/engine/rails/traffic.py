@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,13 +17,14 @@ from ...config import Config
 from ...errors import EPError
 from ...sizing import align, ceil_div
 from ...trace import RECEIVE, SEND, Slice
-from ...transport.links import ROWS, Frame
+from ...transport.links import ROWS, Frame, Page, Pieces
 from ...transport.message import Rail, Wait
 
 _SECTION_UNIT_BYTES = 16  # sections of a chunk begin at multiples of this: any element is aligned
 _COUNT_BITS = 24  # of a frame's place: rows of the chunk; the rest is the first row
-_LEAST_CHUNK_BYTES = 1 << 18  # where nobody asked for a size
+_CHUNK_BYTES = 1 << 20  # where nobody asked for a size
 _AHEAD = 4
+_DONE = object()
 
 
 class Chunks(NamedTuple):
@@ -38,10 +39,17 @@ class Chunks(NamedTuple):
     num_ahead: int
 
     @classmethod
-    def of(cls, config: Config | None, row_bytes: int) -> Chunks:
-        """As a config says; without one, chunks that are worth a message."""
+    def of(cls, config: Config | None, row_bytes: int, unit: int = 1) -> Chunks:
+        """As a config says; without one, chunks that are worth a message.
+
+        Args:
+            config: The config, or None.
+            row_bytes: Bytes of a row.
+            unit: Rows that are best packed together.
+        """
         if config is None:
-            return cls(min(ceil_div(_LEAST_CHUNK_BYTES, max(1, row_bytes)), (1 << _COUNT_BITS) - 1), _AHEAD)
+            num_rows = ceil_div(_CHUNK_BYTES, max(1, row_bytes))
+            return cls(min(max(num_rows - num_rows % unit, 1), (1 << _COUNT_BITS) - 1), _AHEAD)
         send, receive = config.num_max_rdma_chunked_send_tokens, config.num_max_rdma_chunked_recv_tokens
         return cls(min(send, (1 << _COUNT_BITS) - 1), max(1, receive // send))
 
@@ -55,21 +63,24 @@ class ChunkForm:
 
     def __init__(self, columns: Sequence[tuple[int, torch.dtype]]):
         self._columns = list(columns)
-        self.row_bytes = sum(count * dtype.itemsize for count, dtype in columns)
+        self.widths = [count * dtype.itemsize for count, dtype in columns]
+        self.row_bytes = sum(self.widths)
 
     def num_bytes(self, num_rows: int) -> int:
         """Bytes of a chunk of so many rows."""
-        return sum(self._sizes(num_rows))
+        return sum(self.sizes(num_rows))
+
+    def sizes(self, num_rows: int) -> list[int]:
+        """Bytes of each section of such a chunk, with what is left free before the next."""
+        return [align(num_rows * width, _SECTION_UNIT_BYTES) for width in self.widths]
 
     def views(self, payload: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
         """The sections of a chunk: [num_rows, columns] each, in place."""
-        views = []
-        for (count, dtype), part in zip(self._columns, payload.split(self._sizes(num_rows)), strict=True):
-            views.append(part[: num_rows * count * dtype.itemsize].view(dtype).view(num_rows, count))
+        views, start = [], 0
+        for (count, dtype), width, size in zip(self._columns, self.widths, self.sizes(num_rows), strict=True):
+            views.append(payload[start : start + num_rows * width].view(dtype).view(num_rows, count))
+            start += size
         return views
-
-    def _sizes(self, num_rows: int) -> list[int]:
-        return [align(num_rows * count * dtype.itemsize, _SECTION_UNIT_BYTES) for count, dtype in self._columns]
 
 
 class Traffic:
@@ -83,9 +94,10 @@ class Traffic:
         chunks: How rows are cut.
         num_out: For each node, the rows to send.
         num_in: For each node, the rows to come.
-        pack: `pack(node, first, last, views)` fills the sections of a chunk with rows [first, last) for a node.
+        pack: `pack(node, first, last)` is a chunk with rows [first, last) for a node.
         take: `take(node, first, last, views)` hands on rows [first, last) of a node.
-        taking: What a trace calls that.
+        spare: Work that needs no network, a step at a time: it is done while nothing can be packed or taken.
+        taking: What a trace calls it when rows are handed on.
     """
 
     def __init__(
@@ -97,8 +109,9 @@ class Traffic:
         chunks: Chunks,
         num_out: Sequence[int],
         num_in: Sequence[int],
-        pack: Callable[[int, int, int, list[torch.Tensor]], None],
+        pack: Callable[[int, int, int], Page | Pieces],
         take: Callable[[int, int, int, list[torch.Tensor]], None],
+        spare: Iterator[None] | None = None,
         taking: str = "take",
     ):
         self._rail = rail
@@ -108,6 +121,7 @@ class Traffic:
         self._chunks = chunks
         self._pack = pack
         self._take = take
+        self._spare = spare
         self._num_out, self._num_in = num_out, num_in
         self._taking = taking
         self._num_chunks: Counter[tuple[str, int]] = Counter()  # so far, by direction and node
@@ -120,11 +134,11 @@ class Traffic:
             pass
 
     def finish_packing(self) -> None:
-        """Go on until all chunks are packed; what comes meanwhile is taken."""
+        """Go on until all chunks are packed, and the spare work is done; what comes meanwhile is taken."""
         self._run(self._unpacked)
 
     def finish(self) -> None:
-        """Go on until everything is sent and taken."""
+        """Go on until everything is sent and taken, and the spare work is done."""
         self._run(lambda: [*self._unpacked(), *self._untaken(), *self._unsent()])
 
     def _unpacked(self) -> list[int]:
@@ -137,12 +151,22 @@ class Traffic:
         return [node for node in self._rail.nodes if self._rail.links[node].num_queued]
 
     def _run(self, pending: Callable[[], list[int]]) -> None:
-        while nodes := pending():
-            self._wait.require_working()
+        while (nodes := pending()) or self._spare is not None:
             self._rail.turn(0)
             has_packed, has_taken = self._pack_some(), self._take_some()
-            if not has_packed and not has_taken:
+            if not has_packed and not has_taken and not self._work_some():
+                # Whoever has failed sends nothing more: then this rank comes here, and looks.
+                self._wait.require_working()
                 self._wait.until(self._can_go_on, nodes)
+
+    def _work_some(self) -> bool:
+        """Do a step of the spare work."""
+        if self._spare is None:
+            return False
+        with self._rail.slice("own node", RECEIVE):
+            if next(self._spare, _DONE) is _DONE:
+                self._spare = None
+        return True
 
     def _can_go_on(self) -> bool:
         """Whether there is something to pack or to take, or nothing left to wait for."""
@@ -150,8 +174,8 @@ class Traffic:
         return is_idle or bool(self._packable()) or any(self._rail.links[node].inbox for node in self._untaken())
 
     def _packable(self) -> list[int]:
-        most = self._chunks.num_ahead
-        return [node for node in self._unpacked() if self._rail.links[node].num_queued < most]
+        most, links = self._chunks.num_ahead, self._rail.links
+        return [node for node in self._unpacked() if links[node].num_queued < most]
 
     def _pack_some(self) -> bool:
         """Pack a chunk for every node whose queue has room."""
@@ -159,10 +183,9 @@ class Traffic:
         for node in nodes:
             first = self._packed[node]
             last = min(first + self._chunks.num_rows, self._num_out[node])
-            page = self._rail.pool.take(self._form.num_bytes(last - first))
             with self._slice("pack", node, SEND):
-                self._pack(node, first, last, self._form.views(page.tensor(), last - first))
-            self._rail.send(node, ROWS, self._epoch, page, first << _COUNT_BITS | (last - first))
+                chunk = self._pack(node, first, last)
+            self._rail.send(node, ROWS, self._epoch, chunk, first << _COUNT_BITS | (last - first))
             self._packed[node] = last
         return bool(nodes)
 

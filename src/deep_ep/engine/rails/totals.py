@@ -1,0 +1,70 @@
+"""The last step of a combine: the sums of all nodes, added up as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...kernels.reduce import RowSums, Scratch, tile_tokens
+from ..call import Chain
+from .routes import Routes
+
+_LEAST_TILES = 2  # worth adding up at once
+
+
+class Totals:
+    """A rank's tokens: their sums by node, which come in order, and what they add up to.
+
+    Args:
+        chain: Where memory comes from.
+        routes: Who sends what.
+        slots: [T, nodes] int32, where a token's sum lies among those of its node; -1: it was not there.
+        sections: For each section the tensor [T, columns] to fill, and its biases.
+        scratch: Where to add.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        routes: Routes,
+        slots: torch.Tensor,
+        sections: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
+        scratch: Scratch,
+    ):
+        counts = routes.num_out
+        self._sections = sections
+        self._sums = [[chain.result((count, out.size(1)), out.dtype) for out, _ in sections] for count in counts]
+        self._tokens = [routes.tokens_to(node).tolist() for node in range(len(counts))]
+        self._num_there = [0] * len(counts)
+        self._num_tokens, self._num_done = slots.size(0), 0
+        shifts = [0] * len(counts)
+        self._totals = [
+            RowSums([sums[index] for sums in self._sums], slots, shifts, scratch) for index in range(len(sections))
+        ]
+        self._tile = tile_tokens(sections[0][0])
+
+    def room(self, node: int, first: int, last: int) -> list[torch.Tensor]:
+        """Where sums [first, last) of a node go, for each section."""
+        return [sums[first:last] for sums in self._sums[node]]
+
+    def has(self, node: int, count: int) -> None:
+        """So many sums of a node are there. Adds up tokens all of whose sums are."""
+        self._num_there[node] = count
+        ready = min(
+            tokens[there] if there < len(tokens) else self._num_tokens
+            for tokens, there in zip(self._tokens, self._num_there, strict=True)
+        )
+        ready -= ready % self._tile
+        if ready - self._num_done >= _LEAST_TILES * self._tile:
+            self._add_up(ready)
+
+    def finish(self) -> None:
+        """Add up the rest. All sums are there."""
+        self._add_up(self._num_tokens)
+
+    def _add_up(self, end: int) -> None:
+        """Biases, then nodes ascending."""
+        begin, self._num_done = self._num_done, end
+        for totals, (out, biases) in zip(self._totals, self._sections, strict=True):
+            totals.sum(out[begin:end], begin, [bias[begin:end] for bias in biases])
