@@ -47,7 +47,7 @@ bench-gpu:  ## the same on this machine's GPU, with the python that is there; re
 
 bench-nodes: $(READY)  ## the benchmark across nodes, over loopback and, as root, over links of 1 Gbit/s
 	$(RUN) -m deep_ep bench internode --readme README.md
-	$(RUN) -m deep_ep bench internode --nodes 2 --ranks-per-node 4 --link 1gbit --readme README.md
+	$(RUN) -m deep_ep bench internode --nodes 2 --ranks-per-node 4 --link 1gbit --tokens 1024 --rounds 9 --readme README.md
 
 bench-ll: $(READY)  ## the benchmark of low-latency mode
 	$(RUN) -m deep_ep bench low-latency

@@ -7,6 +7,7 @@ forkserver that ranks come from: so the environment is set here, before any test
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,6 +43,7 @@ def _share_gpu(config: pytest.Config) -> None:
     """Have ranks share the GPU by MPS, where it can be had, until the end of the suite."""
     from deep_ep.mps import shared_gpu  # late: the environment that it is imported under is set above
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # who ends the suite ends the daemon, too
     torch.ones(1, device="cuda").sum().item()  # this process stays outside of MPS, so that MPS can end before it
     stack = config.stash[_OPEN] = ExitStack()
     stack.enter_context(shared_gpu())

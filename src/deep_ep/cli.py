@@ -1,14 +1,17 @@
 """The command line: `python -m deep_ep demo | doctor | bench | soak | report`.
 
 Exit status 0: all is well. 1: a check failed (wrong results, no round trip, an error in a soak). 2: it could not be
-run. 130: Ctrl-C.
+run. 130: Ctrl-C. 143: it was terminated.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from . import __version__
@@ -41,12 +44,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             parser.print_help()
             return 0
-        return _run(args)
+        with _leaving_when_terminated():
+            return _run(args)
     except (EPError, ValueError) as error:
         print(_one_line(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except _Terminated:
+        return 128 + signal.SIGTERM
+
+
+class _Terminated(BaseException):
+    """Somebody wants this process to end."""
+
+
+@contextmanager
+def _leaving_when_terminated() -> Iterator[None]:
+    """Have SIGTERM end a command the way that Ctrl-C does: ranks, hosts and daemons that it started end with it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(*_: object) -> None:
+        raise _Terminated
+
+    usual = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

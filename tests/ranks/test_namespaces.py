@@ -329,6 +329,20 @@ def start_torchrun(hosts: Hosts, host: int) -> subprocess.Popen:
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
+def test_a_command_that_is_terminated_leaves_no_host() -> None:
+    with hosts_of(1, 1):
+        pass  # or skipped
+    command = [sys.executable, "-m", "deep_ep", "bench", "internode", "--quick", "--link", "1mbit"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    assert "ranks" in process.stdout.readline()  # the first case has begun
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"deep-ep-{process.pid}-" not in left
+
+
 def test_what_namespaces_refuse() -> None:
     with pytest.raises(ValueError, match="the rate must be one that tc knows"), hosts_of(2, 1, "fast"):
         pass
