@@ -96,6 +96,11 @@ class Room:
         """A region that the call uses first; None where there is no room."""
         return self._window.allocate(shape, dtype, self._stream.current)
 
+    def reclaim(self) -> None:
+        """Have the next user of what a call dropped wait for that call, and not for what the caller launches later."""
+        if not self._window.is_capturing():
+            self._window.arena.reclaim()
+
     def sections(self, payload: Payload, routing: Routing | None, num_rows: int) -> Sections | None:
         """Room for payload, scales and records of `num_rows` rows, None for what does not travel; None: no room."""
         x, scales = payload.x, payload.scales

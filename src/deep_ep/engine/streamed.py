@@ -228,6 +228,7 @@ class StreamedEngine:
                 sums = [part.new_empty(handle.num_tokens, part.size(1)) for part in parts]
             form = self._push if self._is_pushed else self._pull
             path = form(parts, handle, sums, biases, num_sms)
+            self._room.reclaim()
         self._room.hold_outputs(frame, *sums)
         self.stats.count_path("combine", path)
         return Combined(sums[0], sums[1] if topk_weights is not None else None), self.stream.leave(order.is_async)

@@ -209,7 +209,7 @@ class DeviceArena:
         if num_bytes == 0:
             return self._segments[0].owner.memory.new_empty(shape, dtype=dtype)
         if not is_capturing:
-            self._reclaim()
+            self.reclaim()
         found = self._take(num_bytes, self._used if is_capturing else ())
         if found is None:
             return None
@@ -255,7 +255,7 @@ class DeviceArena:
 
     def largest_free_bytes(self) -> int:
         """The largest region that could be taken."""
-        self._reclaim()
+        self.reclaim()
         return max((span.num_bytes for segment in self._segments for span in segment.free), default=0)
 
     def num_bytes(self) -> dict[str, int]:
@@ -275,6 +275,21 @@ class DeviceArena:
         """Let go of the regions that were taken while graphs were captured."""
         self._captured.clear()
 
+    def reclaim(self) -> None:
+        """Make the memory of dead regions free again, behind the work that is queued on the streams that used them."""
+        if self._used:
+            self._used = [used for used in self._used if not all(event.query() for event in used.events)]
+        events: dict[Any, Any] = {}
+        while self._freed:
+            index, span = self._freed.popleft()
+            segment = self._segments[index]
+            segment.free.add(span)
+            streams = self._streams.pop(segment.address + span.start, set())
+            for stream in streams - events.keys():
+                events[stream] = stream.record_event()
+            if streams:
+                self._used.append(_Used(index, span, tuple(events[stream] for stream in streams)))
+
     def _wrap(self, segment: _Segment, span: Span, num_bytes: int) -> torch.Tensor:
         address = segment.address + span.start
         self._streams[address] = set()
@@ -289,21 +304,6 @@ class DeviceArena:
         # The finalizer may run on any thread, inside garbage collection or a capture: it only appends.
         weakref.finalize(region, self._freed.append, (segment.number, span)).atexit = False
         return tensor
-
-    def _reclaim(self) -> None:
-        """Make the memory of dead regions free again, behind the work that is queued on the streams that used them."""
-        if self._used:
-            self._used = [used for used in self._used if not all(event.query() for event in used.events)]
-        events: dict[Any, Any] = {}
-        while self._freed:
-            index, span = self._freed.popleft()
-            segment = self._segments[index]
-            segment.free.add(span)
-            streams = self._streams.pop(segment.address + span.start, set())
-            for stream in streams - events.keys():
-                events[stream] = stream.record_event()
-            if streams:
-                self._used.append(_Used(index, span, tuple(events[stream] for stream in streams)))
 
     def _take(self, num_bytes: int, avoided: Iterable[_Used]) -> tuple[_Segment, Span] | None:
         for segment in self._segments:
