@@ -10,6 +10,7 @@ No kernel here waits or signals; all of them do nothing once the buffer has fail
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from .put import VECTOR_BYTES, Shape, load_slots, word_of
 
 _FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
 _ROOMS = tl.constexpr(TABLE_ROOMS)
-MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
+_MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
 
 
 def pull(
@@ -38,34 +39,48 @@ def pull(
         slots: [T, R] int32; -1 where a peer has no row of the token.
         biases: At most two tensors [T, H] of out's dtype, added first and in order.
     """
+    launch_sum(_pull_kernel, places, shape, out, slots, biases, places.table, (section,))
+
+
+def launch_sum(
+    kernel: Any,
+    places: Places,
+    shape: Shape,
+    out: torch.Tensor,
+    slots: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    more: tuple[int, ...],
+) -> None:
+    """Launch a kernel that sums each token's rows.
+
+    Args:
+        kernel: Takes `out`, two biases, `slots`, `rows`, the state, tokens, vectors of a row, ranks, and `more`.
+        places: For the state.
+        shape: How to launch.
+        out: [T, H], written.
+        slots: [T, R] int32.
+        biases: At most two tensors [T, H] of out's dtype.
+        rows: Where rows are.
+        more: Numbers.
+    """
     num_tokens, hidden = out.shape
     if out.numel() == 0:
         return
     _, is_aligned = word_of(out, *biases)
     vector = VECTOR_BYTES if is_aligned else out.element_size()
-    first, second = (*biases, out, out)[:2]
     block = min(shape.words * 4 // out.element_size(), next_power_of_2(hidden))
+    row_vectors = hidden * out.element_size() // vector
     launch(
-        _pull_kernel,
+        kernel,
         min(shape.num_blocks, num_tokens * -(-hidden // block)),
-        (
-            out,
-            first,
-            second,
-            slots,
-            places.table,
-            places.state,
-            num_tokens,
-            hidden * out.element_size() // vector,
-            places.num_ranks,
-            section,
-        ),
-        (out.dtype,),
+        (out, *(*biases, out, out)[:2], slots, rows, places.state, num_tokens, row_vectors, places.num_ranks, *more),
+        (out.dtype, rows.dtype),
         num_warps=max(1, min(shape.num_warps, block // 32)),
         num_registers=shape.num_registers,
         NUM_BIASES=len(biases),
         BLOCK=block,
-        AT_ONCE=min(MOST_AT_ONCE, next_power_of_2(places.num_ranks)),
+        AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(places.num_ranks)),
         LANES=next_power_of_2(places.num_ranks),
         VECTOR=vector,
         WIDE=tl.float64 if out.dtype == torch.float64 else tl.float32,

@@ -16,7 +16,7 @@ import torch
 
 from ._triton import jit, launch, next_power_of_2, tl
 from .exchange import STATE_FAILED, STATE_HELD, STATE_STAGED, TABLE_ROOMS, Places
-from .pull import MOST_AT_ONCE, add_rows
+from .pull import add_rows, launch_sum
 from .put import VECTOR_BYTES, Shape, load_slots, word_of
 
 INBOX = 2  # the section in which a rank offers its inbox
@@ -157,39 +157,8 @@ def sum_inbox(
         slots: [T, R] int32 of the handle; -1 where a peer has no row of the token.
         biases: At most two tensors [T, H] of out's dtype, added first and in order.
     """
-    num_tokens, hidden = out.shape
-    if out.numel() == 0:
-        return
-    _, is_aligned = word_of(out, *biases)
-    vector = VECTOR_BYTES if is_aligned else out.element_size()
-    first, second = (*biases, out, out)[:2]
-    block = min(shape.words * 4 // out.element_size(), next_power_of_2(hidden))
-    launch(
-        _sum_inbox_kernel,
-        min(shape.num_blocks, num_tokens * -(-hidden // block)),
-        (
-            out,
-            first,
-            second,
-            slots,
-            out if inbox is None else inbox,
-            places.state,
-            num_tokens,
-            hidden * out.element_size() // vector,
-            slot_bytes // 16,
-            offset // 16,
-            places.num_ranks,
-        ),
-        (out.dtype, torch.uint8 if inbox is not None else out.dtype),
-        num_warps=max(1, min(shape.num_warps, block // 32)),
-        num_registers=shape.num_registers,
-        NUM_BIASES=len(biases),
-        BLOCK=block,
-        AT_ONCE=min(MOST_AT_ONCE, next_power_of_2(places.num_ranks)),
-        LANES=next_power_of_2(places.num_ranks),
-        VECTOR=vector,
-        WIDE=tl.float64 if out.dtype == torch.float64 else tl.float32,
-    )
+    slot = (slot_bytes // 16, offset // 16)
+    launch_sum(_sum_inbox_kernel, places, shape, out, slots, biases, out if inbox is None else inbox, slot)
 
 
 @jit
@@ -202,9 +171,9 @@ def _sum_inbox_kernel(
     state,
     num_tokens: tl.int32,
     row_vectors: tl.int32,
+    num_ranks: tl.int32,
     slot_lines: tl.int32,
     offset_lines: tl.int32,
-    num_ranks: tl.int32,
     NUM_BIASES: tl.constexpr,
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
