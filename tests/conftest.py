@@ -31,12 +31,21 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["DEEP_EP_DEVICE"] = chosen  # ranks and programs inherit it
     if chosen == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        _preload()
         return
     os.environ.pop("TRITON_INTERPRET", None)
     if not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no GPU")
     if not config.option.collectonly:
         _share_gpu(config)
+
+
+def _preload() -> None:
+    """Have ranks find imported what many tests need: each would spend up to a second on it."""
+    from deep_ep import launch  # late: the environment that it is imported under is set above
+
+    launch.PRELOADED += ["deep_ep.engine.streamed", "deep_ep.engine.low_latency.streamed", "deep_ep.moe"]
+    launch.PRELOADED += ["torch._dynamo"]  # of optimizers and custom operators
 
 
 def _share_gpu(config: pytest.Config) -> None:

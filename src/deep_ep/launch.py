@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from .errors import EPError
 
-_PRELOADED = ["torch", "torch.distributed", "deep_ep"]
+PRELOADED = ["torch", "torch.distributed", "deep_ep"]
+"""Modules that ranks find imported. More may be added before the first ranks are started."""
 
 
 class RankFailed(EPError):
@@ -90,7 +91,7 @@ def run_ranks(
 def _forkserver() -> multiprocessing.context.ForkServerContext:
     """The forkserver, running. It starts with SIGINT ignored: Ctrl-C is for the caller, who then ends the ranks."""
     start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(_PRELOADED)
+    start.set_forkserver_preload(PRELOADED)
     if threading.current_thread() is threading.main_thread():
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
