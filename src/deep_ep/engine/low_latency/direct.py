@@ -87,7 +87,9 @@ class DirectLowLatency:
             out = self._chain.result((rows.topk_idx.size(0), geometry.hidden), torch.bfloat16)
         zero_copy_offset = None
         if rows.zero_copy:
-            self._make_way(COMBINE, plan.num_sets)  # a refused call must not take the tensor
+            self._flights.make_way(
+                METHODS[COMBINE], plan.num_sets, self.clean
+            )  # a refused call must not take the tensor
             index = self._zero_copy.give(rows.src_info, self._flights.next_number)
             zero_copy_offset = plan.zero_copy_offset(index)
         call = Combine(self.shared, plan, wait_stats, rows, geometry, out, zero_copy_offset)
@@ -136,7 +138,7 @@ class DirectLowLatency:
         self._chain.require_working()
         operation = call.agreement.operation
         num_sets = 0 if isinstance(call, Barrier) else call.plan.num_sets
-        self._make_way(operation, num_sets)
+        self._flights.make_way(METHODS[operation], num_sets, self.clean)
         flight = self._flights.send(METHODS[operation], num_sets)
         call.number = flight.number
         send, receive = self._contagious(call, call.send, "send"), self._contagious(call, call.receive, "receive")
@@ -158,12 +160,6 @@ class DirectLowLatency:
             return EventHandle(self._stream.submit(both)), None
         self._stream.run(both)
         return None, None
-
-    def _make_way(self, operation: str, num_sets: int) -> None:
-        """Have everybody read what the next call writes over, or refuse it."""
-        if self._flights.needs_barrier(num_sets):
-            self.clean()
-        self._flights.require_room(METHODS[operation], num_sets)
 
     def _contagious(self, call: LowLatencyCall, work: Callable[[], None], name: str) -> Callable[[], None]:
         """Whatever goes wrong in a half goes wrong for all ranks."""

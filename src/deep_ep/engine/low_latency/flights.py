@@ -9,6 +9,7 @@ call, or a barrier comes first. `docs/low-latency.md` has the whole argument.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ...errors import EPError
@@ -96,6 +97,21 @@ class Flights:
         which allow several in flight, are followed by one of another size.
         """
         return not self._pending and self._overwrites(num_sets)
+
+    def make_way(self, where: str, num_sets: int, barrier: Callable[[], None]) -> None:
+        """Have everybody read what the next call writes over, by a barrier if need be, or refuse the call.
+
+        Args:
+            where: The call, for the error.
+            num_sets: That calls of its size divide the memory into.
+            barrier: Makes one.
+
+        Raises:
+            EPError: So many results cannot be in flight. Nothing was sent.
+        """
+        if self.needs_barrier(num_sets):
+            barrier()
+        self.require_room(where, num_sets)
 
     def age(self, flight: Flight) -> int:
         """How many calls were sent after it."""

@@ -177,7 +177,9 @@ class StreamedLowLatency:
             kernels = self._kernels[key] = self._combine_kernels(*key)
         offset = 0
         if rows.zero_copy:
-            self._make_way(COMBINE, kernels.setup.num_sets)  # a refused call must not take the tensor
+            self._flights.make_way(
+                METHODS[COMBINE], kernels.setup.num_sets, self.clean
+            )  # a refused call must not take the tensor
             index = self._zero_copy.give(rows.src_info, self._flights.next_number)
             offset = kernels.setup.zero_copy_offsets[index]
         earlier = torch.empty_like(topk_idx, dtype=torch.int32)
@@ -306,7 +308,7 @@ class StreamedLowLatency:
         if self._masked_word.value != self._told:
             self._warn_of_masks()
         num_sets = kernels.setup.num_sets
-        self._make_way(operation, num_sets)
+        self._flights.make_way(METHODS[operation], num_sets, self.clean)
         flight = self._flights.send(METHODS[operation], num_sets)
         if not way.has_hook:
             self._flights.receive(flight)
@@ -352,13 +354,6 @@ class StreamedLowLatency:
                 stream.leave(False)
 
         return hook
-
-    def _make_way(self, operation: str, num_sets: int) -> None:
-        """Have everybody read what the next call writes over, or refuse it."""
-        if self._flights.needs_barrier(num_sets):
-            self.clean()
-        else:
-            self._flights.require_room(METHODS[operation], num_sets)
 
     def _warn_of_masks(self) -> None:
         """Say once of each rank that a kernel has masked it."""
