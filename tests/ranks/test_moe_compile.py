@@ -1,26 +1,32 @@
 """The fixed-shape path under `torch.compile`: one graph, and the results of the uncompiled layer.
 
-On the CPU with `aot_eager`: it traces, makes the backward graph and runs both, without the minute that the CPU's
-compiler takes. On a GPU with inductor.
+On the CPU the layer is compiled by `aot_eager`: it traces, makes the backward graph and runs both, without the minute
+that the CPU's compiler takes. On a GPU by inductor. What inductor makes of a rank without tokens needs no ranks: it is
+looked at in one process, whose exchanges are listed.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor import config as inductor
+from torch.utils.checkpoint import checkpoint
 
 import deep_ep
 from common import OneRank, error_of
 from deep_ep.buffers import registry
-from deep_ep.launch import run_ranks  # without a default device, which torch 2.11 does not compile
-from deep_ep.moe import GateOptions, MoELayer
+from deep_ep.launch import run_ranks  # without a default device, as in `made_by`
+from deep_ep.moe import GateOptions, MoELayer, combine, dispatch, keep_exchanges
 from deep_ep.moe.grouped import grouped_linear, padded_linear
 
 T, H, INNER, E, K = 12, 32, 16, 8, 3
+# Torch finds graphs of earlier runs by the program, whatever has changed about its operators.
+FRESH = {"force_disable_caches": True}
 
 
 class Block(torch.nn.Module):
@@ -56,7 +62,8 @@ def compile_block(rank: int, num_ranks: int, compiler: str, dtype: torch.dtype) 
     compiled = torch.compile(block, backend=compiler, fullgraph=True)
     x = torch.randn(0 if rank == num_ranks - 1 else T, H, generator=torch.Generator().manual_seed(rank), dtype=dtype)
     x = x.to(buffer.device)
-    return step(block, block, x), step(block, compiled, x)
+    with inductor.patch(FRESH):
+        return step(block, block, x), step(block, compiled, x)
 
 
 def test_a_compiled_block(device: str) -> None:
@@ -65,6 +72,86 @@ def test_a_compiled_block(device: str) -> None:
         for expected, seen in zip(plain, compiled, strict=True):
             torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
         assert plain[-1].any()  # gradients came to the experts of both ranks
+
+
+Program = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], list[torch.Tensor]]
+
+
+@pytest.fixture
+def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which buffer made which call, in order."""
+    made: list[str] = []
+
+    def watch(name: str) -> None:
+        call = getattr(deep_ep.Buffer, name)
+
+        def watched(buffer: deep_ep.Buffer, *args: Any, **kwargs: Any) -> Any:
+            made.append(f"{name} {buffer.number}")
+            return call(buffer, *args, **kwargs)
+
+        monkeypatch.setattr(deep_ep.Buffer, name, watched)
+
+    watch("dispatch")
+    watch("combine")
+    return made
+
+
+def made_by(exchanges: list[str], program: Program, num_tokens: int, backend: str | None) -> list[str]:
+    """The exchanges of a forward and a backward pass, made by a compiler's graphs; None: as it is written.
+
+    Tensors say where they are made: torch 2.11 compiles nothing while there is a default device.
+    """
+    device = deep_ep.Buffer(None, comm=OneRank()).device
+    x, ids = torch.randn(num_tokens, H, device=device), torch.rand(num_tokens, E, device=device).topk(K).indices
+    weights = torch.rand(num_tokens, K, device=device)
+    torch.compiler.reset()
+    with inductor.patch(FRESH):
+        call = torch.compile(program, backend=backend, fullgraph=True) if backend else program
+        results = call(x.requires_grad_(), ids, weights.requires_grad_())
+        sum(result.sum() for result in results).backward()
+    seen, exchanges[:] = exchanges[:], []
+    return seen
+
+
+def there_and_back(buffer: deep_ep.Buffer, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums, and the received weights: as results of a program, they leave nothing that needs the CPU's compiler."""
+    received = dispatch(buffer, *inputs, E, num_worst_tokens=T)
+    return combine(buffer, received.x, received), received.topk_weights
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_rank_without_tokens_makes_every_exchange(backend: str, exchanges: list[str]) -> None:
+    """Layers in a row, and an exchange whose result nobody wants: none is dropped, and their order holds."""
+    first, second = deep_ep.Buffer(None, comm=OneRank()), deep_ep.Buffer(None, comm=OneRank())
+
+    def program(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        there_and_back(second, x, ids, weights)
+        results = []
+        for buffer in (first, second, first):
+            y, recv_weights = there_and_back(buffer, x, ids, weights)
+            x = x + y
+            results.append(recv_weights)
+        return [x, *results]
+
+    written = made_by(exchanges, program, 0, None)
+    assert len(written) == 2 * 4 + 2 * 3
+    assert made_by(exchanges, program, 0, backend) == written
+
+
+@pytest.mark.parametrize("num_tokens", [0, 4])
+def test_checkpoints_of_a_compiled_graph_keep_exchanges(num_tokens: int, exchanges: list[str]) -> None:
+    """However many tokens a rank has: the compiler's choice of what to compute again must be the same on all."""
+    buffer = deep_ep.Buffer(None, comm=OneRank())
+
+    def program(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            return x + there_and_back(buffer, x.sin(), ids, weights)[0].sin()
+
+        return [checkpoint(layer, x, use_reentrant=False, context_fn=keep_exchanges).cos()]
+
+    both = [f"dispatch {buffer.number}", f"combine {buffer.number}"]
+    assert made_by(exchanges, program, num_tokens, None) == both * 3  # forward, again, backward
+    assert made_by(exchanges, program, num_tokens, "aot_eager") == both * 2
 
 
 def test_operators_keep_their_word(device: str) -> None:

@@ -10,15 +10,24 @@ before what follows, and give new memory. `add_rows` puts the experts' results i
 hold, except that nothing makes results require gradients where no input does: tokens or weights must, on all ranks
 alike, as those of a gate do.
 
-Compilers keep the order of operators that depend on one another, as layers in a row do. Two exchanges side by side in
-one compiled graph could be swapped on one rank and not on another: compile such branches on their own.
+All ranks must make every exchange, in one order, and a compiler sees only its own rank. Where that rank has no tokens
+it finds results of no elements, which nothing reads: the exchange looks dead, and the next layer's looks independent of
+it. So the four are registered as effects: a compiler drops none, whatever becomes of its result, and keeps the order in
+which the program makes them, side by side or in a row, in the backward pass as well.
+
+What a compiler computes again it chooses by size, and so not alike on all ranks: never an exchange, therefore. Under
+activation checkpointing that takes `context_fn=keep_exchanges`; torch fails to compile an effect that it is to repeat.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
+from torch._library.effects import EffectType
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..buffers import registry
 from ..buffers.legacy import Buffer
@@ -64,6 +73,18 @@ def add_rows(
 ) -> torch.Tensor:
     """[m, H] to [n, H] in the window, inside a graph that is being compiled."""
     return torch.ops.deep_ep_moe.add_rows(values, rows, *_routes(handle), buffer.number, dtype)
+
+
+def keep_exchanges() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=keep_exchanges)` in a compiled graph.
+
+    What dispatch and combine brought is kept for the backward pass, and everything else is computed again. Outside of a
+    compiler it makes no difference: the exchanges are made again, too, on all ranks alike.
+    """
+    if TracingContext.try_get() is None:
+        return contextlib.nullcontext(), contextlib.nullcontext()
+    exchanges = torch.ops.deep_ep_moe
+    return create_selective_checkpoint_contexts([exchanges.dispatch.default, exchanges.combine.default])
 
 
 def _handle(
@@ -276,6 +297,10 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple:
 
 
 _combine.register_autograd(_combine_backward, setup_context=_keep_combine)
+
+
+for _exchange in (_dispatch, _sum_back, _combine, _send_back):
+    _exchange.register_effect(EffectType.ORDERED)
 
 
 # Into the window -----------------------------------------------------------------------------------------------------

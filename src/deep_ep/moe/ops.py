@@ -21,7 +21,8 @@ Routes are kept in the graph. Activation checkpointing (`use_reentrant=False`) m
 the same place; the combine only where something behind it needs its result.
 
 Under `torch.compile` both are custom operators (`compiled.py`): with `num_worst_tokens` every shape is known and there
-is no graph break. They finish before what follows; `async_finish` makes no difference there.
+is no graph break. They finish before what follows; `async_finish` makes no difference there. Checkpointing inside a
+compiled graph takes `context_fn=keep_exchanges`.
 
 Not here: gradients of gradients.
 """
