@@ -47,8 +47,8 @@ def test_counts_worked_example(device: str) -> None:
         assert host[STATE_EPOCH] == 1, "the ticket is echoed"
         assert host[STATE_WORDS : STATE_WORDS + 2] == [100, 200]
         assert host[STATE_WORDS + 2 : STATE_WORDS + 4] == [7, 8], "tokens"
-        assert host[STATE_WORDS + 4 : STATE_WORDS + 8] == [1, 2, 4, 6]
-        assert host[STATE_WORDS + 8 : STATE_WORDS + 10] == [[1, 3], [4, 2]][rank], "selections of the rank's experts"
+        assert host[STATE_WORDS + 6 : STATE_WORDS + 10] == [1, 2, 4, 6]
+        assert host[STATE_WORDS + 10 : STATE_WORDS + 12] == [[1, 3], [4, 2]][rank], "selections of the rank's experts"
     assert boards.places[0].table[NUM_SECTIONS + 1].tolist() == [0, 0]
     assert boards.places[1].table[NUM_SECTIONS + 1].tolist() == [1, 2]
 

@@ -21,6 +21,7 @@ def make_places(rank: int, num_ranks: int, device: str) -> Places:
         rank=rank,
         num_ranks=num_ranks,
         windows=torch.zeros(1, num_ranks, dtype=torch.int64, device=device),
+        homes=torch.zeros(num_ranks, dtype=torch.int64, device=device),
         state=torch.zeros(exchange.STATE_WORDS, dtype=torch.int64, device=device),
         table=torch.zeros(exchange.TABLE_ROWS, num_ranks, dtype=torch.int64, device=device),
         host=torch.zeros(num_host_words, dtype=torch.int64, device="cpu", pin_memory=device == "cuda"),
@@ -67,6 +68,7 @@ class Boards:
         addresses = torch.tensor([board.data_ptr() for board in self.boards], dtype=torch.int64, device="cpu")
         for one in self.places:
             one.windows[0].copy_(addresses)
+            one.homes.copy_(addresses[one.rank])
 
     def meet(self, *calls: Callable[[Places], None]) -> None:
         """All ranks make a call. None can wait for one that comes later, so each comes twice: the first time its

@@ -71,6 +71,17 @@ class Record:
             return EPError(
                 f"{where}: a rank is more than one call ahead ({_by(self.origin, rank)}{me}). Report this bug"
             )
+        if self.code == exchange.GONE:
+            return EPError(
+                f"{named(_bits(self.subject))} closed the connection: the process has ended, or the network has failed "
+                f"({_by(self.origin, rank)}{me}). Look at its output, and make a new buffer"
+            )
+        if self.code == exchange.FAR_OVERFLOW:
+            return EPOverflow(
+                f"{where}: rank {self.subject} has {self.seen} rows that cross between nodes, and room for "
+                f"{self.expected} ({me}). Make the buffer with a larger num_rdma_bytes, or begin with a dispatch "
+                "without handle or num_worst_tokens, in which it grows. The buffer is closed: make a new one"
+            )
         return EPError(f"{where}: rank {self.origin} failed ({me}). Look at its output")
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import EPClosed, EPTimeout
 from ..kernels import exchange
-from ..kernels.exchange import Places, Post
+from ..kernels.exchange import Nodes, Places, Post
 from ..stream import LaunchStream
 from ..trace import NO_SLICE
 from ..transport.device import DeviceWindow
@@ -34,6 +34,7 @@ class Counts:
         num_rows: Rows that each rank receives.
         num_tokens: That each rank has.
         free_bytes: The largest region that each rank could take.
+        far_rows: Rows that need room in each rank's far memory; on one node anything.
         expert_counts: Selections of each expert of this rank.
         fits: The rows fit into what was offered, on all ranks.
     """
@@ -41,6 +42,7 @@ class Counts:
     num_rows: list[int]
     num_tokens: list[int]
     free_bytes: list[int]
+    far_rows: list[int]
     expert_counts: list[int]
     fits: bool
 
@@ -53,17 +55,26 @@ class Signals:
         stream: Where calls are launched.
         limit_secs: Seconds that a wait may take.
         max_experts: Most experts of a call.
+        num_nodes: N.
 
     Attributes:
+        far_board: [n] int64, which begins with the board that ranks of other nodes write; None: there are none.
+        carry: Launches a courier behind what is said to far ranks; None: there is none, or it looks by itself.
+        tell_failure: Has far ranks told that this rank has failed; None: there are none.
         is_announced: Peers may know of the call that is being made: what goes wrong in it goes wrong for all ranks.
         marks: Where calls are marked for a trace; None: nowhere.
         low_latency_words: [R, 2] int64, what the ranks said in a low-latency call that they disagree in.
     """
 
+    far_board: torch.Tensor | None = None
+    carry: Callable[[], None] | None = None
+    tell_failure: Callable[[], None] | None = None
     marks: Marks | None = None
     low_latency_words: torch.Tensor | None = None
 
-    def __init__(self, window: DeviceWindow, stream: LaunchStream, limit_secs: float, max_experts: int):
+    def __init__(
+        self, window: DeviceWindow, stream: LaunchStream, limit_secs: float, max_experts: int, num_nodes: int = 1
+    ):
         num_ranks, device = window.num_ranks, window.device
         self._stream = stream
         self._limit_secs = limit_secs
@@ -80,17 +91,19 @@ class Signals:
             rank=window.rank,
             num_ranks=num_ranks,
             windows=window.windows,
+            homes=window.windows[0, window.rank].repeat(num_ranks),
             state=torch.zeros(exchange.STATE_WORDS, dtype=torch.int64, device=device),
             table=torch.zeros(exchange.TABLE_ROWS, num_ranks, dtype=torch.int64, device=device),
             host=self._host,
-            header_words=Places.header_room(num_ranks, max_experts),
+            header_words=Places.header_room(num_ranks, max_experts, num_nodes),
             limit_ns=int(limit_secs * 1e9),
+            num_nodes=num_nodes,
         )
 
     @staticmethod
-    def board_bytes(num_ranks: int, max_experts: int) -> int:
+    def board_bytes(num_ranks: int, max_experts: int, num_nodes: int = 1) -> int:
         """Bytes of window that the words need."""
-        return Places.board_bytes(num_ranks, Places.header_room(num_ranks, max_experts))
+        return Places.board_bytes(num_ranks, Places.header_room(num_ranks, max_experts, num_nodes))
 
     def announce(
         self,
@@ -99,16 +112,22 @@ class Signals:
         given: torch.Tensor,
         num_tokens_per_expert: torch.Tensor,
         prefix: torch.Tensor,
+        nodes: Nodes | None = None,
     ) -> None:
         """Announce a full dispatch, with an offer that may not suffice; `wait_for_counts` tells."""
         self._ticket += 1
         post = post._replace(ticket=self._ticket)
-        self.meet(post, counts, given, num_tokens_per_expert, prefix)
+        self.meet(post, counts, given, num_tokens_per_expert, prefix, nodes=nodes)
 
     def meet(self, post: Post, *args: Any, **kwargs: Any) -> None:
         """As `exchange.meet`: from now on, what goes wrong goes wrong for all ranks."""
         self.is_announced = True
-        exchange.meet(self.places, post, *args, **kwargs)
+        if self.carry is None:
+            exchange.meet(self.places, post, *args, **kwargs)
+            return
+        exchange.meet(self.places, post, *args, **kwargs, hears=False)
+        self.carry()
+        exchange.meet(self.places, post, *args, **kwargs, says=False)
 
     def wait_for_counts(self, num_experts: int) -> Counts:
         """Wait, on the host, for what the ranks told each other.
@@ -121,7 +140,7 @@ class Signals:
             self._wait_for_ticket()
         num_ranks = self.places.num_ranks
         first = exchange.STATE_WORDS
-        last = first + 2 * num_ranks + num_ranks * num_ranks
+        last = first + 3 * num_ranks + num_ranks * num_ranks
         words = self._host[: last + num_experts // num_ranks].tolist()
         record = Record(*words[exchange.STATE_RECORD : exchange.STATE_RECORD + 7])
         if record.code == exchange.COUNTS and record.origin == self.places.rank and not words[exchange.STATE_FAILED]:
@@ -132,6 +151,7 @@ class Signals:
             words[last - num_ranks : last],
             words[first + num_ranks : first + 2 * num_ranks],
             words[first : first + num_ranks],
+            words[first + 2 * num_ranks : first + 3 * num_ranks],
             words[last:],
             not words[exchange.STATE_HELD],
         )
@@ -176,6 +196,8 @@ class Signals:
             self._failure = f"{operation}: {type(error).__name__}: {error}"
             with self._stream.aside():
                 exchange.abort(self.places, OPERATIONS.index(operation))
+                if self.tell_failure is not None:
+                    self.tell_failure()
 
     def marked(self, operation: str) -> AbstractContextManager:
         """Around the launches of a call, inside the stream: a trace shows when the device makes it."""
@@ -207,6 +229,9 @@ class Signals:
             record = Record(*self._host[exchange.STATE_RECORD : exchange.STATE_RECORD + 7].tolist())
             error = self._error(record)
             self._failure = str(error)
+            if self.tell_failure is not None:  # far ranks that wait should not have to do so up to the limit
+                with self._stream.aside():
+                    self.tell_failure()
             raise error
 
     def _error(self, record: Record) -> Exception:
@@ -220,6 +245,9 @@ class Signals:
                 with self._stream.aside():
                     first, second = self.low_latency_words[rank].tolist()
                 return unpack(first, second, 0)
-            return unpack(*self.places.said(self._board, record.epoch, rank))
+            is_far = rank // self.places.num_near != self.places.rank // self.places.num_near
+            board = self.far_board if is_far and self.far_board is not None else self._board
+            with self._stream.aside():
+                return unpack(*self.places.said(board, record.epoch, rank))
 
         return lambda rank: header(record.origin).differences(header(rank)) or "nothing (it saw another difference)"

@@ -116,18 +116,27 @@ def _layout_kernel(
     )
 
 
-def positions(is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_positions(is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for what `positions` finds: [T, R] and [R] int32."""
+    num_tokens, num_ranks = is_token_in_rank.shape
+    new = is_token_in_rank.new_empty
+    return new(num_tokens, num_ranks, dtype=torch.int32), new(num_ranks, dtype=torch.int32)
+
+
+def positions(
+    is_token_in_rank: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Number the tokens of each destination.
 
     Args:
         is_token_in_rank: [T, R] bool, contiguous.
+        out: From `empty_positions`, if it is there already.
 
     Returns:
         [T, R] int32, how many tokens before this one go there, -1 where it does not; and [R] int32, how many go.
     """
     num_tokens, num_ranks = is_token_in_rank.shape
-    numbers = torch.empty(num_tokens, num_ranks, dtype=torch.int32, device=is_token_in_rank.device)
-    counts = torch.empty(num_ranks, dtype=torch.int32, device=is_token_in_rank.device)
+    numbers, counts = out or empty_positions(is_token_in_rank)
     args = (is_token_in_rank.view(torch.uint8), numbers, counts, num_tokens, num_ranks)
     launch(_positions_kernel, num_ranks, args, TILE=_SCAN_TOKENS)
     return numbers, counts

@@ -22,6 +22,11 @@ if INTERPRETED:
         return tl.atomic_add(pointers, 0, sem="acquire", scope="sys")
 
     @triton.jit
+    def store_release(pointers, values, mask):
+        """Store int64 words, after everything that this block wrote before."""
+        tl.atomic_xchg(pointers, values, mask=mask, sem="release", scope="sys")
+
+    @triton.jit
     def tell_host(pointer, value):
         """Store an int64 word in the host's memory, after everything that this block wrote before."""
         tl.atomic_xchg(pointer, value, sem="release", scope="sys")
@@ -68,10 +73,33 @@ else:
         )
 
     @triton.jit
+    def store_release(pointers, values, mask):
+        """Store int64 words, after everything that this block wrote before.
+
+        A store and not an exchange: the words may be in the host's memory, and atomics there are not for every machine.
+        Each word has one writer, so a store does.
+        """
+        # The barrier orders the writes of the block's other threads before the release of the one that stores.
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            """{
+                .reg .pred %stored;
+                setp.ne.b32 %stored, $3, 0;
+                @%stored st.release.sys.global.b64 [$1], $2;
+                mov.b32 $0, 0;
+            }""",
+            "=r,l,l,r",
+            [pointers, values, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
     def tell_host(pointer, value):
         """Store an int64 word in the host's memory, after everything that this block wrote before.
 
-        A store and not an exchange: atomics on the host's memory are not for every machine. All threads store the same.
+        All threads store the same.
         """
         tl.debug_barrier()
         tl.inline_asm_elementwise(
@@ -92,14 +120,6 @@ else:
     def to_fp8(values):
         """FP32 values of at most 448 as FP8 E4M3, rounded to the nearest, ties to even."""
         return values.to(tl.float8e4nv)
-
-
-@triton.jit
-def store_release(pointers, values, mask=None):
-    """Store int64 words, after everything that this block wrote before."""
-    # The barrier orders the writes of the block's other threads before the release of the one that stores.
-    tl.debug_barrier()
-    tl.atomic_xchg(pointers, values, mask=mask, sem="release", scope="sys")
 
 
 @triton.jit

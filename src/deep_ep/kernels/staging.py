@@ -103,6 +103,7 @@ def finish_dispatch(
         1,
         (
             places.windows,
+            places.homes,
             places.state,
             places.table,
             places.host,
@@ -110,6 +111,8 @@ def finish_dispatch(
             prefix,
             places.num_ranks,
             places.rank,
+            places.first_near,
+            places.num_near,
             places.limit_ns,
             step,
             operation,
@@ -168,6 +171,7 @@ def finish_combine(
         1,
         (
             places.windows,
+            places.homes,
             places.state,
             places.table,
             places.host,
@@ -176,6 +180,8 @@ def finish_combine(
             recv_src_idx,
             places.num_ranks,
             places.rank,
+            places.first_near,
+            places.num_near,
             places.limit_ns,
             step,
             operation,
@@ -216,6 +222,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 @jit
 def _finish_dispatch_kernel(
     windows,
+    homes,
     state,
     table,
     host,
@@ -223,6 +230,8 @@ def _finish_dispatch_kernel(
     prefix,
     num_ranks: tl.int32,
     rank: tl.int32,
+    first_near: tl.int32,
+    num_near: tl.int32,
     limit_ns: tl.int64,
     step: tl.int32,
     operation: tl.int32,
@@ -267,7 +276,10 @@ def _finish_dispatch_kernel(
                 scale_stride_t, scale_stride_s, num_scales, scale_bytes, topk_idx, idx_words, topk_weights, num_topk,
                 num_local, record_bytes, LANES,
             )  # fmt: skip
-        is_well = signal_and_wait(windows, state, host, num_ranks, rank, epoch, step + turn, operation, limit_ns, LANES)
+        is_well = signal_and_wait(
+            windows, homes, state, host, num_ranks, rank, first_near, num_near, epoch, step + turn, operation, limit_ns,
+            LANES,
+        )  # fmt: skip
         if is_well & is_round:
             _copy_out(
                 table, prefix, num_ranks, rank, turn // 2, num_rows, row_bytes, num_scales * scale_bytes,
@@ -396,6 +408,7 @@ def _copy_out(
 @jit
 def _finish_combine_kernel(
     windows,
+    homes,
     state,
     table,
     host,
@@ -404,6 +417,8 @@ def _finish_combine_kernel(
     recv_src_idx,
     num_ranks: tl.int32,
     rank: tl.int32,
+    first_near: tl.int32,
+    num_near: tl.int32,
     limit_ns: tl.int64,
     step: tl.int32,
     operation: tl.int32,
@@ -448,7 +463,10 @@ def _finish_combine_kernel(
                 table, prefix, recv_src_idx, rows, num_ranks, rank, start, range_tokens, num_rows, x, weights,
                 hidden * element_bytes, num_topk * 4, LANES,
             )  # fmt: skip
-        is_well = signal_and_wait(windows, state, host, num_ranks, rank, epoch, step + turn, operation, limit_ns, LANES)
+        is_well = signal_and_wait(
+            windows, homes, state, host, num_ranks, rank, first_near, num_near, epoch, step + turn, operation, limit_ns,
+            LANES,
+        )  # fmt: skip
         if is_well & is_round:
             _sum_range(
                 table, slots, num_ranks, rank, start, range_tokens, num_tokens, out_0, out_1, bias_0, bias_1, hidden,

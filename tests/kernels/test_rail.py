@@ -1,0 +1,160 @@
+"""Words of rows on the rail, and what ranks of different nodes learn of each other when they meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from windows import Boards, make_places, offer, synchronize
+
+from deep_ep.kernels import _triton, exchange, rail
+from deep_ep.kernels.exchange import Nodes, Places, Post
+from deep_ep.kernels.rail import FarPlaces, FarRows
+
+pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
+
+BELL_WORDS, MOST_CHUNKS, BELLS = 16, 4, 256
+ROWS = FarRows(piece=3, landing=1000, widths=(16, 0, 4), offsets=(0, 0, 512))
+
+
+def int32(values: list, device: str) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def two_nodes(device: str, rank: int = 0) -> Places:
+    return replace(make_places(rank, 2, device), num_nodes=2)
+
+
+def far_of(device: str) -> FarPlaces:
+    words = torch.zeros(1024, dtype=torch.int64, device=device)
+    return FarPlaces(words, BELLS, BELL_WORDS, 0, MOST_CHUNKS)
+
+
+def plan_of(lines: list[list[int]], device: str) -> torch.Tensor:
+    return torch.tensor([[*line, *[0] * (exchange.PLAN_WORDS - len(line))] for line in lines], device=device)
+
+
+# Meeting -------------------------------------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Two nodes of one rank: a cached call in which each says how many tokens it sends to each node."""
+
+    def __init__(self, num_tokens: list[int], device: str, far_rows: int = 20, mark: int = 7):
+        self.plan = torch.zeros(2, exchange.PLAN_WORDS, dtype=torch.int64, device=device)
+        self.prefix = int32([0, 0], device)
+        self.post = Post(2, 1, (5, 6), num_rows=9, bases=(64,), far_rows=far_rows)
+        self.nodes = Nodes(int32(num_tokens, device), self.plan, self.prefix, int32([mark], device))
+
+    def __call__(self, places: Places) -> None:
+        exchange.meet(replace(places, num_nodes=2), self.post, nodes=self.nodes)
+
+
+def test_what_a_rail_sends_where_worked_example(device: str) -> None:
+    boards, calls = Boards(2, device), [Meeting([3, 4], device), Meeting([5, 6], device)]
+    boards.meet(*calls)
+    assert [boards.record(rank) for rank in range(2)] == [None, None]
+    # In and where, out and where, where at the other, where the sums go back to.
+    assert calls[0].plan[:, :6].tolist() == [[3, 0, 3, 0, 0, 0], [5, 3, 4, 3, 0, 0]]
+    assert calls[1].plan[:, :6].tolist() == [[4, 0, 5, 0, 3, 3], [6, 4, 6, 5, 4, 5]]
+    assert [call.prefix.tolist() for call in calls] == [[3, 8], [4, 10]]
+    for rank in range(2):
+        rooms = boards.places[rank].table[exchange.TABLE_ROOMS].tolist()
+        assert rooms == [9 if peer == rank else 0 for peer in range(2)], "no row goes straight to a far rank"
+
+
+def test_the_halves_of_a_meeting_are_the_whole(device: str) -> None:
+    boards, calls = Boards(2, device), [Meeting([3, 4], device), Meeting([5, 6], device)]
+    for says, hears in ((True, False), (False, True)):
+        for places, call in zip(boards.places, calls, strict=True):
+            exchange.meet(replace(places, num_nodes=2), call.post, nodes=call.nodes, says=says, hears=hears)
+    assert [boards.record(rank) for rank in range(2)] == [None, None]
+    assert calls[1].plan[:, :6].tolist() == [[4, 0, 5, 0, 3, 3], [6, 4, 6, 5, 4, 5]]
+
+
+def test_too_little_far_memory_somewhere_fails_on_all_ranks(device: str) -> None:
+    boards = Boards(2, device)
+    boards.meet(Meeting([3, 4], device), Meeting([5, 6], device, far_rows=10))
+    assert boards.record(0) == [exchange.FAR_OVERFLOW, 1, 1, 1, 11, 10, 0], "rank 1 sends 11 rows, and has room for 10"
+    assert boards.record(1) == boards.record(0)
+
+
+def test_handles_of_different_dispatches_disagree(device: str) -> None:
+    boards = Boards(2, device)
+    boards.meet(Meeting([3, 4], device), Meeting([5, 6], device, mark=8))
+    assert boards.record(0) == [exchange.DISAGREE, 1, 1, 0b10, 0, 0, 0]
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def test_ring_worked_example(device: str) -> None:
+    places, far = two_nodes(device), far_of(device)
+    places.state[exchange.STATE_EPOCH] = 9
+    plan = plan_of([[0, 0, 0, 0, 0, 0], [7, 1, 5, 3, 2, 4]], device)
+    rail.ring(places, far, ROWS, plan, 1, 2)
+    bell = far.words[BELLS + (MOST_CHUNKS + 1) * BELL_WORDS :][:11].tolist()
+    # The epoch, the piece, and from where, to where, how many bytes: rows 2 to 4 of 5.
+    assert bell == [9, 3, 5 * 16, 1000 + 4 * 16, 48, 0, 1000, 0, 512 + 5 * 4, 1512 + 4 * 4, 12]
+    assert int(far.words.count_nonzero()) == 9, "nothing for this node"
+    synchronize(places)
+    assert int(places.host[exchange.STATE_RAIL_BYTES]) == 60
+    rail.ring(places, far, ROWS, plan, 0, 1, is_back=True)
+    bell = far.words[BELLS + MOST_CHUNKS * BELL_WORDS :][:5].tolist()
+    assert bell == [9, 3, 1 * 16, 1000 + 4 * 16, 7 * 16], "sums lie and go as rows came"
+
+
+@pytest.mark.parametrize("word", [exchange.STATE_FAILED, exchange.STATE_HELD])
+def test_a_failed_or_held_call_rings_nothing_and_waits_for_nothing(device: str, word: int) -> None:
+    places, far = two_nodes(device), far_of(device)
+    places.state[word] = 1
+    rail.ring(places, far, ROWS, plan_of([[0] * 6, [1] * 6], device), 0, 1)
+    assert not far.words.any()
+    rail.await_landed(places, far, 0, 3, 0, 4)
+
+
+def test_a_chunk_that_does_not_land_is_waited_for_up_to_the_limit(device: str) -> None:
+    boards, far = Boards(2, device), far_of(device)
+    places = replace(boards.places[0], num_nodes=2)
+    places.state[exchange.STATE_EPOCH] = 5
+    far.words[MOST_CHUNKS * 8 : MOST_CHUNKS * 8 + 17 : 8] = torch.tensor([5, 6, 5], device=device)  # of node 1
+    rail.await_landed(places, far, 1, 3, 0, 3)
+    assert boards.record(0) is None
+    rail.await_landed(replace(places, limit_ns=1), far, 1, 3, 2, 2)
+    assert boards.record(0) == [exchange.TIMEOUT, 5, 1, 0b10, 3, 0, 0], "chunk 3 of rank 1 is missing"
+
+
+def test_the_outbox_is_free_when_all_that_was_rung_for_has_left(device: str) -> None:
+    boards, far = Boards(2, device), far_of(device)
+    places, bell = replace(boards.places[0], num_nodes=2), BELLS + MOST_CHUNKS * BELL_WORDS
+    rail.await_left(places, far, 1, 2, 4)
+    far.words[bell], far.words[bell + 15] = 4, 4
+    rail.await_left(places, far, 1, 2, 4)
+    assert boards.record(0) is None
+    far.words[bell] = 5
+    rail.await_left(replace(places, limit_ns=1), far, 1, 2, 4)
+    assert boards.record(0) == [exchange.TIMEOUT, 0, 1, 0b10, 2, 0, 0]
+
+
+def test_aim_worked_example(device: str) -> None:
+    places = two_nodes(device)
+    rows = torch.zeros(4, 16, dtype=torch.uint8, device=device)
+    offer(places, [[rows, rows]], [4, 0], first_slots=[1, 2])
+    aimed = torch.zeros_like(places.table)
+    rail.aim(places, ROWS, plan_of([[0, 0, 3, 0], [0, 0, 4, 3]], device), aimed, 10_000)
+    assert aimed[0].tolist() == [rows.data_ptr(), 10_000]
+    assert aimed[2, 1].item() == 10_512
+    assert aimed[exchange.TABLE_ROOMS].tolist() == [4, 7]
+    assert aimed[exchange.TABLE_STARTS].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("is_fetched", [False, True])
+def test_where_the_sums_of_other_nodes_are(device: str, is_fetched: bool) -> None:
+    places = two_nodes(device)
+    table = torch.zeros_like(places.table)
+    sources = torch.tensor([20_000, 30_000], device=device) if is_fetched else None
+    rail.locate(places, ROWS, plan_of([[9, 9, 3, 0, 0], [0, 0, 4, 3, 5]], device), table, 10_000, sources)
+    expected = [30_000 + 5 * 16, 30_512 + 5 * 4] if is_fetched else [11_000 + 3 * 16, 11_512 + 3 * 4]
+    assert table[[0, 2], 1].tolist() == expected
+    assert table[exchange.TABLE_ROOMS].tolist() == [0, 4]
