@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deep_ep.kernels import counts, exchange, pull, push, put, staging
+from deep_ep.kernels import counts, exchange, pull, push, put, rail, relay, relay_sums, staging
 from deep_ep.kernels.low_latency import combine, dispatch
 from deep_ep.kernels.low_latency import words as ll_words
 
@@ -21,6 +21,13 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 def ptx_of(kernel, pointers: dict[str, str], constants: dict[str, object], num_warps: int, aligned=()) -> str:
     """The PTX of a kernel, whose pointers have these types; numbers have theirs written down."""
+    return compiled(kernel, pointers, constants, num_warps, aligned)["ptx"]
+
+
+def compiled(
+    kernel, pointers: dict[str, str], constants: dict[str, object], num_warps: int, aligned=(), libraries=None
+):
+    """All that the compiler makes of a kernel on the way, by stage."""
     signature, attributes = {}, {}
     for index, param in enumerate(kernel.params):
         if param.is_constexpr:
@@ -30,12 +37,16 @@ def ptx_of(kernel, pointers: dict[str, str], constants: dict[str, object], num_w
         if param.name in aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=TARGET, options={"num_warps": num_warps}).asm["ptx"]
+    options = {"num_warps": num_warps, **({"extern_libs": libraries} if libraries else {})}
+    return triton.compile(source, target=TARGET, options=options).asm
 
 
 def signalling() -> dict[str, str]:
-    words = dict.fromkeys(("windows", "state", "table", "host"), "*i64")
-    lists = dict.fromkeys(("counts", "given", "per_expert", "prefix", "slots", "recv_src_idx"), "*i32")
+    words = dict.fromkeys(("windows", "homes", "state", "table", "host", "plan"), "*i64")
+    lists = dict.fromkeys(
+        ("counts", "given", "per_expert", "prefix", "slots", "recv_src_idx", "node_tokens", "node_prefix", "mark"),
+        "*i32",
+    )
     ptx = {}
     # As `prepare_all` compiles them, for up to 32 ranks.
     for is_new, has_counts, has_prefix, is_pushed in (
@@ -46,11 +57,21 @@ def signalling() -> dict[str, str]:
         (False, False, False, False),
     ):
         constants = {"IS_NEW": is_new, "HAS_COUNTS": has_counts, "HAS_PREFIX": has_prefix, "IS_PUSHED": is_pushed}
-        constants |= {"LANES": 32, "CHUNK": 8}
+        constants |= {"SAYS": True, "HEARS": True, "HAS_NODES": False, "LANES": 32, "CHUNK": 8}
         name = f"meet new={is_new} counts={has_counts} prefix={has_prefix}" + " pushed" * is_pushed
         ptx[name] = ptx_of(exchange._meet_kernel, words | lists, constants, 1)
     ptx["finish dispatch"] = ptx_of(staging._finish_dispatch_kernel, words | lists, {"LANES": 32}, 1)
     ptx["finish combine"] = ptx_of(staging._finish_combine_kernel, words | lists, {"LANES": 32}, 1)
+    both = {"HAS_NODES": True, "IS_PUSHED": False, "LANES": 32, "CHUNK": 8}
+    for says, hears in ((True, True), (True, False), (False, True)):
+        for has_counts in (True, False):
+            constants = {"SAYS": says, "HEARS": hears, "IS_NEW": True, "HAS_COUNTS": has_counts, **both}
+            constants |= {"HAS_PREFIX": has_counts}
+            name = f"meet nodes says={says} hears={hears} counts={has_counts}"
+            ptx[name] = ptx_of(exchange._meet_kernel, words | lists, constants, 1)
+    bells = words | dict.fromkeys(("bells", "wanted", "seen"), "*i64")
+    ptx["ring"] = ptx_of(rail._ring_kernel, bells, {"IS_BACK": False, "LANES": 32}, 1)
+    ptx["await landed"] = ptx_of(rail._await_kernel, bells, {"LANES": 32}, 1)
     ptx["abort"] = ptx_of(exchange._abort_kernel, words, {"LANES": 32}, 1)
     return ptx
 
@@ -76,6 +97,13 @@ def moving() -> dict[str, str]:
     }
     constants |= {"HAS_TOPK": True, "TOPK": 8, "LANES": 8}
     ptx = {"put": ptx_of(put._put_kernel, pointers, constants, 16)}
+    out = constants | {"PEERS": 8, "LANES": 4, "SIGHT": 32}
+    ptx["pack"] = ptx_of(relay._pack_kernel, pointers | {"node_slots": "*i32", "plan": "*i64"}, out, 16)
+    landed = {name: value for name, value in constants.items() if name not in ("WORD_BYTES", "SCALE_BYTES")}
+    landed |= {"WORD": triton.language.int32, "SCALE_WORD": triton.language.int32, "NODES": 4}
+    words = {"plan": "*i64", "sources": "*i64"}
+    for name, is_fetched in (("forward", False), ("forward fetched", True)):
+        ptx[name] = ptx_of(relay._forward_kernel, pointers | words, landed | {"IS_FETCHED": is_fetched}, 16)
     ptx["unpack"] = ptx_of(put._unpack_kernel, pointers, {"HAS_TOPK": True, "TOPK": 8, "TILE": 128}, 4)
     rows = pointers | dict.fromkeys(("out", "bias_0", "bias_1"), "*bf16")
     constants = {
@@ -87,6 +115,16 @@ def moving() -> dict[str, str]:
         "WIDE": triton.language.float32,
     }
     ptx["pull"] = ptx_of(pull._pull_kernel, rows, constants, 8)
+    relayed = rows | {
+        "passed_on": "*i32",
+        "node_slots": "*i32",
+        "near_table": "*i64",
+        "node_table": "*i64",
+        "plan": "*i64",
+    }
+    some = {name: value for name, value in constants.items() if name != "NUM_BIASES"} | {"NODES": 2}
+    ptx["sum for rail"] = ptx_of(relay_sums._sum_for_rail_kernel, relayed, some, 8)
+    ptx["sum nodes"] = ptx_of(relay_sums._sum_nodes_kernel, relayed, constants | {"NODES": 2, "NODES_AT_ONCE": 2}, 8)
     inbox = rows | {"inbox": "*u8"}
     ptx["sum_inbox"] = ptx_of(push._sum_inbox_kernel, inbox, constants, 8)
     rows_of = pointers | {"rows": "*i32", "source_idx": "*i32"}
@@ -101,7 +139,7 @@ def moving() -> dict[str, str]:
 
 def low_latency() -> tuple[dict[str, str], dict[str, str]]:
     """Kernels that signal or wait, and those that do neither."""
-    words = dict.fromkeys(("windows", "ll", "seen", "ll_host", "stats", "boards", "state", "host"), "*i64")
+    words = dict.fromkeys(("windows", "ll", "seen", "ll_host", "stats", "boards", "homes", "state", "host"), "*i64")
     words |= {"ranks_mask": "*i32", "topk_idx": "*i64", "topk_weights": "*fp32", "earlier": "*i32"}
     rows = {"x": "*bf16", "out": "*bf16", "layout_range": "*i64", "src_info": "*i32", "count": "*i32"}
     signal, move = {}, {}
@@ -119,11 +157,12 @@ def low_latency() -> tuple[dict[str, str], dict[str, str]]:
         constants = {"IS_COPIED": is_copied, "USE_LOGFMT": use_logfmt, "UNIT": 1024, "VECTOR": 16, "BLOCK": 2048}
         name = f"combine send copied={is_copied} logfmt={use_logfmt}"
         signal[name] = ptx_of(combine._combine_send_kernel, pointers, constants | tile, 4)
-    for scales in ("*fp32", "*i32"):
+    for scales, has_far in (("*fp32", False), ("*i32", False), ("*fp32", True)):
         pointers = words | rows | {"x": "*i32", "scales": scales, "stats": "*i32"}
-        constants = {"HAS_SCALES": True, "HAS_STATS": True, "VECTOR": 16, "BLOCK": 2048, "GROUPS": 64}
-        constants |= {"TOPK": 8, "LANES": 8}
-        move[f"dispatch receive {scales}"] = ptx_of(dispatch._dispatch_receive_kernel, pointers, constants, 4)
+        constants = {"HAS_SCALES": True, "HAS_STATS": True, "HAS_FAR": has_far, "VECTOR": 16, "BLOCK": 2048}
+        constants |= {"GROUPS": 64, "TOPK": 8, "LANES": 8}
+        name = f"dispatch receive {scales}" + " far" * has_far
+        move[name] = ptx_of(dispatch._dispatch_receive_kernel, pointers, constants, 4)
     for use_logfmt, block in ((False, 2048), (True, 1024)):
         constants = {
             "USE_LOGFMT": use_logfmt,

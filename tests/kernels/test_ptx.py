@@ -22,10 +22,24 @@ MEETINGS = (
     "meet new=True counts=False prefix=False",
     "meet new=False counts=False prefix=False",
 )
+NODES = tuple(f"meet nodes says=True hears=True counts={has_counts}" for has_counts in (True, False))
+SAYING = tuple(f"meet nodes says=True hears=False counts={has_counts}" for has_counts in (True, False))
+HEARING = tuple(f"meet nodes says=False hears=True counts={has_counts}" for has_counts in (True, False))
 FINISHING = ("finish dispatch", "finish combine")
-WAITING = (*MEETINGS, *FINISHING)
-SIGNALLING = (*WAITING, "abort")
-BULK = ("put", "pull", "copy_in", "push", "sum_inbox")
+WAITING = (*MEETINGS, *NODES, *HEARING, *FINISHING)
+SIGNALLING = (*WAITING, *SAYING, "ring", "await landed", "abort")
+BULK = (
+    "put",
+    "pull",
+    "copy_in",
+    "push",
+    "sum_inbox",
+    "pack",
+    "forward",
+    "forward fetched",
+    "sum for rail",
+    "sum nodes",
+)
 SENDING = (*BULK, "unpack")
 
 LL_WAITS = ("dispatch wait", "combine wait")
@@ -41,6 +55,7 @@ LL_SIGNALLING = (*LL_WAITS, "barrier", *LL_SENDS)
 LL_RECEIVES = (
     "dispatch receive *fp32",
     "dispatch receive *i32",
+    "dispatch receive *fp32 far",
     "combine receive logfmt=False",
     "combine receive logfmt=True",
 )
@@ -87,6 +102,10 @@ def is_atomic(instruction: str) -> bool:
     return instruction.startswith(("atom.", "red."))
 
 
+def is_signal(instruction: str) -> bool:
+    return instruction.startswith("st.release.")
+
+
 def is_counter(instruction: str) -> bool:
     """Whether it counts the blocks of a kernel."""
     return is_atomic(instruction) and "add" in instruction.split(".")
@@ -110,10 +129,11 @@ def test_every_signal_and_every_look_at_one_is_of_system_scope(instructions: dic
 
 
 @pytest.mark.parametrize("kernel", SIGNALLING)
-def test_a_signal_is_an_exchange_that_releases(instructions: dict[str, list[str]], kernel: str) -> None:
-    atomics = [one for one in instructions[kernel] if is_atomic(one)]
-    assert atomics
-    assert all({"release", "exch", "b64"} <= set(one.split(".")) for one in atomics)
+def test_a_signal_is_a_store_that_releases(instructions: dict[str, list[str]], kernel: str) -> None:
+    assert [one for one in instructions[kernel] if is_atomic(one)] == [], "words may be in the host's memory"
+    signals = [one for one in instructions[kernel] if is_signal(one)]
+    assert signals
+    assert all({"sys", "b64"} <= set(one.split(".")) for one in signals)
 
 
 @pytest.mark.parametrize("kernel", SIGNALLING)
@@ -126,7 +146,7 @@ def test_a_barrier_stands_between_the_last_store_and_each_signal(
             has_barrier = True
         elif is_store(one):
             has_barrier = False
-        elif is_atomic(one):
+        elif is_signal(one):
             assert has_barrier, "the writes of other threads could come after the signal"
             has_barrier = False
 
@@ -141,8 +161,9 @@ def test_a_wait_acquires_and_a_barrier_hands_on_what_it_saw(instructions: dict[s
     assert [one for one in behind[:barrier] if one.startswith("ld.global")] == []
 
 
-def test_giving_up_waits_for_nobody(instructions: dict[str, list[str]]) -> None:
-    assert [one for one in instructions["abort"] if "acquire" in one] == []
+@pytest.mark.parametrize("kernel", [*SAYING, "ring", "abort"])
+def test_who_only_says_something_waits_for_nobody(instructions: dict[str, list[str]], kernel: str) -> None:
+    assert [one for one in instructions[kernel] if "acquire" in one] == []
 
 
 @pytest.mark.parametrize("kernel", SENDING)
@@ -176,10 +197,12 @@ def test_low_latency_signals_release_and_the_last_block_has_acquired(
     counters = [one for one in atomics if "add" in one]
     assert len(counters) == (kernel in LL_SENDS)
     assert all({"acq_rel", "gpu"} <= one for one in counters), "blocks of one kernel, about memory of their own GPU"
-    assert atomics[: len(counters)] == counters, "blocks are counted before anything is said"
-    signals = atomics[len(counters) :]
+    assert atomics == counters
+    ordered = [one for one in instructions[kernel] if is_signal(one) or is_counter(one)]
+    signals = ordered[len(counters) :]
+    assert not any(is_signal(one) for one in ordered[: len(counters)]), "blocks are counted before anything is said"
     assert signals
-    assert all({"release", "exch", "b64", "sys"} <= one for one in signals)
+    assert all({"b64", "sys"} <= set(one.split(".")) for one in signals)
 
 
 @pytest.mark.parametrize("kernel", LL_SIGNALLING)
@@ -188,20 +211,21 @@ def test_a_barrier_stands_before_each_low_latency_signal(instructions: dict[str,
     for one in instructions[kernel]:
         if is_barrier(one):
             has_barrier = True
-        elif is_atomic(one) or one.startswith("st.release"):
+        elif is_atomic(one) or is_signal(one):
             assert has_barrier, "the writes of other threads could come after the signal"
             has_barrier = False
         elif is_store(one):
             has_barrier = False
 
 
-@pytest.mark.parametrize("kernel", [*WAITING, *LL_WAITS, *LL_SENDS])
+@pytest.mark.parametrize("kernel", [*WAITING, "await landed", *LL_WAITS, *LL_SENDS])
 def test_no_barrier_stands_in_a_loop_that_polls(ptx: dict[str, str], kernel: str) -> None:
     """Warps may leave it at different times: who stayed would wait for the others for good."""
     polls = [loop for loop in loops(ptx[kernel]) if is_poll(loop)]
     innermost = min(polls, key=len)
     assert [one for one in innermost if is_barrier(one)] == []
-    assert len([one for one in innermost if one.startswith("ld.acquire.")]) == 2, "progress and failures"
+    num_looks = 5 if kernel == "await landed" else 2  # four chunks, or progress; and failures
+    assert len([one for one in innermost if one.startswith("ld.acquire.")]) == num_looks
     if kernel not in WAITING:  # of several warps
         assert len(polls) == 1, "one loop, in no other"
 
@@ -229,6 +253,7 @@ def test_a_low_latency_receive_neither_signals_nor_waits(instructions: dict[str,
         ("dispatch send fp8=True rounded=False", ("ld.global",)),
         ("combine send copied=True logfmt=False", ("ld.global", "st.global")),
         ("dispatch receive *fp32", ("ld.global", "st.global")),
+        ("dispatch receive *fp32 far", ("ld.global", "st.global")),
         ("combine receive logfmt=False", ("ld.global", "st.global")),
     ],
 )

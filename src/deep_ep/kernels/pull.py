@@ -151,21 +151,51 @@ def add_rows(
         VECTOR: Bytes that rows are aligned to.
         WIDE: What is summed in.
     """
-    lanes = tl.arange(0, rows.shape[0])
+    total = add_biases(bias_0 + start, bias_1 + start, columns, hidden, NUM_BIASES, VECTOR, WIDE)
+    total = add_to(total, out, rows, columns, hidden, num_ranks, AT_ONCE, VECTOR, WIDE)
+    target = tl.multiple_of(out + start, VECTOR) + columns
+    tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
+
+
+@triton.jit
+def add_biases(
+    bias_0, bias_1, columns, hidden, NUM_BIASES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """What a sum begins with: one piece of a token's biases, or zeros."""
     total = tl.zeros([columns.shape[0]], WIDE)
     if NUM_BIASES > 0:
-        total = tl.load(tl.multiple_of(bias_0 + start, VECTOR) + columns, mask=columns < hidden, other=0.0).to(WIDE)
+        total = tl.load(tl.multiple_of(bias_0, VECTOR) + columns, mask=columns < hidden, other=0.0).to(WIDE)
     if NUM_BIASES > 1:
-        total += tl.load(tl.multiple_of(bias_1 + start, VECTOR) + columns, mask=columns < hidden, other=0.0).to(WIDE)
-    for first in range(0, num_ranks, AT_ONCE):
+        total += tl.load(tl.multiple_of(bias_1, VECTOR) + columns, mask=columns < hidden, other=0.0).to(WIDE)
+    return total
+
+
+@triton.jit
+def add_to(
+    total, like, rows, columns, hidden, count, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Add one piece of some rows, in order.
+
+    Args:
+        total: [BLOCK], to begin with.
+        like: A pointer of the rows' type.
+        rows: [LANES] addresses; 0: there is none.
+        columns: [BLOCK] of the piece.
+        hidden: Elements of a row.
+        count: Rows.
+        AT_ONCE: Rows that are loaded before the first is added.
+        VECTOR: Bytes that rows are aligned to.
+        WIDE: What is summed in.
+    """
+    lanes = tl.arange(0, rows.shape[0])
+    for first in range(0, count, AT_ONCE):
         for turn in tl.static_range(AT_ONCE):
             row = tl.sum(tl.where(lanes == first + turn, rows, 0))
-            pointer = tl.multiple_of(row.to(out.dtype), VECTOR)
+            pointer = tl.multiple_of(row.to(like.dtype), VECTOR)
             mask = columns < tl.where(row != 0, hidden, 0)
             value = tl.load(pointer + columns, mask=mask, other=0.0).to(WIDE)
             total = tl.where(row != 0, total + value, total)  # adding nothing must not make 0.0 of -0.0
-    target = tl.multiple_of(out + start, VECTOR) + columns
-    tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
+    return total
 
 
 def copy_in(places: Places, shape: Shape, target: torch.Tensor, rows: torch.Tensor, prefix: torch.Tensor) -> None:

@@ -49,7 +49,11 @@ def record_words(num_topk: int) -> int:
 
 def word_of(*rows: torch.Tensor) -> tuple[torch.dtype, bool]:
     """The widest word, up to 4 bytes, that all these [n, columns] rows consist of, and whether vectors of words fit."""
-    numbers = [n for one in rows for n in (one.size(1) * one.element_size(), one.data_ptr())]
+    return widest_word(*(n for one in rows for n in (one.size(1) * one.element_size(), one.data_ptr())))
+
+
+def widest_word(*numbers: int) -> tuple[torch.dtype, bool]:
+    """The widest word, up to 4 bytes, that divides all these widths and places, and whether vectors of words fit."""
     for dtype in (torch.int32, torch.int16, torch.int8):
         if all(number % dtype.itemsize == 0 for number in numbers):
             return dtype, all(number % VECTOR_BYTES == 0 for number in numbers)
@@ -90,7 +94,7 @@ def put(
     if scales is None:
         scale_words, strides = x.view(torch.int8), [0, 0]
     else:
-        scale_words, strides = scales.view(_integer(scale_word)), list(scales.stride())
+        scale_words, strides = scales.view(integer_of(scale_word)), list(scales.stride())
     row_words = x.size(1) * x.element_size() // word.itemsize
     vector = VECTOR_BYTES if is_aligned else word.itemsize
     block = min(shape.words * 4 // word.itemsize, next_power_of_2(row_words))
@@ -132,7 +136,8 @@ def put(
     )
 
 
-def _integer(num_bytes: int) -> torch.dtype:
+def integer_of(num_bytes: int) -> torch.dtype:
+    """The integer of so many bytes: what elements are moved as."""
     return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[num_bytes]
 
 
@@ -184,28 +189,26 @@ def _put_kernel(
         num_pieces = tl.cdiv(row_words, BLOCK)
         num_items = num_tokens * num_pieces
         # The next item is on its way while this one is written: the peers' memory is far, and so is this rank's.
-        row = _load_piece(x, row_words, tl.program_id(0), num_pieces, num_items, VECTOR, BLOCK)
+        row = load_piece(x, row_words, tl.program_id(0), num_pieces, num_items, VECTOR, BLOCK)
         slot = load_slots(slots, tl.program_id(0) // num_pieces, num_tokens, num_ranks, lanes)
         if HAS_SCALES:
             first = tl.program_id(0) // num_pieces
-            scale = _load_columns(scales, first, num_tokens, scale_stride_t, scale_stride_s, num_scales, SCALES)
+            scale = load_columns(scales, first, num_tokens, scale_stride_t, scale_stride_s, num_scales, SCALES)
         if HAS_TOPK:
             first = tl.program_id(0) // num_pieces
-            ids = _load_columns(topk_idx, first, num_tokens, num_topk, 1, num_topk, TOPK)
-            weights = _load_columns(topk_weights, first, num_tokens, num_topk, 1, num_topk, TOPK)
+            ids = load_columns(topk_idx, first, num_tokens, num_topk, 1, num_topk, TOPK)
+            weights = load_columns(topk_weights, first, num_tokens, num_topk, 1, num_topk, TOPK)
         for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
             following = item + tl.num_programs(0)
-            next_row = _load_piece(x, row_words, following, num_pieces, num_items, VECTOR, BLOCK)
+            next_row = load_piece(x, row_words, following, num_pieces, num_items, VECTOR, BLOCK)
             next_slot = load_slots(slots, following // num_pieces, num_tokens, num_ranks, lanes)
             if HAS_SCALES:
                 later = following // num_pieces
-                next_scale = _load_columns(
-                    scales, later, num_tokens, scale_stride_t, scale_stride_s, num_scales, SCALES
-                )
+                next_scale = load_columns(scales, later, num_tokens, scale_stride_t, scale_stride_s, num_scales, SCALES)
             if HAS_TOPK:
                 later = following // num_pieces
-                next_ids = _load_columns(topk_idx, later, num_tokens, num_topk, 1, num_topk, TOPK)
-                next_weights = _load_columns(topk_weights, later, num_tokens, num_topk, 1, num_topk, TOPK)
+                next_ids = load_columns(topk_idx, later, num_tokens, num_topk, 1, num_topk, TOPK)
+                next_weights = load_columns(topk_weights, later, num_tokens, num_topk, 1, num_topk, TOPK)
             token = item // num_pieces
             piece = item % num_pieces
             words = piece * BLOCK + tl.arange(0, BLOCK)
@@ -230,7 +233,7 @@ def _put_kernel(
                         record = (record_bases + places * num_record_words * 4).to(tl.pointer_type(tl.int32))
                         tl.store(record, token, mask=goes)
                     if HAS_TOPK:
-                        _put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK)
+                        put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK)
             row = next_row
             slot = next_slot
             if HAS_SCALES:
@@ -241,7 +244,7 @@ def _put_kernel(
 
 
 @triton.jit
-def _load_piece(x, row_words, item, num_pieces, num_items, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+def load_piece(x, row_words, item, num_pieces, num_items, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     """A piece of a row; nothing where there is no such item."""
     words = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
     row = tl.multiple_of(x + tl.cast(item // num_pieces, tl.int64) * row_words, VECTOR)
@@ -256,7 +259,7 @@ def load_slots(slots, token, num_tokens, num_ranks, lanes):
 
 
 @triton.jit
-def _load_columns(matrix, token, num_tokens, stride_t, stride_c, num_columns, COLUMNS: tl.constexpr):
+def load_columns(matrix, token, num_tokens, stride_t, stride_c, num_columns, COLUMNS: tl.constexpr):
     """The few columns that a token has of a matrix; nothing where there is no such token."""
     columns = tl.arange(0, COLUMNS)
     width = tl.where(token < num_tokens, num_columns, 0)
@@ -264,8 +267,8 @@ def _load_columns(matrix, token, num_tokens, stride_t, stride_c, num_columns, CO
 
 
 @triton.jit
-def _put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK: tl.constexpr):
-    """Write a token's ids and weights into its records at all its peers, each as that peer counts them."""
+def put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK: tl.constexpr):
+    """Write a token's ids and weights into its records at the peers `lanes`, each as that peer counts them."""
     columns = tl.arange(0, TOPK)
     ids = tl.where((ids >= 0) & (ids < num_local * num_ranks), ids, -1).to(tl.int32)  # before any bits are cut off
     local = tl.where(ids[None, :] >= 0, ids[None, :] - lanes[:, None] * num_local, -1)

@@ -1,0 +1,136 @@
+"""Sums of a combine across nodes, against the twin that sums inside one node, applied twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from windows import fail, make_places, offer
+
+from deep_ep.kernels import _triton, exchange, relay_sums
+from deep_ep.kernels.put import Shape
+from deep_ep.kernels.reduce import reduce_rows
+
+pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
+
+SHAPE = Shape(num_blocks=3, words=64, num_warps=2)
+POISON = 77.0
+
+
+def int32(values: list, device: str) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def plan_of(counts: list[int], device: str) -> torch.Tensor:
+    """Of the rows that a rank passes on: so many of each node, node after node."""
+    plan = torch.full((len(counts), exchange.PLAN_WORDS), 1 << 40, dtype=torch.int64, device="cpu")
+    plan[:, exchange.PLAN_NUM_IN] = torch.tensor(counts, device="cpu")
+    plan[:, exchange.PLAN_IN_START] = plan[:, exchange.PLAN_NUM_IN].cumsum(0) - plan[:, exchange.PLAN_NUM_IN]
+    return plan.to(device)
+
+
+def test_sum_for_rail_worked_example(device: str) -> None:
+    """Rows 0 to 3 are this node's own, row 4 is node 1's."""
+    near = make_places(0, 2, device)
+    first, second = torch.arange(6.0, device=device).view(6, 1), torch.arange(10.0, 16.0, device=device).view(6, 1)
+    offer(near, [[first, second]], [6, 6])
+    out = torch.full((6, 1), POISON, device=device)
+    passed_on = int32([[0, 0]] * 4 + [[2, 5]], device)
+    relay_sums.sum_for_rail(near, SHAPE, 0, out, passed_on, plan_of([4, 1], device), 0, 0, 1)
+    assert out.flatten().tolist() == [POISON] * 4 + [17.0, POISON]
+
+
+def test_sum_nodes_worked_example(device: str) -> None:
+    near, nodes = make_places(0, 1, device), make_places(1, 2, device)
+    mine, theirs = torch.arange(8.0, device=device).view(8, 1), torch.arange(100.0, 108.0, device=device).view(8, 1)
+    offer(near, [[mine]], [8])
+    offer(nodes, [[theirs, theirs]], [8, 0])
+    passed_on = int32([[0]] * 6 + [[7]], device)
+    out = torch.empty(1, 1, device=device)
+    slots = (int32([[3, 2]], device), passed_on, plan_of([4, 3], device))
+    relay_sums.sum_nodes(near, nodes, SHAPE, 0, out, *slots, [torch.tensor([[1000.0]], device=device)])
+    assert out.tolist() == [[1000.0 + 103.0 + 7.0]]
+
+
+class Layer:
+    """A rank's tokens, the rows of its node, and what the other nodes have summed."""
+
+    def __init__(self, num_nodes: int, size: int, node: int, hidden: int, dtype: torch.dtype, device: str):
+        generator = torch.Generator().manual_seed(hidden + num_nodes)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(device, dtype)
+
+        num_tokens, self.node = 7, node
+        goes = (torch.rand(num_tokens, num_nodes, generator=generator) < 0.7).to(device)
+        self.node_slots = torch.where(goes, goes.cumsum(0) - 1, -1).int()
+        own = int((self.node_slots[:, node] >= 0).sum())
+        self.counts = [own if one == node else 2 + one for one in range(num_nodes)]
+        num_rows = sum(self.counts)
+        has_row = (torch.rand(num_rows, size, generator=generator) < 0.6).to(device)
+        self.passed_on = torch.where(has_row, has_row.cumsum(0) - 1, -1).int()
+        self.rows = [draw(num_rows, hidden) for _ in range(size)]
+        self.sums = [draw(num_tokens, hidden) for _ in range(num_nodes)]
+        self.biases = [draw(num_tokens, hidden) for _ in range(2)]
+        self.plan = plan_of(self.counts, device)
+        self.near, self.nodes = make_places(0, size, device), make_places(node, num_nodes, device)
+        offer(self.near, [None, self.rows], [num_rows] * size)
+        rooms = [0 if one == node else num_tokens for one in range(num_nodes)]
+        offer(self.nodes, [None, self.sums], rooms)
+
+    def node_sums(self) -> torch.Tensor:
+        """What this node has of every row that is passed on, by the twin."""
+        out = torch.empty_like(self.rows[0])
+        reduce_rows(out, self.rows, self.passed_on, [0] * len(self.rows), [])
+        return out
+
+
+CASES = [(2, 2, 0, 16), (2, 1, 1, 7), (3, 2, 1, 200), (5, 3, 4, 24)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("num_nodes", "size", "node", "hidden"), CASES)
+def test_sums_are_those_of_the_twin(
+    device: str, dtype: torch.dtype, num_nodes: int, size: int, node: int, hidden: int
+) -> None:
+    layer = Layer(num_nodes, size, node, hidden, dtype, device)
+    by_node = layer.node_sums()
+    for num_chunks in (1, 3):
+        out = torch.full_like(by_node, POISON)
+        for chunk in range(num_chunks):
+            where = (layer.plan, node, chunk, num_chunks)
+            relay_sums.sum_for_rail(layer.near, SHAPE, 1, out, layer.passed_on, *where)
+        first = sum(layer.counts[:node])
+        own = slice(first, first + layer.counts[node])
+        expected = by_node.clone()
+        expected[own] = POISON  # nobody needs them there
+        assert torch.equal(out, expected)
+
+    tokens = torch.empty_like(layer.biases[0])
+    slots = (layer.node_slots, layer.passed_on, layer.plan)
+    relay_sums.sum_nodes(layer.near, layer.nodes, SHAPE, 1, tokens, *slots, layer.biases)
+    mine = torch.zeros_like(tokens)
+    mine[: layer.counts[node]] = by_node[own]
+    sums = [mine if one == node else layer.sums[one] for one in range(num_nodes)]
+    expected = torch.empty_like(tokens)
+    reduce_rows(expected, sums, layer.node_slots, [0] * num_nodes, layer.biases)
+    assert torch.equal(tokens, expected)
+
+
+def test_a_handle_that_is_short_is_not_read_beyond_its_end(device: str) -> None:
+    layer = Layer(2, 2, 0, 16, torch.float32, device)
+    short = layer.passed_on[: layer.counts[0] + 1].clone()
+    out = torch.full_like(layer.rows[0], POISON)
+    relay_sums.sum_for_rail(layer.near, SHAPE, 1, out, short, layer.plan, 0, 0, 1)
+    assert (out[layer.counts[0] + 1 :] == POISON).all()
+    assert not (out[layer.counts[0]] == POISON).any()
+
+
+def test_nothing_is_summed_after_a_failure(device: str) -> None:
+    layer = Layer(2, 2, 0, 16, torch.float32, device)
+    out, tokens = torch.full_like(layer.rows[0], POISON), torch.full_like(layer.biases[0], POISON)
+    fail(layer.near)
+    relay_sums.sum_for_rail(layer.near, SHAPE, 1, out, layer.passed_on, layer.plan, 0, 0, 1)
+    slots = (layer.node_slots, layer.passed_on, layer.plan)
+    relay_sums.sum_nodes(layer.near, layer.nodes, SHAPE, 1, tokens, *slots, [])
+    assert (out == POISON).all()
+    assert (tokens == POISON).all()
