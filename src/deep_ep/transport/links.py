@@ -22,6 +22,8 @@ from ..sizing import align
 
 # Topics of frames: what a call says first, whether its rows fit, rows; the last words of a rank; low-latency calls.
 ANNOUNCE, VERDICT, ROWS, FAILED, BYE, SENT = 1, 2, 3, 4, 5, 6
+# Of couriers, beside rows: a header with the progress that it belongs to, the line of a failure, what rows come next.
+HEADER, RECORD, BELL = 7, 8, 9
 
 _HEAD = struct.Struct("<QQQQ")  # topic, epoch, place, bytes of the payload
 _MOST_AHEAD = 64  # frames read before anybody asks for them; then the sender has to wait
@@ -177,6 +179,7 @@ class Link:
         landing: Where payloads that come lie; None: in the pool, too.
 
     Attributes:
+        landing: Likewise. Who replaces it does so before anything is read.
         inbox: Frames that came and that nobody has taken yet.
         failure: Why the peer has failed, as it said; None: it has not.
         has_left: The peer said that it leaves.
@@ -195,7 +198,7 @@ class Link:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._pool = pool
-        self._landing = landing or pool
+        self.landing: Landing = landing or pool
         self._outbox: deque[_Outgoing] = deque()
         self._is_begun = False
         self._head = bytearray(_HEAD.size)
@@ -293,7 +296,7 @@ class Link:
         if self._coming is None:
             topic, epoch, place, num_bytes = _HEAD.unpack(self._head)
             self._coming, self._begun_ns = (topic, epoch, place), time.monotonic_ns()
-            self._page = self._landing.take(num_bytes)
+            self._page = self.landing.take(num_bytes)
             self._target = self._page.view()
             return
         assert self._page is not None

@@ -100,12 +100,14 @@ class WindowSizes:
         arena_limit_bytes: All arena segments together; 0: no limit.
         scratch_bytes: The scratch.
         low_latency_bytes: Memory of low-latency calls.
+        far_bytes: Memory of rows between GPUs of different nodes.
     """
 
     arena_bytes: int
     arena_limit_bytes: int
     scratch_bytes: int
     low_latency_bytes: int = 0
+    far_bytes: int = 0
 
 
 class Place(NamedTuple):

@@ -24,13 +24,13 @@ class Word:
     """One unsigned 64-bit word of a mapping.
 
     Args:
-        memory: The mapping.
+        memory: The mapping, or an array over memory that somebody else holds.
         offset: Byte offset, a multiple of 8.
     """
 
     __slots__ = ("_cell",)
 
-    def __init__(self, memory: mmap.mmap, offset: int):
+    def __init__(self, memory: mmap.mmap | ctypes.Array, offset: int):
         assert offset % 8 == 0, offset
         self._cell = ctypes.c_uint64.from_buffer(memory, offset)
 

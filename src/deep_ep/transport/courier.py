@@ -1,0 +1,235 @@
+"""A courier over TCP: a thread that carries far memory between ranks of different nodes.
+
+Kernels write mirrors and ring doorbells in memory of the host; this thread sees it, sends it, and lays what comes where
+the far rank's kernels look. It calls nothing of CUDA, so it works beside graphs, and it knows no calls: only words.
+`far.py` has the words, `far_ranks.py` the frames, `docs/decisions/0013-relays.md` the reasons.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ..control import Control
+from ..errors import EPTransportError
+from ..topology import Topology
+from .far import BELL_EPOCH, MOST_CHUNKS, FarLayout
+from .far_memory import FarRows, FarWords
+from .far_ranks import FromFarRank, ToFarRank
+from .links import Link, Pool
+from .message import connect
+
+_FAREWELL_SECS = 5.0  # without anything leaving, until what is still queued is given up by who leaves
+_LEAST_PAUSE_SECS, _MOST_PAUSE_SECS = 20e-6, 1e-3
+
+
+class MessageCourier:
+    """Carries far memory over TCP: a thread.
+
+    Everything but the list of pieces of rows is the thread's alone, so there is no lock.
+
+    Args:
+        links: To all ranks of other nodes, by rank. Nothing must have been read from them.
+        topology: Where this rank stands.
+        layout: Where the words are.
+        words: [layout.num_words] int64 on the CPU, zeros, or what kernels have already written.
+
+    Attributes:
+        failure: Why the thread has ended before `close()`; None: it has not.
+    """
+
+    failure: str | None = None
+
+    def __init__(self, links: dict[int, Link], topology: Topology, layout: FarLayout, words: torch.Tensor):
+        # Beginning behind this rank, so that not all send to the same one first.
+        order = sorted(links, key=lambda rank: (rank - topology.rank) % topology.num_ranks)
+        self._links = {rank: links[rank] for rank in order}
+        self._topology = topology
+        self._words = FarWords(layout, words)
+        self._rows = FarRows()
+        shared = (topology, self._words, self._rows)
+        self._to = {rank: ToFarRank(rank, link, *shared) for rank, link in self._links.items()}
+        self._from = {rank: FromFarRank(rank, link, *shared) for rank, link in self._links.items()}
+        self._looks: list[Callable[[], int]] = []
+        self._tells: list[Callable[[int], None]] = []
+        self._watch_words(layout)
+        self._seen = [0] * len(self._looks)
+        self._poll = select.poll()
+        self._ranks = {link.fileno(): rank for rank, link in self._links.items()}
+        self._events = dict.fromkeys(self._ranks, select.POLLIN)
+        for number, events in self._events.items():
+            self._poll.register(number, events)
+        self._is_closing = False
+        self._pid = os.getpid()
+        # A daemon: a process that ends closes its buffers in an exit function, which comes after other threads' ends.
+        self._thread = threading.Thread(target=self._run, name=f"deep_ep-courier-{topology.rank}", daemon=True)
+        self._thread.start()
+
+    def add_rows(self, memory: torch.Tensor) -> None:
+        """Have one more piece of rows carried. All ranks add the same ones, before any of them rings for it.
+
+        Args:
+            memory: [2 B] uint8 on the CPU. It stays until the courier is closed.
+        """
+        self._rows.add(memory)
+
+    def close(self) -> None:
+        """Have sent what kernels have written so far, say that this rank leaves, and close the links."""
+        if os.getpid() != self._pid:
+            return  # a forked child is not this rank
+        self._is_closing = True
+        if threading.current_thread() is not self._thread:  # garbage collection may run on any
+            self._thread.join()
+
+    def tell_failure(self, limit_secs: float) -> None:
+        """Wait until far ranks have been told that this rank has failed, so that it may end; but not for long."""
+        deadline = time.monotonic() + limit_secs
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            is_told = not any(to.is_listening for to in self._to.values())
+            if is_told and not any(link.num_queued and link.ending is None for link in self._links.values()):
+                return
+            time.sleep(_MOST_PAUSE_SECS)
+
+    def numbers(self) -> dict[str, int]:
+        """What went over the links so far: messages, bytes with everything that we add to rows, and bytes of rows."""
+        return {
+            "messages_sent": sum(one.num_sent for one in self._to.values()),
+            "messages_received": sum(one.num_received for one in self._from.values()),
+            "bytes_sent": sum(link.bytes_sent for link in self._links.values()),
+            "bytes_received": sum(link.bytes_received for link in self._links.values()),
+            "rows_bytes_sent": sum(one.rows_bytes_sent for one in self._to.values()),
+        }
+
+    def _watch_words(self, layout: FarLayout) -> None:
+        """List the words that are polled, and what to do when one has changed. Failures first: they end all else."""
+        me, size = self._topology.rank, self._topology.ranks_per_node
+        for rank, to in self._to.items():
+            self._watch(layout.mirror(rank) + layout.failure(me), to.tell_failure)
+        for rank, to in self._to.items():
+            self._watch(layout.mirror(rank) + layout.progress(me), to.tell_progress)
+        for rank in (rank for rank in self._to if rank % size == self._topology.local_rank):
+            for chunk in range(MOST_CHUNKS):
+                doorbell = layout.doorbell(rank // size, chunk)
+                self._watch(doorbell + BELL_EPOCH, partial(self._to[rank].tell_rows, chunk, doorbell))
+
+    def _watch(self, index: int, tell: Callable[[int], None]) -> None:
+        self._looks.append(self._words.word(index).load_acquire)
+        self._tells.append(tell)
+
+    # By the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+            self._tell_changes()  # what was written before it was told to close
+            self._choose_events()
+            self._drain()
+        except BaseException as error:  # nobody must wait for a thread that is gone, neither here nor there
+            self.failure = f"{type(error).__name__}: {error}"
+            for rank in self._links:
+                self._lose(rank, self.failure)
+        for link in self._links.values():
+            link.close()
+
+    def _serve(self) -> None:
+        pause_secs = _LEAST_PAUSE_SECS
+        while not self._is_closing:
+            is_idle = pause_secs > _MOST_PAUSE_SECS
+            if self._turn(_MOST_PAUSE_SECS if is_idle else 0):
+                pause_secs = _LEAST_PAUSE_SECS
+            elif not is_idle:
+                time.sleep(pause_secs)
+                pause_secs *= 2
+
+    def _turn(self, pause_secs: float = 0) -> bool:
+        """Look at the words and at the sockets. Whether there was anything to do.
+
+        Args:
+            pause_secs: In whole milliseconds; what comes ends it early.
+        """
+        has_changed = self._tell_changes()
+        ready = self._poll.poll(0 if has_changed else 1000 * pause_secs)
+        for number, events in ready:
+            self._serve_link(self._ranks[number], events)
+        if has_changed or ready:  # else no queue is longer or shorter than before
+            self._choose_events()
+        return has_changed or bool(ready)
+
+    def _tell_changes(self) -> bool:
+        values = [look() for look in self._looks]
+        if values == self._seen:
+            return False
+        for tell, value, seen in zip(self._tells, values, self._seen, strict=True):
+            if value != seen:
+                tell(value)
+        self._seen = values
+        return True
+
+    def _serve_link(self, rank: int, events: int) -> None:
+        link = self._links[rank]
+        if events & select.POLLOUT:
+            link.flush()
+        if events & ~select.POLLOUT:
+            try:
+                self._from[rank].read()
+            except EPTransportError as error:
+                link.ending = str(error)
+        if link.has_left:
+            self._to[rank].let_go()
+        elif link.ending is not None:
+            self._lose(rank, link.ending)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        """Show kernels that a rank is gone, and break off, so that it notices."""
+        self._words.write_gone(rank, self._topology.rank)
+        link = self._links[rank]
+        link.ending = link.ending or reason  # so closing says no farewell
+        self._to[rank].let_go()
+        self._forget(link)
+        link.close()
+
+    def _choose_events(self) -> None:
+        for number, rank in list(self._ranks.items()):
+            link = self._links[rank]
+            wanted = select.POLLIN | (select.POLLOUT if link.num_queued else 0)
+            if link.ending is not None:
+                self._forget(link)
+            elif self._events[number] != wanted:
+                self._poll.modify(number, wanted)
+                self._events[number] = wanted
+
+    def _forget(self, link: Link) -> None:
+        number = link.fileno()
+        if self._ranks.pop(number, None) is not None:
+            self._poll.unregister(number)
+
+    def _drain(self) -> None:
+        """Wait until the system has everything that was queued, or nothing leaves any more."""
+        last, moved_secs = -1, time.monotonic()
+        while any(link.num_queued and link.ending is None for link in self._links.values()):
+            sent = sum(link.bytes_sent for link in self._links.values())
+            if sent != last:
+                last, moved_secs = sent, time.monotonic()
+            elif time.monotonic() - moved_secs > _FAREWELL_SECS:
+                return
+            if not self._turn():
+                time.sleep(_LEAST_PAUSE_SECS)
+
+
+def make_courier(control: Control, topology: Topology, layout: FarLayout, words: torch.Tensor) -> MessageCourier:
+    """Connect this rank to all ranks of other nodes. All ranks of the group call it together.
+
+    Raises:
+        EPTransportError: A pair of ranks could not be connected. All ranks raise.
+    """
+    size = topology.ranks_per_node
+    far = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
+    connections = connect(control, far, "connecting the couriers")
+    links = {rank: Link(connection, Pool()) for rank, connection in connections.items()}
+    return MessageCourier(links, topology, layout, words)

@@ -1,0 +1,97 @@
+"""Far memory: what a GPU rank shares with ranks of other nodes, who cannot address its window.
+
+Every rank has the same pieces, laid out alike. A *courier* carries bytes out of a piece of one rank to the same piece
+of another, and then stores a word there: a thread over TCP, with the pieces in pinned host memory (`courier.py`), or
+kernels over NVSHMEM, with the pieces in its symmetric memory (`nvshmem.py`). `docs/protocol.md` has the state table.
+
+The *words* are one piece:
+
+    board      [board words]       written for this rank by far ranks, as a near board is by near ones
+    landed     [N, C, 8]           line (n, c), word 0: the last call of which chunk c of node n's rows has landed
+    mirrors    [R, board words]    what this rank says to each far rank, before it is carried to that one's board
+    doorbells  [N, C, 16]          what is to be carried of this rank's rows, see `Doorbell`
+
+The *rows* are a piece of 2 B bytes: the outbox, from which rows are carried, and at B the landing, where they come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_CHUNKS = 4  # of the rows that a call has for a node
+LINE_WORDS = 8
+DOORBELL_WORDS = 16
+MOST_SECTIONS = 3  # payload, scales, records
+
+# Words of a doorbell. The epoch comes last, with release. A section without bytes is not carried. Offsets count from
+# the beginning of the piece. The courier stores the epoch into the last word once the rows may be overwritten.
+BELL_EPOCH, BELL_PIECE, BELL_SECTIONS = 0, 1, 2  # then, for each section: source and target offset, bytes
+BELL_LEFT = DOORBELL_WORDS - 1
+
+# Kernels know both by the same numbers (`kernels/exchange.py`).
+STEP_BITS = 24  # progress is `epoch << STEP_BITS | step`
+GONE = 7  # the failure of a rank that is not heard any more, as its record has it
+
+
+@dataclass(frozen=True)
+class FarLayout:
+    """Where the words of a rank's far memory are, counted in words of 8 bytes.
+
+    Attributes:
+        num_ranks: R.
+        num_nodes: N.
+        header_words: Words of a header, as the kernels count them.
+    """
+
+    num_ranks: int
+    num_nodes: int
+    header_words: int
+
+    @property
+    def board_words(self) -> int:
+        """Words of a board: progress and failures, a line for each rank, and two headers of each."""
+        return 2 * LINE_WORDS * self.num_ranks + 2 * self.num_ranks * self.header_words
+
+    @property
+    def landed(self) -> int:
+        """Where the landed words begin."""
+        return self.board_words
+
+    @property
+    def mirrors(self) -> int:
+        """Where the mirrors begin."""
+        return self.landed + self.num_nodes * MOST_CHUNKS * LINE_WORDS
+
+    @property
+    def doorbells(self) -> int:
+        """Where the doorbells begin."""
+        return self.mirrors + self.num_ranks * self.board_words
+
+    @property
+    def num_words(self) -> int:
+        """Of all of it."""
+        return self.doorbells + self.num_nodes * MOST_CHUNKS * DOORBELL_WORDS
+
+    def progress(self, rank: int) -> int:
+        """The word of a rank's progress, in a board."""
+        return LINE_WORDS * rank
+
+    def failure(self, rank: int) -> int:
+        """The line of a rank's failure, in a board: a word that is 1 once it has failed, and the record behind it."""
+        return LINE_WORDS * (self.num_ranks + rank)
+
+    def header(self, epoch: int, rank: int) -> int:
+        """The header of a rank in a call, in a board."""
+        return 2 * LINE_WORDS * self.num_ranks + ((epoch & 1) * self.num_ranks + rank) * self.header_words
+
+    def mirror(self, rank: int) -> int:
+        """The mirror of a far rank's board."""
+        return self.mirrors + rank * self.board_words
+
+    def landed_word(self, node: int, chunk: int) -> int:
+        """The word of a chunk that came from a node."""
+        return self.landed + (node * MOST_CHUNKS + chunk) * LINE_WORDS
+
+    def doorbell(self, node: int, chunk: int) -> int:
+        """The doorbell of a chunk that goes to a node."""
+        return self.doorbells + (node * MOST_CHUNKS + chunk) * DOORBELL_WORDS

@@ -1,0 +1,126 @@
+"""Far memory as a courier reads and writes it: its words, its rows, and where rows that come are laid."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections import deque
+
+import torch
+
+from ..errors import EPTransportError
+from .far import GONE, FarLayout
+from .links import Page, Pool
+from .words import Word, word_type
+
+_WORD_BYTES = 8
+_RECORD = struct.Struct("<7Q")  # of a failure: code, epoch, operation, subject, seen, expected, origin
+
+
+class FarWords:
+    """The words of a rank's far memory.
+
+    Args:
+        layout: Where they are.
+        words: [layout.num_words] int64 in memory of the host.
+    """
+
+    def __init__(self, layout: FarLayout, words: torch.Tensor):
+        if words.dtype != torch.int64 or words.device.type != "cpu" or words.shape != (layout.num_words,):
+            raise ValueError(f"courier: words must be [{layout.num_words}] int64 on the CPU, got {words.shape}")
+        self.layout = layout
+        self._words = words  # held: everything below is an address
+        self._array = (ctypes.c_ubyte * words.nbytes).from_address(words.data_ptr())
+        self._view = memoryview(self._array).cast("B")
+        self._word_type = word_type()
+
+    def word(self, index: int) -> Word:
+        """One that is stored with release and loaded with acquire."""
+        return self._word_type(self._array, _WORD_BYTES * index)
+
+    def read(self, index: int, num_words: int) -> bytes:
+        """A copy of some."""
+        return bytes(self._view[_WORD_BYTES * index : _WORD_BYTES * (index + num_words)])
+
+    def write(self, index: int, data: bytes | memoryview) -> None:
+        """Overwrite some, in no particular order: a word that tells of them is stored behind."""
+        self._view[_WORD_BYTES * index : _WORD_BYTES * index + len(data)] = data
+
+    def write_failure(self, rank: int, record: bytes | memoryview) -> None:
+        """Show those who wait that a rank has failed. The first cause stays."""
+        line = self.layout.failure(rank)
+        told = self.word(line)
+        if not told.load_acquire():
+            self.write(line + 1, record)
+            told.store_release(1)
+
+    def write_gone(self, rank: int, origin: int) -> None:
+        """Show those who wait that a rank is not heard any more."""
+        self.write_failure(rank, _RECORD.pack(GONE, 0, 0, 1 << min(rank, 62), 0, 0, origin))
+
+
+class FarRows:
+    """The rows of a rank's far memory. Pieces are added by one thread and used by another."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[torch.Tensor, memoryview]] = []
+
+    def add(self, memory: torch.Tensor) -> None:
+        """The next piece.
+
+        Raises:
+            ValueError: It is not bytes in a row on the CPU.
+        """
+        if (
+            memory.dtype != torch.uint8
+            or memory.device.type != "cpu"
+            or not memory.is_contiguous()
+            or not memory.numel()
+        ):
+            raise ValueError(f"courier: rows must be some uint8 on the CPU, got {memory.dtype} {tuple(memory.shape)}")
+        array = (ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())
+        self._pieces.append((memory, memoryview(array).cast("B")))
+
+    def view(self, piece: int, start: int, num_bytes: int) -> memoryview:
+        """Bytes of a piece, in place.
+
+        Raises:
+            EPTransportError: There are no such bytes.
+        """
+        # The numbers may come from another rank: none is negative, since all were read as unsigned.
+        room = self._pieces[piece][1].nbytes if piece < len(self._pieces) else 0
+        if start + num_bytes > room:
+            raise EPTransportError(
+                f"courier: rows must lie in a piece, seen bytes [{start}, {start + num_bytes}) of piece {piece}, "
+                f"which has {room}"
+            )
+        return self._pieces[piece][1][start : start + num_bytes]
+
+
+class Shelf:
+    """Where the payloads of a link are laid: rows that are due straight into their place, all else in pages.
+
+    A frame's length is all that is known when its page is taken. So who reads the frame asks `was_due`.
+
+    Attributes:
+        due: Where the next rows go, in this order.
+    """
+
+    def __init__(self) -> None:
+        self.due: deque[memoryview] = deque()
+        self._latest: memoryview | None = None
+        self._pool = Pool(2)
+
+    def take(self, num_bytes: int) -> Page:
+        """A page of so many bytes, whatever is in them."""
+        self._latest = self.due.popleft() if self.due and self.due[0].nbytes == num_bytes else None
+        return self._pool.take(num_bytes) if self._latest is None else Page(self._latest, num_bytes)
+
+    def was_due(self, page: Page) -> bool:
+        """Whether the page taken last lies in the place of the rows that were due."""
+        return page.memory is self._latest
+
+    def give(self, page: Page) -> None:
+        """Have a page again that has been read, and that was not due."""
+        if not self.was_due(page):
+            self._pool.give(page)

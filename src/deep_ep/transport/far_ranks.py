@@ -1,0 +1,259 @@
+"""A rank of another node, as a courier sees it: what it is told, and what it tells.
+
+Frames of a courier, beside `BYE`. Each direction of a link is read in the order in which it was written.
+
+    HEADER   place: progress          payload: the header of that call, then to be followed by the progress
+    RECORD                            payload: the line of a failure. What was queued before it may be missing
+    BELL     place: chunk             payload: piece, and for each section its target offset and bytes
+    ROWS     place: chunk             payload: one section that has bytes, behind its BELL, in order
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from dataclasses import dataclass
+
+from ..errors import EPTransportError
+from ..topology import Topology
+from .far import BELL_LEFT, BELL_PIECE, BELL_SECTIONS, LINE_WORDS, MOST_CHUNKS, MOST_SECTIONS, STEP_BITS
+from .far_memory import FarRows, FarWords, Shelf
+from .links import BELL, HEADER, RECORD, ROWS, Departure, Frame, Link, Page, Pieces
+from .words import Word
+
+_MOST_BEHIND = 2  # calls that a courier may find itself behind at a look
+_BELL_WORDS = BELL_SECTIONS + 3 * MOST_SECTIONS - BELL_PIECE
+_BELL_FROM_WORDS = struct.Struct(f"<{_BELL_WORDS}Q")  # piece, then source, target and bytes of each section
+_BELL_IN_FRAME = struct.Struct(f"<{1 + 2 * MOST_SECTIONS}Q")  # piece, then target and bytes of each section
+
+
+@dataclass
+class _Leaving:
+    """A chunk of which the system has not yet taken everything.
+
+    Attributes:
+        num_frames: That have not left.
+        left: To be told when none is.
+        epoch: What it is told.
+    """
+
+    num_frames: int
+    left: Word
+    epoch: int
+
+
+class ToFarRank:
+    """What a far rank is told.
+
+    Args:
+        rank: The far rank.
+        link: The connection.
+        topology: Where this rank stands.
+        words: This rank's.
+        rows: Likewise.
+
+    Attributes:
+        num_sent: Frames so far.
+        rows_bytes_sent: Bytes of rows in them.
+    """
+
+    def __init__(self, rank: int, link: Link, topology: Topology, words: FarWords, rows: FarRows):
+        self.num_sent = self.rows_bytes_sent = 0
+        self._rank = rank
+        self._me = topology.rank
+        self._link = link
+        self._words = words
+        self._rows = rows
+        self._mirror = words.layout.mirror(rank)
+        self._epoch = 0
+        self._header: bytes | None = None
+        self._has_failed = False
+        self._leaving: deque[_Leaving] = deque()
+        link.on_departure = self._on_departure
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether there is any use in telling it something. Of a rank that has failed nobody wants to hear more."""
+        return self._link.ending is None and not self._has_failed
+
+    def tell_progress(self, progress: int) -> None:
+        """Send the header of a call, and its progress: whenever that has changed.
+
+        A look may come late, since nobody waits for it. What it can have missed:
+
+        - *At most one whole call.* This rank enters e after it saw all ranks in e - 1. They entered that after they saw
+          the last of this rank's e - 2, and nobody sees what was not sent. So all up to e - 2 has been told by then.
+        - *The last step of the call before.* This rank leaves e - 1 when it has seen the peers' second offers, whether
+          or not they have seen its own. The progress of e would satisfy who waits for that step: so the header of
+          e - 1 goes once more, first, if it is not what was sent.
+
+        No torn header is believed. The slot of e is written again for e + 2, which this rank enters after all ranks saw
+        it in e + 1, which has not been sent yet. The words of a second offer may be written while this copies them; but
+        nobody looks at them before the step that follows, and that step sends the header again.
+
+        Raises:
+            EPTransportError: The progress is not one that can follow.
+        """
+        if not self.is_listening:
+            return
+        epoch = progress >> STEP_BITS
+        num_behind = epoch - self._epoch
+        if not 0 <= num_behind <= _MOST_BEHIND:
+            raise EPTransportError(
+                f"courier: rank {self._rank} was told of call {self._epoch}, so the next must be at most "
+                f"{_MOST_BEHIND} further, seen {epoch} (rank {self._me})"
+            )
+        if num_behind == _MOST_BEHIND or (num_behind and self._has_changed(epoch - 1)):
+            self._send_header((epoch << STEP_BITS) - 1)  # the last step that there could be
+        self._send_header(progress)
+
+    def tell_failure(self, has_failed: int) -> None:
+        """Send the line of this rank's failure, once, in place of what is queued."""
+        if not has_failed or not self.is_listening:
+            return
+        self._has_failed = True
+        self._link.drop_queued()
+        self.let_go()  # this rank's kernels pack nothing any more
+        line = self._words.read(self._mirror + self._words.layout.failure(self._me), LINE_WORDS)
+        self._send(RECORD, 0, 0, memoryview(line))
+
+    def tell_rows(self, chunk: int, doorbell: int, epoch: int) -> None:
+        """Send a chunk of rows, straight from their memory.
+
+        Args:
+            chunk: Its number.
+            doorbell: Where its doorbell is.
+            epoch: The call.
+
+        Raises:
+            EPTransportError: The doorbell names bytes that are not there.
+        """
+        piece, *numbers = _BELL_FROM_WORDS.unpack(self._words.read(doorbell + BELL_PIECE, _BELL_WORDS))
+        sections = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+        payloads = [self._rows.view(piece, source, size) for source, _, size in sections if size]
+        leaving = _Leaving(1 + len(payloads), self._words.word(doorbell + BELL_LEFT), epoch)
+        self._leaving.append(leaving)
+        if not self.is_listening:
+            self.let_go()
+            return
+        places = [number for _, target, size in sections for number in (target, size)]
+        self._send(BELL, epoch, chunk, memoryview(_BELL_IN_FRAME.pack(piece, *places)))
+        for payload in payloads:
+            self._send(ROWS, epoch, chunk, payload)
+            self.rows_bytes_sent += payload.nbytes
+
+    def let_go(self) -> None:
+        """Forget chunks that will not leave any more, so that nobody waits for them."""
+        while self._leaving:
+            leaving = self._leaving.popleft()
+            leaving.left.store_release(leaving.epoch)
+
+    def _read_header(self, epoch: int) -> bytes:
+        layout = self._words.layout
+        return self._words.read(self._mirror + layout.header(epoch, self._me), layout.header_words)
+
+    def _has_changed(self, epoch: int) -> bool:
+        """Whether the header that was sent last, of this call, is another by now."""
+        return self._header is not None and self._header != self._read_header(epoch)
+
+    def _send_header(self, progress: int) -> None:
+        self._epoch = progress >> STEP_BITS
+        self._header = self._read_header(self._epoch)  # a copy: the slot is written again
+        self._send(HEADER, self._epoch, progress, memoryview(self._header))
+
+    def _send(self, topic: int, epoch: int, place: int, payload: memoryview) -> None:
+        self.num_sent += 1
+        self._link.send(topic, epoch, place, Pieces([payload]))
+
+    def _on_departure(self, departure: Departure) -> None:
+        if departure.topic not in (BELL, ROWS) or not self._leaving:
+            return
+        leaving = self._leaving[0]
+        leaving.num_frames -= 1
+        if not leaving.num_frames:
+            self._leaving.popleft()
+            leaving.left.store_release(leaving.epoch)
+
+
+class FromFarRank:
+    """What a far rank tells: it is laid where this rank's kernels look, and a word behind it.
+
+    Args:
+        rank: The far rank.
+        link: The connection.
+        topology: Where this rank stands.
+        words: This rank's.
+        rows: Likewise.
+
+    Attributes:
+        num_received: Frames so far.
+    """
+
+    def __init__(self, rank: int, link: Link, topology: Topology, words: FarWords, rows: FarRows):
+        self.num_received = 0
+        self._rank = rank
+        self._link = link
+        self._node = rank // topology.ranks_per_node
+        self._is_of_rail = rank % topology.ranks_per_node == topology.local_rank
+        self._words = words
+        self._rows = rows
+        self._progress = words.word(words.layout.progress(rank))
+        self._coming = (0, 0)  # call and chunk of the rows that are due
+        link.landing = self._shelf = Shelf()
+
+    def read(self) -> None:
+        """Read what is there.
+
+        Raises:
+            EPTransportError: Something came that must not.
+        """
+        self._link.fill()
+        while self._link.inbox:
+            frame = self._link.inbox.popleft()
+            self.num_received += 1
+            self._take(frame)
+            self._shelf.give(frame.page)
+
+    def _take(self, frame: Frame) -> None:
+        if frame.topic == RECORD:  # in place of whatever was due
+            self._require(frame.page.num_bytes == 8 * LINE_WORDS, frame)
+            self._words.write_failure(self._rank, frame.page.view()[8:])
+        elif frame.topic == ROWS:
+            self._require(self._shelf.was_due(frame.page) and (frame.epoch, frame.place) == self._coming, frame)
+            self._land_when_whole()
+        elif frame.topic == BELL:
+            self._require(not self._is_amid_rows(frame.page) and self._is_of_rail and frame.place < MOST_CHUNKS, frame)
+            self._expect_rows(frame)
+        else:
+            self._require(not self._is_amid_rows(frame.page) and frame.topic == HEADER, frame)
+            self._take_header(frame)
+
+    def _is_amid_rows(self, page: Page) -> bool:
+        return bool(self._shelf.due) or self._shelf.was_due(page)
+
+    def _take_header(self, frame: Frame) -> None:
+        layout = self._words.layout
+        is_whole = frame.page.num_bytes == 8 * layout.header_words
+        self._require(is_whole and frame.place >> STEP_BITS == frame.epoch, frame)
+        self._words.write(layout.header(frame.epoch, self._rank), frame.page.view())
+        self._progress.store_release(frame.place)
+
+    def _expect_rows(self, frame: Frame) -> None:
+        self._require(frame.page.num_bytes == _BELL_IN_FRAME.size, frame)
+        piece, *places = _BELL_IN_FRAME.unpack(frame.page.view())
+        sections = zip(places[::2], places[1::2], strict=True)
+        self._shelf.due.extend(self._rows.view(piece, target, size) for target, size in sections if size)
+        self._coming = (frame.epoch, frame.place)
+        self._land_when_whole()
+
+    def _land_when_whole(self) -> None:
+        if not self._shelf.due:
+            epoch, chunk = self._coming
+            self._words.word(self._words.layout.landed_word(self._node, chunk)).store_release(epoch)
+
+    def _require(self, is_right: bool, frame: Frame) -> None:
+        if not is_right:
+            raise EPTransportError(
+                f"courier: rank {self._rank} must send what can follow, seen topic {frame.topic}, call {frame.epoch}, "
+                f"place {frame.place}, {frame.page.num_bytes} bytes"
+            )
