@@ -9,7 +9,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ __all__ = [
     "HAS_TRITON",
     "INTERPRETED",
     "Launch",
+    "Library",
     "Variant",
     "is_usable",
     "jit",
@@ -54,6 +55,20 @@ def is_usable(device_type: str) -> bool:
     return HAS_TRITON and (device_type == "cuda") != INTERPRETED
 
 
+class Library(NamedTuple):
+    """Device code that kernels call, which comes with somebody else's program.
+
+    Attributes:
+        name: As Triton keeps it apart from others.
+        find: Says where its bitcode is.
+        on_load: Told of every module (a CUmodule) that has it, before a kernel of that is launched.
+    """
+
+    name: str
+    find: Callable[[], str]
+    on_load: Callable[[int], None]
+
+
 class Variant:
     """A kernel for one choice of its constants.
 
@@ -65,13 +80,22 @@ class Variant:
         constants: Its constants, in order.
         num_warps: Warps of a block.
         num_registers: Most registers of a thread; 0: as the compiler likes.
+        library: What it calls that Triton does not have.
 
     Attributes:
         values: Of the constants.
     """
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], num_warps: int, num_registers: int = 0):
+    def __init__(
+        self,
+        kernel: Any,
+        constants: dict[str, Any],
+        num_warps: int,
+        num_registers: int = 0,
+        library: Library | None = None,
+    ):
         self._kernel = kernel
+        self._library = library
         self._constants = constants
         self.values = tuple(constants.values())
         self._options = {"num_warps": num_warps, **({"maxnreg": num_registers} if num_registers else {})}
@@ -103,9 +127,13 @@ class Variant:
         return self._loaded.get(device) or self._load(device, args)
 
     def _load(self, device: int, args: Sequence[torch.Tensor | int]) -> tuple:
-        compiled = self._kernel.warmup(*args, grid=(1,), **self._options, **self._constants)
+        library = self._library
+        options = self._options | ({"extern_libs": {library.name: library.find()}} if library else {})
+        compiled = self._kernel.warmup(*args, grid=(1,), **options, **self._constants)
         compiled = compiled.result() if hasattr(compiled, "result") else compiled
         run = compiled.run  # loads it
+        if library:
+            library.on_load(compiled.module)
         self._loaded[device] = run, compiled.function, compiled.packed_metadata
         return self._loaded[device]
 
@@ -160,6 +188,7 @@ def launch(
     types: tuple[torch.dtype, ...] = (),
     num_warps: int = 4,
     num_registers: int = 0,
+    library: Library | None = None,
     **constants: Any,
 ) -> None:
     """Launch a kernel on the current stream.
@@ -171,26 +200,37 @@ def launch(
         types: Of those tensors whose type differs from call to call with the same constants.
         num_warps: Warps of a block.
         num_registers: Most registers of a thread; 0: as the compiler likes.
+        library: What it calls that Triton does not have.
         constants: Its constants, in order.
     """
-    _variant(kernel, types, num_warps, num_registers, constants)(num_blocks, *args)
+    _variant(kernel, types, num_warps, num_registers, library, constants)(num_blocks, *args)
 
 
 def prepare(
-    kernel: Any, num_blocks: int, args: Sequence[torch.Tensor | int], num_warps: int = 4, **constants: Any
+    kernel: Any,
+    num_blocks: int,
+    args: Sequence[torch.Tensor | int],
+    num_warps: int = 4,
+    library: Library | None = None,
+    **constants: Any,
 ) -> None:
     """Compile and load a kernel as `launch` would, without launching it."""
     del num_blocks
-    _variant(kernel, (), num_warps, 0, constants).prepare(*args)
+    _variant(kernel, (), num_warps, 0, library, constants).prepare(*args)
 
 
 def _variant(
-    kernel: Any, types: tuple[torch.dtype, ...], num_warps: int, num_registers: int, constants: dict[str, Any]
+    kernel: Any,
+    types: tuple[torch.dtype, ...],
+    num_warps: int,
+    num_registers: int,
+    library: Library | None,
+    constants: dict[str, Any],
 ) -> Variant:
     key = (id(kernel), num_warps, num_registers, types, *constants.values())
     variant = _variants.get(key)
     if variant is None:
-        variant = _variants[key] = Variant(kernel, constants, num_warps, num_registers)
+        variant = _variants[key] = Variant(kernel, constants, num_warps, num_registers, library)
     return variant
 
 

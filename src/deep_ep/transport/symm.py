@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from ..control import Control
 from ..errors import EPTransportError
-from .device import Part
+from ..topology import Topology
+from .device import DeviceMemory, Part
 from .shm import all_well
+
+NVSHMEM: Final = "NVSHMEM"  # torch's name of the backend
+
+# Pieces that are never let go of, see `shared_piece`.
+_kept: list[Any] = []
+_used_backend: str | None = None
 
 
 def why_not(group: dist.ProcessGroup | None, num_ranks: int) -> str | None:
@@ -25,7 +33,114 @@ def why_not(group: dist.ProcessGroup | None, num_ranks: int) -> str | None:
         return f"torch {torch.__version__} has no symmetric memory"
     if num_ranks > 1 and group is None:
         return "it needs a torch.distributed process group, a communicator alone does not do"
+    if num_ranks > 1 and backend() == NVSHMEM and num_ranks < dist.get_world_size():
+        return f"this process has it from NVSHMEM, which needs {all_of_job(num_ranks)}"
     return None
+
+
+def all_of_job(num_ranks: int) -> str:
+    """What NVSHMEM needs and a smaller group does not have, for a sentence."""
+    return f"all {dist.get_world_size()} ranks of the job in the group, which has {num_ranks}"
+
+
+def backend() -> str | None:
+    """Where torch takes this process's symmetric memory from: CUDA unless told otherwise, used or not."""
+    try:
+        from torch.distributed._symmetric_memory import get_backend
+
+        return get_backend(torch.device("cuda"))
+    except (ImportError, RuntimeError):
+        return None
+
+
+def used_backend() -> str | None:
+    """Where this process has had memory from, through us. Torch itself tells only by refusing another."""
+    return _used_backend
+
+
+def allow_shared_gpus(control: Control, device: torch.device) -> None:
+    """Let ranks have symmetric memory on one GPU, if they share one. All ranks call it."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    uuids = control.gather_all(uuid, "finding the GPUs")
+    if len(set(uuids)) < len(uuids):
+        # Torch refuses ranks that share a GPU unless it is told that this is meant.
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+
+
+def shared_piece(control: Control, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Part:
+    """A piece of `num_bytes` zeros on every rank, from whichever backend is set. All ranks call it together.
+
+    A piece of NVSHMEM's lives as long as the process: freeing one is collective over all ranks of the job, without a
+    limit, and ranks drop their last tensor when they like, in a finalizer. Torch also remembers a rendezvous by its
+    address, so that memory that came there a second time would be given the addresses of the first.
+
+    Raises:
+        EPTransportError: Some rank cannot have it; all ranks raise.
+    """
+    import torch.distributed._symmetric_memory as symm_mem
+
+    global _used_backend
+    memory: torch.Tensor | None = None
+    problem: str | None = None
+    _used_backend = backend()
+    try:
+        memory = _allocated(lambda: symm_mem.empty(num_bytes, dtype=torch.uint8, device=device), num_bytes).zero_()
+        torch.cuda.synchronize(device)  # peers may write as soon as they have the address
+    except EPTransportError as error:
+        problem = str(error)
+    if _used_backend == NVSHMEM and memory is not None:
+        _kept.append(memory)
+    all_well(control, None, problem, "making symmetric memory")
+    assert memory is not None
+    handle = symm_mem.rendezvous(memory, group)
+    if _used_backend == NVSHMEM:
+        _kept.append(handle)
+    return Part(memory, _addresses(memory, handle.buffer_ptrs, group.rank()), (memory, handle))
+
+
+def node_group(group: dist.ProcessGroup, topology: Topology) -> dist.ProcessGroup:
+    """The ranks of this rank's node as a group of torch. All ranks of the node call it together.
+
+    It is made once: torch names such groups by their ranks, and two of one name would meet each other's messages.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    first = topology.node * topology.ranks_per_node
+    near = tuple(ranks[first : first + topology.ranks_per_node])
+    if near not in _node_groups:
+        made = dist.new_group(list(near), backend="gloo", use_local_synchronization=True)
+        assert made is not None
+        _node_groups[near] = made
+    return _node_groups[near]
+
+
+_node_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+class NearMemory:
+    """Memory of a node's ranks, as the whole group numbers them: of other nodes' ranks there are no addresses.
+
+    Args:
+        memory: Of the node's ranks, or of all nodes'.
+        topology: Where this rank stands.
+    """
+
+    def __init__(self, memory: DeviceMemory, topology: Topology):
+        self._memory = memory
+        self._first = topology.node * topology.ranks_per_node
+        self._num_near, self._num_ranks = topology.ranks_per_node, topology.num_ranks
+
+    def grow(self, num_bytes: int) -> Part:
+        """A piece of `num_bytes` zeros on every rank. All ranks call it together, with the same number."""
+        part = self._memory.grow(num_bytes)
+        near = part.addresses
+        if len(near) == self._num_ranks:  # of all nodes: also those that can be addressed are written to by couriers
+            near = near[self._first : self._first + self._num_near]
+        before, behind = self._first, self._num_ranks - self._first - self._num_near
+        return part._replace(addresses=(*(0,) * before, *near, *(0,) * behind))
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured in a graph."""
+        return self._memory.is_capturing()
 
 
 class SymmMemory:
@@ -42,11 +157,7 @@ class SymmMemory:
         self._group = group
         self._device = device
         if control.num_ranks > 1:
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
-            uuids = control.gather(uuid, "finding the GPUs")
-            if len(set(uuids)) < len(uuids):
-                # Torch refuses ranks that share a GPU unless it is told that this is meant.
-                os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+            allow_shared_gpus(control, device)
 
     def grow(self, num_bytes: int) -> Part:
         """A piece of `num_bytes` zeros on every rank. All ranks call it together, with the same number.
@@ -57,31 +168,30 @@ class SymmMemory:
         if self._control.num_ranks == 1:
             alone = _allocated(lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=self._device), num_bytes)
             return Part(alone, (alone.data_ptr(),), alone)
-        import torch.distributed._symmetric_memory as symm_mem
-
-        memory: torch.Tensor | None = None
-        problem: str | None = None
-        try:
-            memory = _allocated(
-                lambda: symm_mem.empty(num_bytes, dtype=torch.uint8, device=self._device), num_bytes
-            ).zero_()
-            torch.cuda.synchronize(self._device)  # peers may write as soon as they have the address
-        except EPTransportError as error:
-            problem = str(error)
-        all_well(self._control, None, problem, "making symmetric memory")
-        assert memory is not None
         assert self._group is not None
-        handle = symm_mem.rendezvous(memory, self._group)
-        return Part(memory, tuple(handle.buffer_ptrs), (memory, handle))
+        return shared_piece(self._control, self._group, self._device, num_bytes)
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured in a graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
+def _addresses(memory: torch.Tensor, bases: list[int], rank: int) -> tuple[int, ...]:
+    """Where each rank's piece is; 0: not addressable.
+
+    A handle has the addresses of allocations. Where torch takes tensors from a pool, a piece may begin further in, and
+    it does so on all ranks alike.
+    """
+    offset = memory.data_ptr() - bases[rank]
+    return tuple(base + offset if base else 0 for base in bases)
+
+
 def _allocated(allocate, num_bytes: int) -> torch.Tensor:  # type: ignore[no-untyped-def]
     try:
-        return allocate()
+        memory: torch.Tensor = allocate()
+        if num_bytes and not memory.data_ptr():
+            raise RuntimeError("it gave no address")
+        return memory
     except RuntimeError as error:
         raise EPTransportError(
             f"window: {num_bytes} bytes of GPU memory are needed, the system refuses them "
