@@ -82,6 +82,19 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--device")
 
 
+@pytest.fixture(params=["message", "nvshmem", "nvshmem put"])
+def transport(request: pytest.FixtureRequest, device: str) -> str:
+    """How GPU ranks of different nodes reach each other."""
+    if request.param != "message":
+        if device == "cpu":
+            pytest.skip("NVSHMEM needs a GPU")
+        from deep_ep.transport import nvshmem
+
+        if not nvshmem.is_built_in():
+            pytest.skip("torch comes without NVSHMEM")
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _tensors_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """In tests that ask for the device, tensors are made there unless they say otherwise."""

@@ -44,6 +44,13 @@ def _non_negative_int(text: str) -> int:
     return value
 
 
+def _service_level(text: str) -> int | None:
+    value = int(text)
+    if not 0 <= value <= 15:
+        raise ValueError("must be 0 to 15")
+    return value
+
+
 TIMEOUT_SECS = Variable(
     "DEEP_EP_TIMEOUT_SECS", _positive_float, 100.0, "Seconds that a call, or construction, waits for a peer."
 )
@@ -102,6 +109,12 @@ COMBINE = Variable(
     "pull",
     "On GPUs of one node, whether a combine's rows are read by who sums them (`pull`) or written to him (`push`).",
 )
+NVSHMEM_ROWS = Variable(
+    "DEEP_EP_NVSHMEM_ROWS",
+    _one_of("fetch", "put"),
+    "fetch",
+    "With NVSHMEM, whether rows between nodes are read where they lie, if all ranks can (`fetch`), or sent (`put`).",
+)
 TUNING_FILE = Variable(
     "DEEP_EP_TUNING_FILE",
     str,
@@ -114,6 +127,18 @@ TRACE = Variable(
     str,
     "",
     "Folder in which every rank records its calls, for `python -m deep_ep report` and for Perfetto; unset: none.",
+)
+SERVICE_LEVEL = Variable(
+    "DEEP_EP_SERVICE_LEVEL",
+    _service_level,
+    None,
+    "Service level of traffic between nodes, 0 to 15; below 8 also IP's class. Unset: the network's default.",
+)
+LOW_LATENCY_SERVICE_LEVEL = Variable(
+    "DEEP_EP_LOW_LATENCY_SERVICE_LEVEL",
+    _service_level,
+    None,
+    "The same for buffers made with `low_latency_mode`, and there for low-latency calls; unset: the same level.",
 )
 QP_DEPTH = Variable(
     "NVSHMEM_QP_DEPTH", _non_negative_int, 1024, "Depth of a queue pair, as DeepEP's callers ask for it; unused here."
@@ -130,7 +155,10 @@ VARIABLES: tuple[Variable, ...] = (
     ARENA_BYTES,
     POSTED_BYTES,
     COMBINE,
+    NVSHMEM_ROWS,
     TUNING_FILE,
     TRACE,
+    SERVICE_LEVEL,
+    LOW_LATENCY_SERVICE_LEVEL,
     QP_DEPTH,
 )

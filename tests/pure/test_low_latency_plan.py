@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from deep_ep import EPError
 from deep_ep.engine.low_latency.flights import Flight, Flights
-from deep_ep.engine.low_latency.geometry import MOST_SETS, MOST_TOKENS, NUM_ZERO_COPY, Form, Geometry, Plan, plan_sets
+from deep_ep.engine.low_latency.geometry import (
+    MOST_SETS,
+    MOST_TOKENS,
+    NUM_ZERO_COPY,
+    Form,
+    Geometry,
+    Plan,
+    copy_bytes,
+    plan_sets,
+)
 from deep_ep.engine.low_latency.zero_copy import ZeroCopy, zero_copy_view
 from deep_ep.transport import MAX_EXPERTS
 
@@ -116,6 +125,57 @@ def test_too_little_memory_is_said_and_what_is_named_suffices(geometry: Geometry
             num_bytes = wanted
         plan = plan_sets("here", num_bytes, needed, geometry)
         assert plan.set_bytes >= needed
+
+
+def copied_needs(geometry: Geometry) -> list[tuple[int, int]]:
+    """What sets need in a memory, and in a copy of it."""
+    dispatched = [(geometry.dispatch_bytes(form),) * 2 for form in FORMS]
+    return [*dispatched, (geometry.combine_bytes, geometry.copied_combine_bytes)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(geometries(), st.integers(1, 9))
+def test_the_hint_suffices_for_copies_of_far_memory(geometry: Geometry, times: int) -> None:
+    geometry = geometry._replace(num_topk=min(geometry.num_topk, 8))
+    num_bytes = times * geometry.hint()
+    for needed, copied in copied_needs(geometry):
+        plan = plan_sets("test", num_bytes, needed, geometry, copied)
+        assert needed <= plan.set_bytes
+        assert copied <= plan.copy_set_bytes
+        assert plan.copy_set_bytes % 16 == 0
+        assert plan.sets_per_quarter * plan.copy_set_bytes <= plan.copy_quarter_bytes
+        assert 2 * plan.copy_quarter_bytes == copy_bytes(num_bytes, geometry.num_ranks)
+        near = plan_sets("test", num_bytes, needed, geometry)
+        assert near.copy_quarter_bytes == 0
+        if needed == geometry.combine_bytes:
+            assert plan.num_sets == near.num_sets, "as many results are in flight as inside a node"
+
+
+def test_copies_take_little_more_than_half_of_the_memory() -> None:
+    for num_ranks in (2, 8, 64):
+        num_bytes = 1 << 30
+        copies = (num_ranks - 1) * copy_bytes(num_bytes, num_ranks)
+        assert copies <= num_bytes * 9 / 16
+
+
+@settings(max_examples=200, deadline=None)
+@given(geometries(), st.floats(0.0, 1.0), st.integers(1, MOST_TOPK), st.integers(1, 40))
+def test_too_little_memory_for_copies_is_said_and_what_is_named_suffices(
+    geometry: Geometry, part: float, num_topk: int, more: int
+) -> None:
+    geometry = geometry._replace(num_topk=num_topk, max_tokens=more * geometry.max_tokens)
+    for needed, copied in copied_needs(geometry):
+        num_bytes = int(part * geometry.hint())
+        try:
+            plan_sets("here", num_bytes, needed, geometry, copied)
+        except ValueError as error:
+            wanted, there = map(int, re.findall(r"num_rdma_bytes=(\d+), the buffer has (\d+)", str(error))[0])
+            assert there == num_bytes < wanted
+            assert wanted % 128 == 0
+            num_bytes = wanted
+        plan = plan_sets("here", num_bytes, needed, geometry, copied)
+        assert plan.set_bytes >= needed
+        assert plan.copy_set_bytes >= copied
 
 
 def test_a_larger_buffer_has_more_sets() -> None:

@@ -8,8 +8,6 @@ import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -18,189 +16,28 @@ import torch
 import torch.distributed as dist
 
 from common import error_of, run_ranks
-from deep_ep import Buffer, Config, reference
+from deep_ep import Buffer, Config
 from deep_ep.soak import soak_rank
-from deep_ep.utils.math import calc_diff, per_token_cast_back, per_token_cast_to_fp8
 from internode import (
-    EXPERTS_PER_RANK,
     HIDDEN,
-    World,
     combined,
     dispatch,
+    edges,
     equal,
     layout_arguments,
     make_buffer,
     make_world,
+    nodes_here,
+    nodes_of,
     round_trip,
+    several,
     topk_arguments,
+    whole_test,
 )
 
 pytestmark = [pytest.mark.usefixtures("device"), pytest.mark.cpu_only]
 
 LIMIT_SECS = 1.0
-
-
-def nodes_of(ranks_per_node: int, **more: str) -> dict[str, str]:
-    return {"DEEP_EP_RANKS_PER_NODE": str(ranks_per_node), "DEEP_EP_TIMEOUT_SECS": "30", **more}
-
-
-# The checks of DeepEP's internode test, with every one of them asserted ---------------------------------------------
-
-
-def several(rank: int, num_ranks: int, *steps: tuple) -> list[Any]:
-    """One step after the other, in processes that are started once: starting them takes longer than most steps."""
-    return [step(rank, num_ranks, *args) for step, *args in steps]
-
-
-@contextmanager
-def nodes_here(ranks_per_node: int) -> Iterator[None]:
-    """Inside a rank: buffers that are made now find nodes of this size."""
-    before = os.environ["DEEP_EP_RANKS_PER_NODE"]
-    os.environ["DEEP_EP_RANKS_PER_NODE"] = str(ranks_per_node)
-    yield
-    os.environ["DEEP_EP_RANKS_PER_NODE"] = before
-
-
-def whole_test(
-    rank: int, num_ranks: int, ranks_per_node: int, idx_dtype: torch.dtype = torch.int64, ways: Any = None
-) -> None:
-    """Every kind of payload, with and without top-k; `ways` are the pairs of async and previous event to try."""
-    world = make_world(num_ranks, ranks_per_node, num_tokens=3, idx_dtype=idx_dtype)
-    with nodes_here(ranks_per_node):
-        buffer = make_buffer()
-    config = Config(24, 8, 512, 16, 128)
-    layout = layout_arguments(buffer, world)
-    for name, expected in zip(reference.Layout._fields, world.layouts[rank], strict=True):
-        equal(layout[name.replace("per_node", "per_rdma_rank")], expected)
-    constant = [torch.full_like(x, float(source)) for source, x in enumerate(world.xs)]
-    num_cases = 0
-    for xs, is_fp8, has_topk in product((world.xs, constant), (False, True), (False, True)):
-        for is_async, has_previous in ways or [(is_fp8 == has_topk, is_fp8 == has_topk)]:
-            check_case(buffer, world, xs, layout, config, is_fp8, has_topk, is_async, has_previous)
-            num_cases += 1
-    calls = buffer.stats()["calls"]
-    assert calls["combine/pulled"] == calls["combine/copied_in"] == num_cases
-    buffer.destroy()
-
-
-def sent(xs: list[torch.Tensor], is_fp8: bool) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    if not is_fp8:
-        return xs, None
-    pairs = [per_token_cast_to_fp8(x) for x in xs]
-    return [x for x, _ in pairs], [scales.t().contiguous().t() for _, scales in pairs]  # column-major, as callers do
-
-
-def check_case(
-    buffer: Buffer,
-    world: World,
-    xs: list[torch.Tensor],
-    layout: dict[str, Any],
-    config: Config,
-    is_fp8: bool,
-    has_topk: bool,
-    is_async: bool,
-    has_previous: bool,
-) -> None:
-    rank = buffer.rank
-    payload, scales = sent(xs, is_fp8)
-    x = payload[rank] if scales is None else (payload[rank], scales[rank])
-    expected = world.dispatched(scales, payload, align=4)
-    mine = expected[rank]
-    previous = Buffer.capture() if has_previous else None
-    arguments = {"config": config, "async_finish": is_async, "previous_event": previous}
-    on_stream = is_async and has_previous
-    topk = topk_arguments(world, rank) if has_topk else {}
-    recv, idx, weights, counts, handle, event = buffer.dispatch(
-        x, **layout, **topk, expert_alignment=4, allocate_on_comm_stream=on_stream, **arguments
-    )
-    event.current_stream_wait() if is_async else None
-    recv_x, recv_scales = recv if scales is not None else (recv, None)
-    equal(recv_x, mine.recv_x)
-    if scales is not None:
-        equal(recv_scales, mine.recv_scales)
-    assert counts == mine.num_recv_tokens_per_expert_list
-    check_handle(handle, mine, world, rank)
-    if has_topk:
-        equal(idx, mine.recv_topk_idx)
-        equal(weights, mine.recv_topk_weights)
-        check_worst_case(buffer, x, layout, topk, mine, arguments)
-    else:
-        assert idx is None
-        assert weights is None
-
-    # Cached, also along a handle that was rebuilt from clones.
-    for kept in (handle, tuple(item.clone() for item in handle)):
-        again, *nothing, event = buffer.dispatch(x, handle=kept, **arguments)
-        event.current_stream_wait() if is_async else None
-        assert nothing == [None] * 4
-        equal(again[0] if scales is not None else again, mine.recv_x)
-        if scales is not None:
-            equal(again[1], mine.recv_scales)
-
-    limit = 5e-4 if is_fp8 else 5e-6
-    rows = [per_token_cast_back(one.recv_x, one.recv_scales) if is_fp8 else one.recv_x for one in expected]
-    check_combine(buffer, world, rows, handle, [one.recv_topk_weights for one in expected], xs, arguments, limit)
-
-
-def check_handle(handle: tuple, expected: reference.Dispatched, world: World, rank: int) -> None:
-    assert len(handle) == 10
-    num_nodes, num_tokens = world.num_ranks // world.ranks_per_node, world.xs[rank].size(0)
-    passed_on = handle[9].size(0)
-    shapes = [
-        (num_tokens, world.num_ranks),
-        (num_nodes, 12),
-        (world.num_ranks, 12),
-        (num_nodes, 12),
-        (num_nodes,),
-        (world.num_ranks, 12),
-        (world.num_ranks,),
-        (len(expected.src_rank), 8),
-        (num_tokens, num_nodes),
-        (passed_on, world.ranks_per_node),
-    ]
-    assert [tuple(item.shape) for item in handle] == shapes
-    assert [item.dtype for item in handle] == [torch.bool, *[torch.int32] * 6, torch.uint8, *[torch.int32] * 2]
-    ends = [sum(source <= one for source in expected.src_rank) for one in range(world.num_ranks)]
-    assert handle[-4].tolist() == ends
-    sources = handle[7].view(torch.int32)
-    assert sources.tolist() == [list(pair) for pair in zip(expected.src_rank, expected.src_token, strict=True)]
-
-
-def check_worst_case(buffer, x, layout, topk, mine, arguments) -> None:
-    num_rows = mine.recv_x.size(0)
-    recv, idx, weights, counts, handle, event = buffer.dispatch(
-        x, **layout, **topk, num_worst_tokens=num_rows + 7, **arguments
-    )
-    event.current_stream_wait() if arguments["async_finish"] else None
-    recv_x = recv[0] if isinstance(recv, tuple) else recv
-    assert recv_x.size(0) == num_rows + 7
-    assert counts == []
-    equal(recv_x[:num_rows], mine.recv_x)
-    equal(idx[:num_rows], mine.recv_topk_idx)
-    equal(weights[:num_rows], mine.recv_topk_weights)
-    assert (idx[num_rows:] == -1).all()
-    assert handle[7].size(0) == num_rows + 7
-
-
-def check_combine(buffer, world, rows, handle, weights, xs, arguments, limit) -> None:
-    rank = buffer.rank
-    random = torch.Generator().manual_seed(77)
-    biases = [(torch.ones_like(x), torch.randn(x.shape, generator=random).to(x.dtype)) for x in xs]
-    rows = [row.bfloat16() for row in rows]
-    expected = reference.combine(rows, world.masks, biases, weights, world.ranks_per_node)[rank]
-    in_window = buffer.get_combine_buffer(handle, hidden=HIDDEN, dtype=torch.bfloat16)
-    in_window.copy_(rows[rank])
-    for x in (rows[rank].clone(), in_window):
-        sums, summed_weights, event = buffer.combine(
-            x, handle, topk_weights=weights[rank], bias=biases[rank], **arguments
-        )
-        event.current_stream_wait() if arguments["async_finish"] else None
-        equal(sums, expected.combined_x)
-        equal(summed_weights, expected.combined_topk_weights)
-        # And what DeepEP's own test compares: without the biases, the input times its ranks.
-        bare = sums.float() - biases[rank][0].float() - biases[rank][1].float()
-        whole = xs[rank].float() * world.masks[rank].sum(1, keepdim=True)
-        assert calc_diff(bare, whole) < limit
 
 
 def test_everything_that_deepeps_own_test_checks_on_2x2() -> None:
@@ -247,35 +84,6 @@ def test_random_calls_straight_and_through_staging() -> None:
 # Shapes that are all edge --------------------------------------------------------------------------------------------
 
 
-def edges(rank: int, num_ranks: int, ranks_per_node: int) -> None:
-    buffer = make_buffer(num_nvl_bytes=128)
-    whole = make_world(num_ranks, ranks_per_node, num_tokens=5)
-    nothing = make_world(num_ranks, ranks_per_node, num_tokens=0)
-    half = range(num_ranks // 2)  # a node, or two, without tokens
-    empty_nodes = World(
-        num_ranks,
-        ranks_per_node,
-        *(
-            [getattr(whole if one in half else nothing, name)[one] for one in range(num_ranks)]
-            for name in ("xs", "ids", "weights")
-        ),
-    )
-    one_rank = make_world(num_ranks, ranks_per_node, num_tokens=5)
-    for ids in one_rank.ids:
-        ids.fill_(EXPERTS_PER_RANK * (num_ranks - 1))
-    nowhere = make_world(num_ranks, ranks_per_node, num_tokens=5)
-    for ids in nowhere.ids:
-        ids.fill_(-1)
-    for world in (nothing, empty_nodes, one_rank, nowhere, whole):
-        recv_x, idx, _, _, handle, _ = dispatch(buffer, world)
-        expected = world.dispatched()
-        equal(recv_x, expected[rank].recv_x)
-        equal(idx, expected[rank].recv_topk_idx)
-        equal(buffer.combine(recv_x, handle)[0], combined(world, rank))
-        again, *_ = buffer.dispatch(world.xs[rank], handle=handle)
-        equal(again, expected[rank].recv_x)
-
-
 def test_a_rank_on_each_node() -> None:
     run_ranks(several, 3, (edges, 1), (random_calls, 1, 14, 25), env=nodes_of(1))
 
@@ -286,7 +94,7 @@ def test_a_rank_on_each_node() -> None:
 def face(rank: int, num_ranks: int) -> None:
     world = make_world(num_ranks, 2, num_tokens=60)
     buffer = make_buffer(num_rdma_bytes=1024, low_latency_mode=True)
-    layout, topk = layout_arguments(buffer, world), topk_arguments(world, rank)
+    layout, topk = layout_arguments(buffer, world), topk_arguments(world, buffer)
 
     def messages(num_tokens: int) -> dict[str, int]:
         before = buffer.stats()["rail"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,19 +17,22 @@ from ..engine.low_latency.direct import DirectLowLatency
 from ..errors import EPUnsupported
 from ..stream import CommStream, CudaStream, LaunchStream
 from ..topology import Topology
-from ..transport import MAX_EXPERTS, MESSAGE, WindowSizes, choose
+from ..transport import MAX_EXPERTS, MESSAGE, WindowSizes, choose, service
 from ..transport.device import DeviceMemory, DeviceWindow
 from ..transport.interpreted import InterpretedMemory
-from ..transport.symm import SymmMemory, why_not
+from ..transport.symm import NearMemory, SymmMemory, node_group, why_not
 
 if TYPE_CHECKING:
     from ..engine.streamed import StreamedEngine
+    from ..transport.nvshmem import NvshmemMemory
 
+NVSHMEM = "nvshmem"
 INTERPRETED = "interpreted"  # the name of the transport of CPU ranks that run the GPU's kernels
 
 Engine: TypeAlias = "DirectEngine | StreamedEngine"
 
 _LEAST_ARENA_BYTES = 16 << 20  # room for small calls of a buffer that was made with no size at all
+_LEAST_FAR_BYTES = 2 << 20  # likewise, between nodes
 
 
 def find_device(device: torch.device | str | None) -> torch.device:
@@ -60,7 +64,7 @@ def make_engine(
     device_limit_secs: float,
     enable_shrink: bool = False,
     topology: Topology | None = None,
-) -> tuple[Engine | None, str]:
+) -> tuple[Engine, str]:
     """The engine of a buffer, and a line that says how it reaches its peers. All ranks call it.
 
     Args:
@@ -73,11 +77,13 @@ def make_engine(
         topology: Where this rank stands; None: all ranks are one node.
 
     Returns:
-        The engine (None: there is none across nodes for this device), and the line.
+        The engine, and the line.
     """
     if topology is not None and topology.num_nodes > 1:
+        if device.type == "cuda":
+            service.pass_on(service.service_level(is_low_latency=bool(sizes.low_latency_bytes)))
         if device.type != "cpu" or env.TRANSPORT.get() == INTERPRETED:
-            return None, f"none ({topology.num_nodes} nodes; across nodes only the CPU's engine works)"
+            return _relayed(control, group, device, sizes, device_limit_secs, topology, enable_shrink)
         return _rails(control, topology, sizes, enable_shrink)
     if device.type == "cuda":
         reason = why_not(group, control.num_ranks)
@@ -120,6 +126,148 @@ def _rails(control: Control, topology: Topology, sizes: WindowSizes, enable_shri
     return engine, f"{inside}, {MESSAGE} between {topology.num_nodes} nodes ({how}: {reason})"
 
 
+def _relayed(
+    control: Control,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    sizes: WindowSizes,
+    limit_secs: float,
+    topology: Topology,
+    enable_shrink: bool,
+) -> tuple[Engine, str]:
+    """The engine across nodes whose kernels do the waiting: a window inside the node, and a courier between nodes."""
+    # Not before a buffer needs them: they import Triton, and importing us must not.
+    from ..engine.low_latency.absent import AbsentLowLatency
+    from ..engine.low_latency.copies import FarRanks
+    from ..engine.low_latency.streamed import StreamedLowLatency
+    from ..engine.relays.couriers import Courier, KernelCourier, ThreadCourier
+    from ..engine.relays.engine import RelayedEngine
+    from ..engine.relays.far import Far
+    from ..engine.shapes import load_shapes
+    from ..kernels.exchange import Places
+    from ..transport import nvshmem
+    from ..transport.courier import make_courier
+    from ..transport.far import FarLayout
+
+    _require_kernels(device.type)
+    num_nodes, size = topology.num_nodes, topology.ranks_per_node
+    whole, why = _nvshmem_memory(control, group, device)
+    near = NearMemory(whole, topology) if whole is not None else _near_memory(control, group, device, topology)
+    window, shared = _device_window(control, near, sizes, num_nodes)
+    layout = FarLayout(topology.num_ranks, num_nodes, Places.header_room(control.num_ranks, MAX_EXPERTS, num_nodes))
+    if whole is not None:
+        part = whole.grow(8 * layout.num_words)
+        words = part.memory.view(torch.int64)
+    else:
+        words = torch.zeros(layout.num_words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    far = Far(layout, words, max(_LEAST_FAR_BYTES, shared.far_bytes))
+    stream: LaunchStream = LaunchStream() if device.type == "cpu" else CudaStream(device)
+    engine = RelayedEngine(
+        topology, far, window, stream, limit_secs, MAX_EXPERTS, load_shapes(size), sizes.scratch_bytes
+    )
+    places = engine.signals.places
+    if whole is not None:
+        assert group is not None
+        pes = [nvshmem.pe_of(group, rank) for rank in range(control.num_ranks)]
+        kernels = KernelCourier(whole, part, layout, topology, places, control, pes)
+        courier: Courier = kernels
+    else:
+        courier = ThreadCourier(make_courier(control, topology, layout, words), places, far.places, control)
+    far.start(courier)
+    engine.prepare()
+    num_bytes = shared.low_latency_bytes
+    if num_bytes and whole is not None:
+        ranks = FarRanks(topology, pes, kernels.carry_failure)
+        engine.low_latency = StreamedLowLatency(engine.signals, window, stream, num_bytes, enable_shrink, ranks)
+    elif num_bytes:
+        engine.low_latency = AbsentLowLatency(why)
+    control.gather(None, "compiling kernels")
+    if whole is not None:
+        return engine, f"{NVSHMEM} ({num_nodes} nodes of {size}, {why})"
+    inside = "symm" if device.type == "cuda" else INTERPRETED
+    return engine, f"{inside} inside a node, {MESSAGE} between {num_nodes} nodes (TCP by way of host memory: {why})"
+
+
+def _nvshmem_memory(
+    control: Control, group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[NvshmemMemory | None, str]:
+    """NVSHMEM's memory, if it can be had on all ranks and is wanted; else None. And why."""
+    from ..transport import nvshmem
+
+    wish = env.TRANSPORT.get()
+    if device.type == "cpu" or wish == MESSAGE:
+        return None, f"{env.TRANSPORT.name}={wish}"
+    # Ranks that share a GPU need settings for it that only a caller can make: there it must be asked for.
+    uuids = control.gather(str(torch.cuda.get_device_properties(device).uuid), "finding the GPUs")
+    reason = nvshmem.why_not(group, control.num_ranks)
+    if reason is None and wish != NVSHMEM and len(set(uuids)) < len(uuids):
+        reason = f"ranks share a GPU; {env.TRANSPORT.name}={NVSHMEM} asks for it"
+    reasons = [one for one in control.gather(reason, "looking for NVSHMEM") if one is not None]
+    if reasons:
+        if wish == NVSHMEM:
+            warnings.warn(f"transport {NVSHMEM}: {reasons[0]}. {MESSAGE} is used instead", RuntimeWarning, stacklevel=5)
+        return None, f"no {NVSHMEM}: {reasons[0]}"
+    assert group is not None
+    return nvshmem.NvshmemMemory(control, group, device), "its puts and signals between nodes"
+
+
+def _near_memory(
+    control: Control, group: dist.ProcessGroup | None, device: torch.device, topology: Topology
+) -> DeviceMemory:
+    """Memory that the ranks of a node share."""
+    size = topology.ranks_per_node
+    near = NodeControl(control, topology.node * size, size)
+    if device.type == "cpu":
+        return NearMemory(InterpretedMemory(near), topology)
+    reason = why_not(group, size)
+    if reason is not None:
+        raise EPUnsupported(f"transport symm: {reason}")
+    near_group = node_group(group, topology) if group is not None and size > 1 else None
+    return NearMemory(SymmMemory(near, near_group, device), topology)
+
+
+class _Shared(NamedTuple):
+    """What the ranks of a group settled on.
+
+    Attributes:
+        low_latency_bytes: The largest wish.
+        far_bytes: Likewise.
+    """
+
+    low_latency_bytes: int
+    far_bytes: int
+
+
+def _device_window(
+    control: Control, memory: DeviceMemory, sizes: WindowSizes, num_nodes: int = 1
+) -> tuple[DeviceWindow, _Shared]:
+    """A window for kernels. Memory is symmetric: the largest wish is everybody's, a limit of one rank is one of all."""
+    from ..engine.room import staging_bytes
+    from ..engine.signals import Signals
+
+    wish = (sizes.arena_bytes, sizes.arena_limit_bytes, sizes.low_latency_bytes, sizes.far_bytes)
+    wishes = control.gather(wish, "comparing sizes")
+    arenas, limits, low_latency_bytes, far_bytes = zip(*wishes, strict=True)
+    window = DeviceWindow(
+        control.rank,
+        control.num_ranks,
+        memory,
+        Signals.board_bytes(control.num_ranks, MAX_EXPERTS, num_nodes),
+        max(_LEAST_ARENA_BYTES, *arenas),
+        min((limit for limit in limits if limit), default=0),
+        staging_bytes(control.num_ranks),
+    )
+    return window, _Shared(max(low_latency_bytes), max(far_bytes))
+
+
+def _require_kernels(device_type: str) -> None:
+    from ..kernels import _triton
+
+    if not _triton.is_usable(device_type):
+        what = "Triton is not installed" if not _triton.HAS_TRITON else f"TRITON_INTERPRET does not fit {device_type}"
+        raise EPUnsupported(f"Buffer: kernels cannot run on {device_type}: {what}")
+
+
 def _streamed(
     control: Control,
     memory: DeviceMemory,
@@ -130,36 +278,19 @@ def _streamed(
 ) -> StreamedEngine:
     # Not before a buffer needs them: they import Triton, and importing us must not.
     from ..engine.low_latency.streamed import StreamedLowLatency
-    from ..engine.room import staging_bytes
     from ..engine.shapes import load_shapes
-    from ..engine.signals import Signals
     from ..engine.streamed import StreamedEngine
-    from ..kernels import _triton, exchange, staging
+    from ..kernels import exchange, staging
 
-    device_type = "cpu" if stream.raw is None else "cuda"
-    if not _triton.is_usable(device_type):
-        what = "Triton is not installed" if not _triton.HAS_TRITON else f"TRITON_INTERPRET does not fit {device_type}"
-        raise EPUnsupported(f"Buffer: kernels cannot run on {device_type}: {what}")
-    # Memory is symmetric: the largest wish is everybody's, and a limit of one rank is a limit of all.
-    wish = (sizes.arena_bytes, sizes.arena_limit_bytes, sizes.low_latency_bytes)
-    wishes = control.gather(wish, "comparing sizes")
-    limits = [limit for _, limit, _ in wishes if limit]
-    window = DeviceWindow(
-        control.rank,
-        control.num_ranks,
-        memory,
-        Signals.board_bytes(control.num_ranks, MAX_EXPERTS),
-        max(_LEAST_ARENA_BYTES, *(arena for arena, _, _ in wishes)),
-        min(limits, default=0),
-        staging_bytes(control.num_ranks),
-    )
+    _require_kernels("cpu" if stream.raw is None else "cuda")
+    window, shared = _device_window(control, memory, sizes)
     shapes = load_shapes(control.num_ranks)
     is_pushed = env.COMBINE.get() == "push"
     engine = StreamedEngine(window, stream, limit_secs, MAX_EXPERTS, shapes, sizes.scratch_bytes, is_pushed)
     for kernels in (exchange, staging):
         kernels.prepare_all(engine.signals.places)
-    low_latency_bytes = max(size for _, _, size in wishes)
-    if low_latency_bytes:
-        engine.low_latency = StreamedLowLatency(engine.signals, window, stream, low_latency_bytes, enable_shrink)
+    num_bytes = shared.low_latency_bytes
+    if num_bytes:
+        engine.low_latency = StreamedLowLatency(engine.signals, window, stream, num_bytes, enable_shrink)
     control.gather(None, "compiling kernels")
     return engine

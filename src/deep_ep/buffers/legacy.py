@@ -14,7 +14,7 @@ import torch.distributed as dist
 from .. import env
 from ..config import Config, combine_config, dispatch_config
 from ..control import Comm, Control
-from ..engine.direct import Order, count_layout
+from ..engine.direct import Order
 from ..errors import EPClosed, EPUnsupported
 from ..event import EventHandle, EventOverlap
 from ..handle import parse_handle
@@ -133,7 +133,7 @@ class Buffer(LowLatencyMethods):
         self._topology = find_topology(control, forced_ranks_per_node(self.device))
         self._trace = open_trace(trace, control)
         self._engine, self.transport = self._make_engine(control, gpu_limit_secs)
-        if self._trace is not None and self._engine is not None:
+        if self._trace is not None:
             self._trace.describe(transport=self.transport, device=str(self.device))
             self._engine.start_trace(self._trace)
         self._last_rows: tuple[int, torch.dtype] | None = None
@@ -143,13 +143,14 @@ class Buffer(LowLatencyMethods):
         self.number = registry.register(self)
         self._finalizer = weakref.finalize(self, _release, self._engine, self._trace, explicitly_destroy)
 
-    def _make_engine(self, control: Control, gpu_limit_secs: float) -> tuple[Engine | None, str]:
+    def _make_engine(self, control: Control, gpu_limit_secs: float) -> tuple[Engine, str]:
         sizes = WindowSizes(
             arena_bytes=self.num_nvl_bytes,
             arena_limit_bytes=env.ARENA_BYTES.get(),
             # Twice what `get_local_buffer_tensor` shows: its length does not shrink with its offset.
             scratch_bytes=max(2 * (self.num_nvl_bytes + self.num_rdma_bytes), _LEAST_SCRATCH_BYTES),
             low_latency_bytes=self.num_rdma_bytes if self.low_latency_mode else 0,
+            far_bytes=self.num_rdma_bytes,
         )
         shrinks, topology = self.enable_shrink, self._topology
         return make_engine(control, self.group, self.device, sizes, gpu_limit_secs, shrinks, topology)
@@ -251,10 +252,7 @@ class Buffer(LowLatencyMethods):
         self._require_open(where)
         num_nodes = self._topology.num_nodes
         with self._lock:
-            if self._engine is None:
-                counts, event = count_layout(None, topk_idx, num_experts, self.group_size, num_nodes, order)
-            else:
-                counts, event = self._engine.layout(topk_idx, num_experts, num_nodes, order)
+            counts, event = self._engine.layout(topk_idx, num_experts, num_nodes, order)
         per_node = counts.num_tokens_per_node if num_nodes > 1 else None
         return (
             counts.num_tokens_per_rank,
@@ -539,8 +537,6 @@ class Buffer(LowLatencyMethods):
     def get_comm_stream(self) -> torch.cuda.Stream | CommStream:
         """The stream that communication runs on: on the CPU a thread, with `synchronize`, `wait_event` and the like."""
         self._require_open("get_comm_stream")
-        if self._engine is None:
-            raise _not_yet("get_comm_stream", "communication across nodes on a GPU")
         stream = self._engine.stream  # also that of a buffer that has failed
         return stream if isinstance(stream, CommStream) else stream.raw
 
@@ -597,10 +593,9 @@ class Buffer(LowLatencyMethods):
             if self._finalizer.detach() is None:
                 return
             self.runtime = None
-            if self._engine is not None:
-                self._engine.stop()
-                if self._trace is not None:
-                    self._trace.close(self._engine.numbers())
+            self._engine.stop()
+            if self._trace is not None:
+                self._trace.close(self._engine.numbers())
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
@@ -617,25 +612,14 @@ class Buffer(LowLatencyMethods):
 
     def _require_engine(self, where: str) -> Engine:
         self._require_open(where)
-        if self._engine is None:
-            raise _not_yet(
-                where,
-                f"communication across nodes ({self._topology.num_nodes} of {self._topology.ranks_per_node} ranks) "
-                "on a GPU",
-            )
         self._engine.require_working()
         return self._engine
 
 
-def _not_yet(where: str, what: str) -> EPUnsupported:
-    return EPUnsupported(f"{where}: {what} is not there yet in this version. One node is, and several on the CPU are")
-
-
-def _release(engine: Engine | None, trace: Trace | None, should_have_been_destroyed: bool) -> None:
+def _release(engine: Engine, trace: Trace | None, should_have_been_destroyed: bool) -> None:
     """Close a buffer that was forgotten. Runs in garbage collection: on the CPU it does not wait."""
     if should_have_been_destroyed:
         warnings.warn("Buffer: explicitly_destroy=True, but destroy() was not called", RuntimeWarning, stacklevel=2)
-    if engine is not None:
-        engine.forget()
-        if trace is not None:
-            trace.describe(stats=engine.numbers())  # what is still queued goes on recording
+    engine.forget()
+    if trace is not None:
+        trace.describe(stats=engine.numbers())  # what is still queued goes on recording

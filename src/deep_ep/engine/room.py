@@ -209,7 +209,7 @@ class Room:
                 self._zeros[num_channels] = zeros
         return empty_handle(routing, num_rows, zeros, prefix)
 
-    def received(self, sections: Sections, routing: Routing | None, handle: Handle, num_rows: int) -> Received:
+    def received(self, sections: Sections, routing: Routing | None, handle: Any, num_rows: int) -> Received:
         """What a dispatch returns, of which `num_rows` rows are the caller's."""
         x, scales, records = (None if part is None else part[:num_rows] for part in sections.parts)
         assert x is not None

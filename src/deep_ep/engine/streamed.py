@@ -28,7 +28,7 @@ from ..errors import EPUnsupported
 from ..event import EventHandle
 from ..handle import Handle
 from ..kernels import counts, pull, push, put, staging
-from ..kernels.exchange import Post
+from ..kernels.exchange import Places, Post
 from ..sizing import align
 from ..stream import LaunchStream
 from ..trace import Trace
@@ -59,6 +59,7 @@ class StreamedEngine:
         shapes: How bulk kernels are launched.
         num_local_bytes: What the caller may see of the raw buffer.
         is_pushed: In a combine, rows are written to who sums them, instead of being read by him.
+        num_nodes: N.
 
     Attributes:
         low_latency: Low-latency calls; None: the buffer has no memory for them.
@@ -75,12 +76,13 @@ class StreamedEngine:
         shapes: Shapes,
         num_local_bytes: int = 0,
         is_pushed: bool = False,
+        num_nodes: int = 1,
     ):
         self.window = window
         self.stream = stream
         self.stats = Stats(window.num_ranks)
         self.shapes = shapes
-        self.signals = Signals(window, stream, limit_secs, max_experts)
+        self.signals = Signals(window, stream, limit_secs, max_experts, num_nodes)
         self._places = self.signals.places
         self._room = Room(window, stream)
         self._guessed_rows = 0
@@ -116,12 +118,8 @@ class StreamedEngine:
         Returns:
             What is received, the selections of each local expert, and the event of an asynchronous call.
         """
-        if self.window.is_capturing():
-            raise EPUnsupported(
-                "dispatch: the host waits for the counts, which cannot be captured in a graph. "
-                "Pass `num_worst_tokens`, or the handle of an earlier dispatch"
-            )
-        _check_scales(payload)
+        self._refuse_capture()
+        check_scales(payload)
         operation, frame = "dispatch", Frame(order, self.stream.caller())
         with self._calling(operation, order):
             self._hold_inputs(frame, payload, routing)
@@ -170,7 +168,7 @@ class StreamedEngine:
         num_sms: int | None = None,
     ) -> tuple[Received, EventHandle | None]:
         """A dispatch into room for `num_rows` rows; the host waits for nothing."""
-        _check_scales(payload)
+        check_scales(payload)
         operation, frame = "worst-case dispatch", Frame(order, self.stream.caller())
         with self._calling(operation, order):
             self._hold_inputs(frame, payload, routing)
@@ -193,10 +191,10 @@ class StreamedEngine:
         return self._dispatched(routing, received, frame), self.stream.leave(order.is_async)
 
     def cached_dispatch(
-        self, payload: Payload, handle: Handle, order: Order, num_sms: int | None = None
+        self, payload: Payload, handle: Any, order: Order, num_sms: int | None = None
     ) -> tuple[Received, EventHandle | None]:
         """A dispatch along the slots of an earlier one."""
-        _check_scales(payload)
+        check_scales(payload)
         operation, frame = "cached dispatch", Frame(order, self.stream.caller())
         with self._calling(operation, order):
             self._room.hold_inputs(frame, payload.x, payload.scales, *handle)
@@ -212,7 +210,7 @@ class StreamedEngine:
     def combine(
         self,
         x: torch.Tensor,
-        handle: Handle,
+        handle: Any,
         topk_weights: torch.Tensor | None,
         biases: Sequence[torch.Tensor],
         order: Order,
@@ -251,7 +249,7 @@ class StreamedEngine:
     ) -> str:
         """Peers read this rank's rows. Returns the path that it took."""
         operation, prefix = "combine", handle.rank_prefix_matrix.contiguous()
-        supply = self._supply(parts, prefix, num_sms)
+        supply = self._supply(parts, self._places, prefix, num_sms)
         post = self._combine_post(operation, parts, handle)
         post = post._replace(num_rows=parts[0].size(0), lane_rows=supply.lane_rows, bases=supply.bases)
         self._reach(operation, "meet")
@@ -324,6 +322,14 @@ class StreamedEngine:
             yield
 
     # Steps -----------------------------------------------------------------------------------------------------------
+
+    def _refuse_capture(self) -> None:
+        """A call in which the host waits cannot be captured."""
+        if self.window.is_capturing():
+            raise EPUnsupported(
+                "dispatch: the host waits for the counts, which cannot be captured in a graph. "
+                "Pass `num_worst_tokens`, or the handle of an earlier dispatch"
+            )
 
     def _guess(self, payload: Payload, routing: Routing) -> Sections:
         """Room for a few rows more than the last dispatch received, so that rows can move before counts are known."""
@@ -419,8 +425,15 @@ class StreamedEngine:
         self.stats.count_path("dispatch", "staged" if received.is_staged else "direct")
         return received
 
-    def _supply(self, parts: list[torch.Tensor], prefix: torch.Tensor, num_sms: int | None) -> _Supply:
-        """The rows to give: found in the arena, or copied there, or, where it has no room, by way of the staging."""
+    def _supply(self, parts: list[torch.Tensor], places: Places, prefix: torch.Tensor, num_sms: int | None) -> _Supply:
+        """The rows to give: found in the arena, or copied there, or, where it has no room, by way of the staging.
+
+        Args:
+            parts: The rows of each section.
+            places: Which column of `prefix` is this rank's.
+            prefix: How many of them came.
+            num_sms: Most blocks.
+        """
         regions: list[torch.Tensor] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for part in parts:
@@ -435,7 +448,7 @@ class StreamedEngine:
             regions.append(region)
             copies.append((region, part))
         for region, part in copies:
-            pull.copy_in(self._places, self.shapes.for_copy(num_sms), region, part, prefix)
+            pull.copy_in(places, self.shapes.for_copy(num_sms), region, part, prefix)
         path = "pulled" if regions[0] is parts[0] else "copied_in"
         return _Supply(path, tuple(self._room.base(region) for region in regions), regions)
 
@@ -537,7 +550,12 @@ def _rows_to(prefix: torch.Tensor, rank: int) -> torch.Tensor:
     return prefix[rank] - prefix[rank - 1] if rank else prefix[0]
 
 
-def _check_scales(payload: Payload) -> None:
+def check_scales(payload: Payload) -> None:
+    """Refuse scales that kernels cannot move.
+
+    Raises:
+        ValueError: Their elements are too wide.
+    """
     if payload.scales is not None and payload.scales.element_size() > _MOST_SCALE_BYTES:
         raise ValueError(
             f"dispatch: `scales` must have elements of at most {_MOST_SCALE_BYTES} bytes on a GPU, they are "

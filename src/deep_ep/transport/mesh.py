@@ -313,6 +313,6 @@ def make_mesh(control: Control, topology: Topology) -> Mesh:
     size = topology.ranks_per_node
     far = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
     pool, grounds = Pool(2 * len(far)), Grounds()  # a call has a page for each, and the next may already be made
-    connections = connect(control, far, "connecting the mesh")
+    connections = connect(control, far, "connecting the mesh", is_low_latency=True)
     links = {rank: Link(connection, pool, grounds) for rank, connection in connections.items()}
     return Mesh(links, topology, pool, grounds)

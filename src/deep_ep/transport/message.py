@@ -21,6 +21,7 @@ from ..topology import Topology
 from ..trace import NETWORK, NO_SLICE, WAIT, Slice, Trace, from_track, to_track
 from .links import ANNOUNCE, FAILED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
 from .rendezvous import connect_rail
+from .service import mark, service_level
 from .window import EPPeerFailed
 
 _LOOK_SECS = 0.02  # how often a wait looks at the node
@@ -278,17 +279,19 @@ def make_rail(control: Control, topology: Topology) -> Rail:
     return Rail(links, topology, control.limit_secs, pool)
 
 
-def connect(control: Control, ranks: list[int], purpose: str) -> dict[int, socket.socket]:
+def connect(control: Control, ranks: list[int], purpose: str, is_low_latency: bool = False) -> dict[int, socket.socket]:
     """Connect this rank to some others, which name it likewise. All ranks of the group call it together.
 
     Args:
         control: The group.
         ranks: The ranks to be connected; this one may be among them.
         purpose: What it is for; errors say it.
+        is_low_latency: Which traffic goes over it: each has its service level.
 
     Raises:
         EPTransportError: A pair of ranks could not be connected. All ranks raise.
     """
+    level = service_level(is_low_latency)
     connections, problem = connect_rail(control, ranks)
     answers = control.gather_all(problem, purpose)
     problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(answers) if problem]
@@ -297,4 +300,6 @@ def connect(control: Control, ranks: list[int], purpose: str) -> dict[int, socke
             with contextlib.suppress(OSError):
                 connection.close()
         raise EPTransportError(f"transport message: {'; '.join(problems)}")
+    for connection in connections.values():
+        mark(connection, level)
     return connections

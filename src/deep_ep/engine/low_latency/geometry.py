@@ -8,6 +8,9 @@ token, G = ceil(H / 128) groups of channels. The low-latency memory of a rank ha
 
 Only its owner writes it. A set holds, for a dispatch, T rows and the places of their copies; for a combine, the rows
 that this rank's experts made.
+
+A *copy* of a far rank's memory, in this rank's own, has what that rank sends to this one alone: two quarters of sets,
+each of a little more than 1 / R of a quarter (`docs/decisions/0014-low-latency-over-nvshmem.md`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ...sizing import (
+    ALIGNMENT_BYTES,
     CHANNELS_PER_SCALE,
     SLOT_ALIGNMENT_BYTES,
     align,
@@ -29,6 +33,8 @@ NUM_ZERO_COPY = 2
 MOST_SETS = 8  # of all quarters together; so many calls' words are kept, too
 MOST_TOKENS = 1 << 16  # a place and an expert share a word
 _QUARTERS = 4
+_LEAST_COPY_BYTES = 256 << 10  # of a quarter in a copy, if a whole quarter has so many: places may outweigh short rows
+_COPY_MARGIN = 8  # a quarter in a copy has a part of so many more than its due: for places, with one expert a rank
 
 
 class Form(NamedTuple):
@@ -130,6 +136,11 @@ class Geometry(NamedTuple):
         """Of a combine's set, and of a zero-copy tensor."""
         return self.num_experts * self.max_tokens * self.slot_bytes
 
+    @property
+    def copied_combine_bytes(self) -> int:
+        """Of a combine's set in a copy, at most: one rank's rows."""
+        return self.num_local_experts * self.max_tokens * self.slot_bytes
+
     def hint(self) -> int:
         """What `get_low_latency_rdma_size_hint` says for these sizes."""
         return low_latency_buffer_bytes(self.max_tokens, self.hidden, self.num_ranks, self.num_experts)
@@ -141,15 +152,22 @@ class Plan(NamedTuple):
     Attributes:
         quarter_bytes: Of a quarter.
         sets_per_quarter: A power of two.
+        copy_quarter_bytes: Of a quarter in a copy; 0: there are none.
     """
 
     quarter_bytes: int
     sets_per_quarter: int
+    copy_quarter_bytes: int = 0
 
     @property
     def set_bytes(self) -> int:
         """From one set to the next."""
-        return self.quarter_bytes // self.sets_per_quarter // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
+        return _aligned(self.quarter_bytes // self.sets_per_quarter)
+
+    @property
+    def copy_set_bytes(self) -> int:
+        """From one set to the next in a copy."""
+        return _aligned(self.copy_quarter_bytes // self.sets_per_quarter)
 
     @property
     def num_sets(self) -> int:
@@ -165,7 +183,14 @@ class Plan(NamedTuple):
         return (2 + index) * self.quarter_bytes
 
 
-def plan_sets(where: str, num_bytes: int, needed_bytes: int, geometry: Geometry) -> Plan:
+def copy_bytes(num_bytes: int, num_ranks: int) -> int:
+    """Of the sets of a copy, if low-latency memory has `num_bytes`."""
+    return 2 * _copy_quarter_bytes(num_bytes, num_ranks)
+
+
+def plan_sets(
+    where: str, num_bytes: int, needed_bytes: int, geometry: Geometry, copied_bytes: int | None = None
+) -> Plan:
     """Divide the memory for a call.
 
     Args:
@@ -173,19 +198,52 @@ def plan_sets(where: str, num_bytes: int, needed_bytes: int, geometry: Geometry)
         num_bytes: Of the low-latency memory.
         needed_bytes: That a set of the call needs.
         geometry: Its sizes.
+        copied_bytes: That a set needs in a copy; None: there are no copies.
 
     Raises:
         ValueError: The memory is too small.
     """
-    quarter_bytes = num_bytes // _QUARTERS // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
-    if needed_bytes > quarter_bytes:
-        wanted = max(geometry.hint(), _QUARTERS * align(needed_bytes, SLOT_ALIGNMENT_BYTES))
-        raise ValueError(
-            f"{where}: num_max_dispatch_tokens_per_rank={geometry.max_tokens}, hidden {geometry.hidden} and "
-            f"{geometry.num_experts} experts need num_rdma_bytes={wanted}, the buffer has {num_bytes}. "
-            "Make it with Buffer.get_low_latency_rdma_size_hint(...) bytes"
-        )
+    quarter_bytes = _aligned(num_bytes // _QUARTERS)
+    copy_quarter_bytes = 0 if copied_bytes is None else _copy_quarter_bytes(num_bytes, geometry.num_ranks)
+    if needed_bytes > quarter_bytes or (copied_bytes or 0) > copy_quarter_bytes:
+        raise _too_small(where, num_bytes, needed_bytes, geometry, copied_bytes or 0)
+
+    def fits(sets: int, set_bytes: int, room_bytes: int) -> bool:
+        return sets * align(set_bytes, SLOT_ALIGNMENT_BYTES) <= room_bytes
+
     sets = 1
-    while 2 * sets <= MOST_SETS // 2 and 2 * sets * align(needed_bytes, SLOT_ALIGNMENT_BYTES) <= quarter_bytes:
+    while (
+        2 * sets <= MOST_SETS // 2
+        and fits(2 * sets, needed_bytes, quarter_bytes)
+        and fits(2 * sets, copied_bytes or 0, copy_quarter_bytes)
+    ):
         sets *= 2
-    return Plan(quarter_bytes, sets)
+    return Plan(quarter_bytes, sets, copy_quarter_bytes)
+
+
+def _copy_quarter_bytes(num_bytes: int, num_ranks: int) -> int:
+    """A combine's set is for all ranks, and a rank's part of it is no more than 1 / R: so many sets fit here, too.
+
+    A dispatch's set is as large as in the far rank's own memory. Where a rank has several experts that is less than a
+    combine's; where it has one, the places come on top.
+    """
+    quarter_bytes = _aligned(num_bytes // _QUARTERS)
+    due = quarter_bytes // num_ranks
+    return min(quarter_bytes, max(_aligned(due + due // _COPY_MARGIN), _LEAST_COPY_BYTES))
+
+
+def _aligned(num_bytes: int) -> int:
+    return num_bytes // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES
+
+
+def _too_small(where: str, num_bytes: int, needed_bytes: int, geometry: Geometry, copied_bytes: int) -> ValueError:
+    hint = geometry.hint()
+    wanted = max(hint, _QUARTERS * align(needed_bytes, ALIGNMENT_BYTES))
+    if copied_bytes > _copy_quarter_bytes(wanted, geometry.num_ranks):
+        wanted = _QUARTERS * geometry.num_ranks * align(copied_bytes, ALIGNMENT_BYTES)
+    advice = "Buffer.get_low_latency_rdma_size_hint(...) bytes" if wanted == hint else "so many"
+    return ValueError(
+        f"{where}: num_max_dispatch_tokens_per_rank={geometry.max_tokens}, hidden {geometry.hidden} and "
+        f"{geometry.num_experts} experts need num_rdma_bytes={wanted}, the buffer has {num_bytes}. "
+        f"Make it with {advice}"
+    )

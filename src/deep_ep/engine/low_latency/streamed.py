@@ -3,6 +3,9 @@
 A call is `send` (one kernel, whose last block signals and, where there is no hook, waits), `wait_for` (one warp, behind
 a hook) and `receive` (one kernel). The host launches and waits for nothing, and which set a call uses is found on the
 device: everything can be captured in a graph.
+
+Across nodes a call is `send` without a wait, two kernels that carry it to the far ranks' copies of this rank's memory
+(`copies.py`), `wait_for`, `receive`, and one that tells far ranks of a failure. A hook comes behind the carrying.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from ..call import OPERATIONS, Agreement
 from ..digest import pack
 from ..signals import Signals
 from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Hook, Packed, Rows, Way, agreement_of
+from .copies import Carrier, Copies, FarRanks
 from .flights import Flight, Flights
 from .geometry import NUM_ZERO_COPY, Form, Geometry, Plan, plan_sets
 from .zero_copy import ZeroCopy, zero_copy_view
@@ -50,11 +54,12 @@ class Kernels(NamedTuple):
 
     Attributes:
         setup: What follows from the sizes.
-        send: Publishes and signals. Without a hook its last block waits for the peers.
-        wait: Waits for the peers behind a hook.
+        send: Publishes and signals. Without a hook and far ranks its last block waits for the peers.
+        wait: Waits for the peers behind a hook, or behind what is carried.
         receive: Fetches.
         num_send_blocks: Of `send`, but for the tokens of a dispatch.
         num_receive_blocks: Of `receive`; of a combine: for each token.
+        carrier: Carries what was sent to far ranks, if there are any.
     """
 
     setup: _Setup
@@ -63,6 +68,7 @@ class Kernels(NamedTuple):
     receive: Launch
     num_send_blocks: int
     num_receive_blocks: int
+    carrier: Carrier | None = None
 
 
 class Work(NamedTuple):
@@ -74,6 +80,7 @@ class Work(NamedTuple):
         stats: What the nanoseconds waited are added to; where they are not, any tensor.
         num_receive_blocks: The grid of the receive half.
         received: Its arguments, but for the age of the call.
+        carried: What `Carrier.launch` takes.
     """
 
     num_send_blocks: int
@@ -81,6 +88,7 @@ class Work(NamedTuple):
     stats: torch.Tensor
     num_receive_blocks: int
     received: tuple[torch.Tensor, ...]
+    carried: tuple[Any, ...]
 
 
 class StreamedLowLatency:
@@ -92,10 +100,17 @@ class StreamedLowLatency:
         stream: Where kernels are launched.
         num_bytes: Of the low-latency memory, the same on all ranks.
         enable_shrink: Mask ranks that stay silent, instead of failing.
+        far: Ranks of other nodes; None: there are none.
     """
 
     def __init__(
-        self, signals: Signals, window: DeviceWindow, stream: LaunchStream, num_bytes: int, enable_shrink: bool
+        self,
+        signals: Signals,
+        window: DeviceWindow,
+        stream: LaunchStream,
+        num_bytes: int,
+        enable_shrink: bool,
+        far: FarRanks | None = None,
     ):
         num_ranks, device = window.num_ranks, window.device
         self._signals = signals
@@ -103,13 +118,17 @@ class StreamedLowLatency:
         self._num_bytes = num_bytes
         self._can_mask = enable_shrink
         self._board_bytes = Spots.board_bytes(num_ranks, MAX_EXPERTS)
-        self._part = window.set_aside(self._board_bytes + num_bytes)
+        self._copies = Copies(far, self._board_bytes, num_bytes, MAX_EXPERTS) if far is not None else None
+        self._part = window.set_aside(self._copies.room if self._copies is not None else self._board_bytes + num_bytes)
+        addresses, base = list(self._part.addresses), self._part.memory.data_ptr()
+        if self._copies is not None:
+            addresses = self._copies.addresses(base, addresses)
         self._host = torch.zeros(num_ranks + 1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._masked_word = ctypes.c_int64.from_address(self._host.data_ptr() + 8 * num_ranks)
         self._told = 0
         self.spots = Spots(
             places=signals.places,
-            windows=torch.tensor(self._part.addresses, dtype=torch.int64, device=device),
+            windows=torch.tensor(addresses, dtype=torch.int64, device=device),
             state=torch.zeros(Spots.state_room(num_ranks), dtype=torch.int64, device=device),
             mask=torch.zeros(num_ranks, dtype=torch.int32, device=device),
             seen=torch.zeros(num_ranks, 2, dtype=torch.int64, device=device),
@@ -122,6 +141,8 @@ class StreamedLowLatency:
         self._flights = Flights()
         self._zero_copy = ZeroCopy()
         words.prepare_all(self.spots)
+        if self._copies is not None:
+            self._copies.start(self.spots, base)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -156,6 +177,7 @@ class StreamedLowLatency:
                 packed.layout_range,
                 some if recv_stats is None else recv_stats,
             ),
+            (self.spots.state,),
         )
         return packed, *self._make(DISPATCH, kernels, way, work)
 
@@ -190,6 +212,7 @@ class StreamedLowLatency:
             stats,
             num_tokens * kernels.num_receive_blocks,
             (combined, topk_idx, rows.topk_weights, earlier),
+            (rows.layout_range, rows.layout_range, offset if rows.zero_copy else -1),
         )
         return combined, *self._make(COMBINE, kernels, way, work)
 
@@ -200,13 +223,16 @@ class StreamedLowLatency:
         with self._signals.contagious(BARRIER), self._stream.entered(None, False):
             self._signals.is_announced = True
             words.signal(self.spots, call)
+            if self._copies is not None:
+                self._copies.for_barrier(call).launch(self.spots.state)
             words.wait_for(self.spots, call, 0, Patience(can_mask=self._can_mask), is_dispatch=False)
+            self._tell()
         self._stream.leave(False)
 
     def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         """The zero-copy tensor of a handle."""
         where = "get_next_low_latency_combine_buffer"
-        plan = plan_sets(where, self._num_bytes, geometry.combine_bytes, geometry)
+        plan = self._plan(where, geometry.combine_bytes, geometry, geometry.copied_combine_bytes)
         offset = self._board_bytes + plan.zero_copy_offset(self._zero_copy.take(src_info, self._flights.num_consumed))
         return zero_copy_view(self._part.memory[offset : offset + geometry.combine_bytes], geometry)
 
@@ -247,11 +273,12 @@ class StreamedLowLatency:
         )
         return Kernels(
             setup,
-            dispatch.sender(spots, call, sizes, idx_dtype, is_aligned, None if has_hook else patience),
+            dispatch.sender(spots, call, sizes, idx_dtype, is_aligned, self._waiting(has_hook, patience)),
             words.waiter(spots, call, patience, is_dispatch=True),
             dispatch.receiver(spots, call, sizes, form.scale_dtype, has_recv_stats),
             dispatch.num_send_blocks(sizes, 0),
             dispatch.num_receive_blocks(sizes, geometry.num_ranks),
+            self._copies.for_dispatch(call, sizes) if self._copies is not None else None,
         )
 
     def _combine_kernels(
@@ -271,7 +298,7 @@ class StreamedLowLatency:
             setup.sizes,
             Patience(spots.state if has_wait_stats else None, self._can_mask),
         )
-        waiting = None if has_hook else patience
+        waiting = self._waiting(has_hook, patience)
         receive, num_pieces = combine.receiver(spots, sizes, idx_dtype, is_out_aligned)
         return Kernels(
             setup,
@@ -280,12 +307,18 @@ class StreamedLowLatency:
             receive,
             combine.num_send_blocks(sizes, not zero_copy),
             num_pieces,
+            self._copies.for_combine(call, sizes) if self._copies is not None else None,
         )
+
+    def _waiting(self, has_hook: bool, patience: Patience) -> Patience | None:
+        """How a send waits, if it does: far ranks have first to be carried what they wait for themselves."""
+        return None if has_hook or self._copies is not None else patience
 
     def _dispatch_setup(self, geometry: Geometry, form: Form) -> _Setup:
         setup = self._setups.get((geometry, form))
         if setup is None:
-            plan = plan_sets("low_latency_dispatch", self._num_bytes, geometry.dispatch_bytes(form), geometry)
+            num_bytes = geometry.dispatch_bytes(form)
+            plan = self._plan("low_latency_dispatch", num_bytes, geometry, num_bytes)
             row = (geometry.row_bytes(form), geometry.scales_offset, geometry.places_offset(form))
             sizes = dispatch.Sizes(*_sizes_of(geometry), *row, form.use_fp8, form.round_scale)
             agreement = agreement_of(DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale))
@@ -295,13 +328,19 @@ class StreamedLowLatency:
     def _combine_setup(self, geometry: Geometry, use_logfmt: bool) -> _Setup:
         setup = self._setups.get((geometry, use_logfmt))
         if setup is None:
-            plan = plan_sets("low_latency_combine", self._num_bytes, geometry.combine_bytes, geometry)
+            num_bytes, copied_bytes = geometry.combine_bytes, geometry.copied_combine_bytes
+            plan = self._plan("low_latency_combine", num_bytes, geometry, copied_bytes)
             sizes = combine.Sizes(*_sizes_of(geometry), geometry.slot_bytes, geometry.ranges_offset, use_logfmt)
             agreement = agreement_of(COMBINE, geometry, torch.bfloat16, None, int(use_logfmt))
             offsets = tuple(plan.zero_copy_offset(index) for index in range(NUM_ZERO_COPY))
             call = _call(COMBINE, plan, agreement)
             setup = self._setups[geometry, use_logfmt] = _Setup(call, sizes, plan.num_sets, offsets)
         return setup
+
+    def _plan(self, where: str, num_bytes: int, geometry: Geometry, copied_bytes: int) -> Plan:
+        return plan_sets(
+            where, self._num_bytes, num_bytes, geometry, copied_bytes if self._copies is not None else None
+        )
 
     def _make(self, operation: str, kernels: Kernels, way: Way, work: Work) -> tuple[EventHandle | None, Hook | None]:
         """Launch a call: its send half, and its receive half unless there is a hook for that."""
@@ -323,9 +362,16 @@ class StreamedLowLatency:
                     signals.is_announced = True
                     signals.mark("send")
                     kernels.send(work.num_send_blocks, *work.sent)
+                    if kernels.carrier is not None:
+                        signals.mark("carry")
+                        kernels.carrier.launch(*work.carried)
+                        if not way.has_hook:
+                            signals.mark("wait")
+                            kernels.wait(1, work.stats, 0)
                     if not way.has_hook:
                         signals.mark("receive")
                         kernels.receive(work.num_receive_blocks, *work.received, 0)
+                        self._tell()
             finally:
                 stream.exit(way_back)
         except BaseException as error:
@@ -351,9 +397,15 @@ class StreamedLowLatency:
                     kernels.wait(1, work.stats, age)
                     signals.mark("receive")
                     kernels.receive(work.num_receive_blocks, *work.received, age)
+                    self._tell()
                 stream.leave(False)
 
         return hook
+
+    def _tell(self) -> None:
+        """Behind a wait, and what it holds up: have far ranks hear of it if it has failed."""
+        if self._copies is not None:
+            self._copies.tell()
 
     def _warn_of_masks(self) -> None:
         """Say once of each rank that a kernel has masked it."""
@@ -400,4 +452,5 @@ def _sizes_of(geometry: Geometry) -> tuple[int, int, int, int]:
 
 def _call(operation: str, plan: Plan, agreement: Agreement) -> Call:
     sizes = (plan.quarter_bytes, plan.set_bytes, plan.sets_per_quarter)
-    return Call(pack(agreement), *sizes, OPERATIONS.index(operation))
+    copied = (plan.copy_quarter_bytes, plan.copy_set_bytes)
+    return Call(pack(agreement), *sizes, OPERATIONS.index(operation), *copied)

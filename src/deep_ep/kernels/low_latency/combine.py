@@ -217,6 +217,7 @@ def _combine_send_kernel(
     seen,
     ll_host,
     boards,
+    homes,
     host,
     limit_ns: tl.int64,
     operation: tl.int32,
@@ -272,8 +273,8 @@ def _combine_send_kernel(
             signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, num_tokens, LANES)
             if WAITS:
                 await_all(
-                    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask,
-                    num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
+                    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation,
+                    can_mask, num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
                 )  # fmt: skip
 
 

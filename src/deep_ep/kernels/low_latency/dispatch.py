@@ -202,6 +202,7 @@ def _dispatch_send_kernel(
     seen,
     ll_host,
     boards,
+    homes,
     host,
     limit_ns: tl.int64,
     operation: tl.int32,
@@ -247,8 +248,8 @@ def _dispatch_send_kernel(
             signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, num_tokens, LANES)
             if WAITS:
                 await_all(
-                    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask,
-                    num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
+                    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation,
+                    can_mask, num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
                 )  # fmt: skip
 
 
@@ -357,7 +358,8 @@ def receiver(spots: Spots, call: Call, sizes: Sizes, scale_dtype: torch.dtype | 
         has_stats: Counts are added to a tensor.
     """
     places = spots.places
-    variant, word, num_vectors = _receive_variant(sizes, scale_dtype, has_stats, spots.num_lanes)
+    has_far = places.num_nodes > 1
+    variant, word, num_vectors = _receive_variant(sizes, scale_dtype, has_stats, has_far, spots.num_lanes)
     fixed: tuple[torch.Tensor | int, ...] = (
         spots.windows,
         spots.state,
@@ -375,6 +377,9 @@ def receiver(spots: Spots, call: Call, sizes: Sizes, scale_dtype: torch.dtype | 
         sizes.places_offset,
         -(-sizes.hidden // GROUP),
         *call.numbers[2:],
+        places.num_near,
+        call.copy_quarter_bytes,
+        call.copy_set_bytes,
     )
     return Launch(variant, (word, None, None, None, None, None, None), fixed)
 
@@ -418,7 +423,7 @@ def receive(
 
 @functools.cache
 def _receive_variant(
-    sizes: Sizes, scale_dtype: torch.dtype | None, has_stats: bool, lanes: int
+    sizes: Sizes, scale_dtype: torch.dtype | None, has_stats: bool, has_far: bool, lanes: int
 ) -> tuple[Variant, torch.dtype, int]:
     """The kernel, the words that it moves rows in, and the vectors of a row."""
     used_bytes = sizes.hidden * (1 if sizes.use_fp8 else 2)
@@ -427,6 +432,7 @@ def _receive_variant(
     constants = {
         "HAS_SCALES": scale_dtype is not None,
         "HAS_STATS": has_stats,
+        "HAS_FAR": has_far,
         "VECTOR": vector,
         "BLOCK": min(_WORDS_AT_ONCE * 4 // word.itemsize, next_power_of_2(used_bytes // word.itemsize)),
         "GROUPS": next_power_of_2(-(-sizes.hidden // (4 * GROUP)) * 4),
@@ -463,8 +469,12 @@ def _dispatch_receive_kernel(
     quarter_bytes: tl.int64,
     set_bytes: tl.int64,
     sets_per_quarter: tl.int32,
+    num_near: tl.int32,
+    copy_quarter_bytes: tl.int64,
+    copy_set_bytes: tl.int64,
     HAS_SCALES: tl.constexpr,
     HAS_STATS: tl.constexpr,
+    HAS_FAR: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -474,6 +484,8 @@ def _dispatch_receive_kernel(
     """The first L blocks write the counts, block L + p * M + t fetches token t of rank p.
 
     Example: expert 0 has 2 tokens of rank 0 and 1 of rank 1: its rows 0 and 1 are rank 0's, row 2 is rank 1's.
+
+    With `HAS_FAR` ranks of other nodes are read in copies, whose sets are smaller.
     """
     number = tl.load(ll) - age
     memories = memories_of(windows, num_ranks, LANES)
@@ -489,6 +501,10 @@ def _dispatch_receive_kernel(
         else:
             source = item % num_ranks  # neighbours fetch from different ranks
             token = item // num_ranks
+            if HAS_FAR:
+                is_far = source // num_near != rank // num_near
+                quarter_bytes = tl.where(is_far, copy_quarter_bytes, quarter_bytes)
+                set_bytes = tl.where(is_far, copy_set_bytes, set_bytes)
             offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_per_quarter)
             _fetch_row(
                 x, scales, src_info, memories, is_masked, offset, source, token, max_tokens, row_vectors, num_topk,

@@ -7,7 +7,9 @@ Shape letters: R ranks, E experts, L = E / R. The low-latency memory of a rank b
     tables  [8, MAX_EXPERTS] int64   likewise: counts [E] of a dispatch, where first rows are [L, R] of a combine
 
 and then come the sets. The last block of a *send* kernel signals, and, where no hook comes between, waits for the
-peers. Behind a hook a kernel of one warp waits.
+peers. Behind a hook a kernel of one warp waits, and so it does across nodes, where something has to be carried before.
+
+Of a rank of another node there is a copy in this rank's own memory, which stands in for it (`carry.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Spots:
 
     Attributes:
         places: Of the buffer: peers, failure, limit.
-        windows: [R] int64, addresses of the ranks' low-latency memory.
+        windows: [R] int64, addresses of the ranks' low-latency memory; of far ranks, of the copies of theirs.
         state: [state_room(R)] int64, private.
         mask: [R] int32, private: 1 where a rank is masked.
         seen: [R, 2] int64, private: what the ranks said when they disagreed.
@@ -88,6 +90,8 @@ class Call:
         set_bytes: Likewise.
         sets_per_quarter: Likewise; a power of two.
         operation: For the record of a failure.
+        copy_quarter_bytes: As `quarter_bytes`, in copies of far ranks' memory; 0: there are none.
+        copy_set_bytes: As `set_bytes`, likewise.
     """
 
     agreement: tuple[int, int]
@@ -95,6 +99,8 @@ class Call:
     set_bytes: int
     sets_per_quarter: int
     operation: int
+    copy_quarter_bytes: int = 0
+    copy_set_bytes: int = 0
 
     @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -154,6 +160,7 @@ def awaiting(spots: Spots, call: Call, can_mask: bool) -> tuple[torch.Tensor | i
         spots.seen,
         spots.host,
         places.windows,
+        places.homes,
         places.host,
         places.limit_ns,
         call.operation,
@@ -299,7 +306,7 @@ def _signal_kernel(
 
 @jit
 def _dispatch_wait_kernel(
-    stats, age: tl.int32, windows, ll, state, ranks_mask, seen, ll_host, boards, host, limit_ns: tl.int64,
+    stats, age: tl.int32, windows, ll, state, ranks_mask, seen, ll_host, boards, homes, host, limit_ns: tl.int64,
     operation: tl.int32, can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64,
     sets_per_quarter: tl.int32, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -308,14 +315,14 @@ def _dispatch_wait_kernel(
     memories = memories_of(windows, num_ranks, LANES)
     if is_working(state):
         await_all(
-            memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask,
+            memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation, can_mask,
             num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
         )  # fmt: skip
 
 
 @jit
 def _combine_wait_kernel(
-    stats, age: tl.int32, windows, ll, state, ranks_mask, seen, ll_host, boards, host, limit_ns: tl.int64,
+    stats, age: tl.int32, windows, ll, state, ranks_mask, seen, ll_host, boards, homes, host, limit_ns: tl.int64,
     operation: tl.int32, can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64,
     sets_per_quarter: tl.int32, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -324,15 +331,15 @@ def _combine_wait_kernel(
     memories = memories_of(windows, num_ranks, LANES)
     if is_working(state):
         await_all(
-            memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask,
+            memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation, can_mask,
             num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
         )  # fmt: skip
 
 
 @triton.jit
 def await_all(
-    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, host, limit_ns, operation, can_mask, num_ranks, rank,
-    number, word_a, word_b, sets_per_quarter, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
+    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation, can_mask,
+    num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Poll the words that the peers write here, until all have come, one has failed, or the limit has passed.
 
@@ -343,9 +350,10 @@ def await_all(
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     is_awaited = is_rank & (tl.load(ranks_mask + lanes, mask=is_rank, other=1) == 0)
-    board = tl.load(boards + rank)
     # Lanes beyond the ranks look at the last rank's words: a load that acquires cannot be masked.
-    line = tl.minimum(lanes, num_ranks - 1) * _LINE
+    peer = tl.minimum(lanes, num_ranks - 1)
+    line = peer * _LINE
+    board = tl.load(homes + peer)
     words = words_at(one_of(memories, rank, LANES)) + line
     failures = words_at(board) + num_ranks * _LINE + line
     begin = tl.min(clock_ns(lanes))
@@ -383,11 +391,14 @@ def await_all(
     is_lost = is_silent | (is_awaited & (sent >= number + 2 * sets_per_quarter))
     if tl.sum((failed != 0).to(tl.int32)) > 0:
         first = tl.min(tl.where(failed != 0, lanes, LANES))
-        record = words_at(board) + (num_ranks + first) * _LINE + 1
-        # If it is about what ranks said, whoever noticed had seen all posts, so they are there to be read.
-        there = post_at(memories, num_ranks, tl.load(record + 1))
-        tl.store(seen + 2 * lanes, tl.load(there + _A, mask=is_rank, other=0), mask=is_rank)
-        tl.store(seen + 2 * lanes + 1, tl.load(there + _B, mask=is_rank, other=0), mask=is_rank)
+        record = words_at(one_of(board, first, LANES)) + (num_ranks + first) * _LINE + 1
+        # If it is about what ranks said, whoever noticed had seen all posts, so they are there to be read. Those of far
+        # ranks it has seen in a copy of its own; what has not come here yet is taken for the same as this rank's.
+        noticed = tl.load(record + 1)
+        there = post_at(memories, num_ranks, noticed)
+        is_said = is_rank & ((board == one_of(board, rank, LANES)) | (sent >= noticed))
+        tl.store(seen + 2 * lanes, tl.load(there + _A, mask=is_said, other=word_a), mask=is_rank)
+        tl.store(seen + 2 * lanes + 1, tl.load(there + _B, mask=is_said, other=word_b), mask=is_rank)
         tl.debug_barrier()
         fail(
             boards, state, host, num_ranks, rank, tl.load(record), tl.load(record + 1), tl.load(record + 2),

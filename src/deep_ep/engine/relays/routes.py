@@ -1,0 +1,150 @@
+"""Routes across nodes on a GPU: which token goes to which node, and where the rows that a rank relays go.
+
+Letters: R ranks are N nodes of P; T tokens, n rows received, F rows that this rank passes on inside its node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...handle import RailHandle
+from ...kernels import counts, exchange
+from ...kernels.exchange import Nodes
+from ...topology import Topology
+from ..parcel import Routing
+from ..room import Frame, Room
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Who sends what, as a dispatch finds it or a handle has it.
+
+    Attributes:
+        node_slots: [T, N] int32, the place of each token among those that go to a node; -1: it does not.
+        near_slots: [T, R] int32: what `put` takes for slots; with a handle, also the places of tokens for other nodes.
+        send_head: [T, R] int32, the row of each token at each rank, written by `put`; None: there is a handle.
+        passed_on: [F + 1, P] int32, the row of each relayed token at the ranks of this node; the last one is nobody's.
+        prefix: [R, R] int32, rows by source and destination, written by the meeting; None: there is a handle.
+        nodes: What ranks of different nodes tell each other.
+    """
+
+    node_slots: torch.Tensor
+    near_slots: torch.Tensor
+    send_head: torch.Tensor | None
+    passed_on: torch.Tensor
+    prefix: torch.Tensor | None
+    nodes: Nodes
+
+
+class Router:
+    """Finds the routes of calls.
+
+    Args:
+        topology: Where this rank stands.
+        room: Where memory comes from.
+        device: Where it is.
+
+    Attributes:
+        plan: [N, PLAN_WORDS] int64, of the call that is being made.
+        near: The ranks of this node.
+    """
+
+    def __init__(self, topology: Topology, room: Room, device: torch.device):
+        num_nodes, num_near = topology.num_nodes, topology.ranks_per_node
+        first = topology.node * num_near
+        self._topology = topology
+        self._room = room
+        self.near = slice(first, first + num_near)
+        self.plan = torch.zeros(num_nodes, exchange.PLAN_WORDS, dtype=torch.int64, device=device)
+        self._prefix = torch.zeros(num_nodes, dtype=torch.int32, device=device)  # of calls that need none
+        self._others = torch.tensor([node for node in range(num_nodes) if node != topology.node], device=device)
+        self._rail = self._others * num_near + topology.local_rank
+
+    def of_routing(
+        self, frame: Frame, routing: Routing, num_channels: int, num_passed_on: int
+    ) -> tuple[Routes, torch.Tensor]:
+        """Number the tokens for each rank and each node.
+
+        Returns:
+            The routes, with room for so many relayed rows, and the tokens for each rank, [R] int32.
+        """
+        mask, num_nodes = routing.is_token_in_rank, self._topology.num_nodes
+        numbers, num_tokens = counts.positions(mask)
+        in_node = mask.view(mask.size(0), num_nodes, self._topology.ranks_per_node).any(2)
+        with self._room.outputs(frame):  # memory only: what is launched inside would be on the caller's stream
+            empty = counts.empty_positions(in_node)
+            mark = mask.new_empty(num_nodes * num_channels, dtype=torch.int32)
+            node_prefix = mask.new_empty(num_nodes, dtype=torch.int32)
+            send_head = torch.empty_like(numbers)
+            prefix = numbers.new_empty(numbers.size(1), numbers.size(1))
+        node_slots, node_tokens = counts.positions(in_node, empty)
+        passed_on = self.empty_passed_on(frame, mask, num_passed_on)
+        nodes = Nodes(node_tokens, self.plan, node_prefix, mark)
+        return Routes(node_slots, numbers, send_head, passed_on, prefix, nodes), num_tokens
+
+    def empty_passed_on(self, frame: Frame, is_token_in_rank: torch.Tensor, num_passed_on: int) -> torch.Tensor:
+        """Room for the slots of so many relayed rows, and of as many as this rank may send: one bound serves both."""
+        num_rows = max(num_passed_on, is_token_in_rank.size(0) * self._topology.num_nodes)
+        with self._room.outputs(frame):
+            return is_token_in_rank.new_empty(num_rows + 1, self._topology.ranks_per_node, dtype=torch.int32)
+
+    def keep_own(self, routes: Routes) -> None:
+        """Keep the slots of this rank's tokens in its own node beside those of the tokens that it relays."""
+        assert routes.send_head is not None
+        own, nobodys = routes.node_slots[:, self._topology.node], routes.passed_on.size(0) - 1
+        start = self.plan[self._topology.node, exchange.PLAN_IN_START]
+        # A held call has no slots yet: what is written then may be anywhere, and is written again.
+        rows = torch.where(own >= 0, own + start, nobodys).clamp_(0, nobodys).long()
+        routes.passed_on.index_copy_(0, rows, routes.send_head[:, self.near])
+
+    def of_handle(self, handle: RailHandle) -> Routes:
+        """The routes that a handle has."""
+        node_slots, passed_on = handle.send_rdma_head.contiguous(), handle.send_nvl_head.contiguous()
+        own, node = node_slots[:, self._topology.node], self._topology.node
+        slots = own.new_full((handle.num_tokens, self._topology.num_ranks), -1)
+        if passed_on.size(0):
+            first = handle.recv_rdma_rank_prefix_sum[node - 1] if node else 0
+            rows = passed_on[(own + first).clamp(0, passed_on.size(0) - 1)]
+            slots[:, self.near] = rows.masked_fill(own.view(-1, 1) < 0, -1)
+        slots[:, self._rail] = node_slots[:, self._others]
+        return Routes(node_slots, slots, None, torch.cat([passed_on, passed_on[:1]]), None, self.nodes_of(handle))
+
+    def nodes_of(self, handle: RailHandle) -> Nodes:
+        """What a rank says of nodes that follows a handle."""
+        node_tokens = (handle.send_rdma_head >= 0).sum(0, dtype=torch.int32)
+        return Nodes(node_tokens, self.plan, self._prefix, handle.recv_rdma_channel_prefix_matrix.contiguous())
+
+    def empty_handle(self, routing: Routing, routes: Routes, num_rows: int, num_channels: int) -> RailHandle:
+        """A handle to be filled; what it has from the routes is there."""
+        mask, num_nodes, num_ranks = routing.is_token_in_rank, self._topology.num_nodes, self._topology.num_ranks
+        nothing = mask.new_empty(num_ranks, num_channels, dtype=torch.int32)
+        return RailHandle(
+            is_token_in_rank=mask,
+            rdma_channel_prefix_matrix=nothing[:num_nodes],
+            gbl_channel_prefix_matrix=nothing,
+            recv_rdma_channel_prefix_matrix=routes.nodes.mark.view(num_nodes, num_channels),
+            recv_rdma_rank_prefix_sum=routes.nodes.prefix,
+            recv_gbl_channel_prefix_matrix=nothing,
+            recv_gbl_rank_prefix_sum=mask.new_empty(num_ranks, dtype=torch.int32),
+            recv_src_meta=mask.new_empty(num_rows, 8, dtype=torch.uint8),
+            send_rdma_head=routes.node_slots,
+            send_nvl_head=routes.passed_on[:-1],
+        )
+
+    def fill_handle(self, handle: RailHandle, rank: int, prefix: torch.Tensor, source_idx: torch.Tensor) -> None:
+        """Fill what is left of a handle, when the rows are there.
+
+        Args:
+            handle: From `empty_handle`.
+            rank: This rank.
+            prefix: [R, R] int32, of the meeting.
+            source_idx: [n] int32, the token of each row at its source.
+        """
+        handle.gbl_channel_prefix_matrix.zero_()
+        ends, meta = handle.recv_gbl_rank_prefix_sum, handle.recv_src_meta.view(torch.int32)
+        ends.copy_(prefix[:, rank])
+        places = torch.arange(source_idx.numel(), dtype=torch.int32, device=source_idx.device)
+        meta[:, 0] = torch.searchsorted(ends, places, right=True, out_int32=True)
+        meta[:, 1] = source_idx
