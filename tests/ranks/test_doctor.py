@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deep_ep import cli, env
-from deep_ep.doctor import round_trip, shared_memory
+from deep_ep.doctor import round_trip, shared_memory, transports
 
 pytestmark = pytest.mark.cpu_only
 
@@ -26,6 +27,14 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def _json(capsys: pytest.CaptureFixture[str], status: int) -> dict[str, Any]:
     assert cli.main(["doctor", "--json"]) == status
     return json.loads(capsys.readouterr().out)
+
+
+def _used(report: dict[str, Any]) -> list[str]:
+    return [transport["name"] for transport in report["transports"] if transport["is_used"]]
+
+
+def _reason(report: dict[str, Any], name: str) -> str:
+    return next(transport["reason"] for transport in report["transports"] if transport["name"] == name)
 
 
 def test_doctor_as_a_process() -> None:
@@ -46,8 +55,11 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert report["ok"] is True
     assert report["round_trip"]["ok"] is True
     assert report["round_trip"]["dispatch_ms"] > 0
-    assert [transport["name"] for transport in report["transports"]] == ["solo", "shm", "message"]
-    assert report["transports"][2]["num_nodes"] == 2
+    assert _used(report) == ["solo", "shm", "message"]
+    assert _reason(report, "symm") == "there is no CUDA device"
+    assert "127.0.0.1" in _reason(report, "message")
+    assert report["gpus"] == []
+    assert all(nic["state"] for nic in report["nics"])
     assert {finding["status"] for finding in report["findings"]} <= {"ok", "note", "problem"}
     assert all(finding["advice"] for finding in report["findings"] if finding["status"] != "ok")
     variables = {variable["name"]: variable for variable in report["variables"]}
@@ -65,7 +77,33 @@ def test_a_setting_that_prevents_the_round_trip(
     assert not report["ok"]
     assert "it is for one rank" in report["round_trip"]["problem"]
     assert "env -u DEEP_EP_TRANSPORT" in report["round_trip"]["advice"]
-    assert [transport["name"] for transport in report["transports"]] == ["solo", None, "message"]
+    assert _used(report) == ["solo", "message"]
+    assert "it is for one rank, the group has 2" in _reason(report, "shm")
+
+
+@pytest.mark.parametrize("wish", ["message", "interpreted"])
+def test_a_setting_that_asks_for_another_transport(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_TRANSPORT", wish)
+    found = {transport.name: transport for transport in transports.look_at_transports()}
+    assert not found["shm"].is_used
+    assert found["shm"].reason == f"DEEP_EP_TRANSPORT={wish} asks for another"
+    assert found["message"].is_used
+
+
+def test_a_transport_is_asked_with_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of GPUs need one: doctor makes its own, and leaves none behind. A line adds another transport."""
+    asked: list[dist.ProcessGroup | None] = []
+
+    def why_not(group: dist.ProcessGroup | None) -> str:
+        asked.append(group)
+        return f"it needs more than {dist.get_world_size()} rank"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(transports, "WAYS", (*transports.WAYS, transports.Way("new", "ranks", why_not)))
+    found = transports.look_at_transports()[-1]
+    assert asked[0] is not None
+    assert not dist.is_initialized()
+    assert (found.name, found.is_used, found.reason) == ("new", False, "it needs more than 1 rank")
 
 
 def test_what_is_missing_is_shown_with_what_to_do(

@@ -1,4 +1,4 @@
-"""Software, machine, settings, and the transport that follows from them."""
+"""Software, machine and settings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 
 from .. import env
-from ..errors import EPError
 from ..machine import num_usable_cores
 from ..plotting import INSTALL
-from ..transport import MESSAGE, choose
 from ..transport.memory import available_bytes
-from .report import NOTE, OK, PROBLEM, Finding, TransportReport, VariableReport
+from .report import NOTE, OK, PROBLEM, Finding, VariableReport
 
 _LEAST_MEMORY_BYTES = 1 << 30
 _UNKNOWN_MEMORY_BYTES = 1 << 60
@@ -89,34 +87,8 @@ def look_at_variables() -> list[VariableReport]:
 
 def _variable(variable: env.Variable) -> VariableReport:
     try:
-        value, status = str(variable.get()), OK
+        found, status = variable.get(), OK
+        value = "" if found is None else str(found)
     except ValueError as error:
         value, status = str(error), PROBLEM
     return VariableReport(variable.name, variable.name in settings(), value, status, variable.help)
-
-
-def look_at_transports() -> list[TransportReport]:
-    """What a group of one rank would get, one of two, and several nodes between them."""
-    return [*(_transport(num_ranks) for num_ranks in (1, 2)), _between_nodes()]
-
-
-def _between_nodes() -> TransportReport:
-    if sys.platform != "linux":
-        return TransportReport(1, None, "it needs Linux", num_nodes=2)
-    from ..transport.rendezvous import own_addresses  # other systems lack what it imports
-
-    addresses, problem = own_addresses()
-    reason = f"CPU ranks: TCP on the rail, to this host at {', '.join(addresses)}"
-    return TransportReport(1, MESSAGE if addresses else None, problem or reason, num_nodes=2)
-
-
-def _transport(num_ranks: int) -> TransportReport:
-    if num_ranks > 1 and env.TRANSPORT.get() == MESSAGE:
-        return TransportReport(
-            num_ranks, MESSAGE, f"{env.TRANSPORT.name}={MESSAGE}: TCP, every rank is a node of its own"
-        )
-    try:
-        choice = choose(num_ranks)
-    except (EPError, ValueError) as error:
-        return TransportReport(num_ranks, None, str(error))
-    return TransportReport(num_ranks, choice.name, choice.reason)

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..terminal import counted, plain_table
+from ..terminal import plain_table
+from .hardware_tables import show_hardware
 from .report import NOTE, OK, PROBLEM, Report, RoundTrip, TransportReport, VariableReport
 
 _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
@@ -20,9 +21,10 @@ def show_report(console: Console, report: Report) -> None:
     console.print(f"[bold]deep_ep {report.version} doctor[/]")
     console.print("\n[bold]What is here[/]")
     console.print(_table((_mark(finding.status), finding.name, Text(finding.value)) for finding in report.findings))
+    show_hardware(console, report.gpus, report.nics)
     console.print("\n[bold]Environment variables[/]  [dim](with the value in force)[/]")
     console.print(_table(map(_variable_row, report.variables)))
-    console.print("\n[bold]Transport that would be chosen[/]")
+    console.print("\n[bold]Transports[/]  [dim](whether they would be used here)[/]")
     console.print(_table(map(_transport_row, report.transports)))
     console.print("\n[bold]Round trip[/]  [dim](dispatch and combine between two processes, checked bit by bit)[/]")
     console.print(_round_trip_text(report.round_trip))
@@ -52,12 +54,10 @@ def _variable_row(variable: VariableReport) -> tuple[Text, str, Text]:
     return state, variable.name, text
 
 
-def _transport_row(transport: TransportReport) -> tuple[str, Text, Text]:
-    name = Text(transport.name or "none", style="" if transport.name else _STYLES[PROBLEM])
-    who = counted(transport.num_ranks, "rank")
-    if transport.num_nodes > 1:
-        who = f"{counted(transport.num_nodes, 'node')} of {counted(transport.num_ranks, 'rank')}"
-    return who, name, Text(transport.reason)
+def _transport_row(transport: TransportReport) -> tuple[Text, str, Text]:
+    state = Text("used", style=_STYLES[OK]) if transport.is_used else Text("not", style="dim")
+    said = f"{transport.serves}: {transport.reason}" if transport.reason else transport.serves
+    return state, transport.name, Text(said)
 
 
 def _round_trip_text(trip: RoundTrip) -> Text:
