@@ -5,10 +5,10 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 RESULTS ?= benchmarks/results
 
-.PHONY: help demo train test test-gpu lint format bench bench-gpu bench-nodes bench-ll bench-ll-gpu clean
+.PHONY: help demo train test test-gpu lint format bench bench-gpu bench-nodes bench-nodes-gpu bench-ll bench-ll-gpu clean
 
 help:  ## this list
-	@grep -E "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 14
+	@grep -E "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 17
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,10 @@ bench-gpu:  ## the same on this machine's GPU, with the python that is there; re
 bench-nodes: $(READY)  ## the benchmark across nodes, over loopback and, as root, over links of 1 Gbit/s
 	$(RUN) -m deep_ep bench internode --readme README.md
 	$(RUN) -m deep_ep bench internode --nodes 2 --ranks-per-node 4 --link 1gbit --tokens 1024 --rounds 9 --readme README.md
+
+bench-nodes-gpu:  ## two hops on this machine's GPU, ranks as nodes, by messages and by NVSHMEM; results are kept
+	PYTHONPATH=src $(PYTHON) -m deep_ep bench internode --device cuda --transport message --save $(RESULTS) --readme README.md
+	PYTHONPATH=src $(PYTHON) -m deep_ep bench internode --device cuda --transport nvshmem --save $(RESULTS) --readme README.md
 
 bench-ll: $(READY)  ## the benchmark of low-latency mode
 	$(RUN) -m deep_ep bench low-latency

@@ -14,10 +14,13 @@ from rich.console import Console
 
 from deep_ep.bench import core, report, results
 from deep_ep.bench.cases import CASES
-from deep_ep.bench.core import FLOOR, GLOO, PRODUCT, Measured, Quartiles, Variant
+from deep_ep.bench.core import FLOOR, GLOO, ONE_HOP, PRODUCT, Measured, Quartiles, Variant
 from deep_ep.bench.gpu import EventStopwatch
 from deep_ep.bench.gpu_cases import GpuMeasured, gpu_titles, join_gpu_cases
+from deep_ep.bench.hop_buffers import find_sizes
+from deep_ep.bench.hop_cases import HopMeasured, hop_titles, join_hop_cases
 from deep_ep.bench.inputs import Setting, reason_to_skip, route
+from deep_ep.bench.internode_gpu import variables_of
 from deep_ep.bench.plot import write_plot
 from deep_ep.machine import find_machine
 
@@ -288,6 +291,102 @@ def test_table_of_a_gpu_says_microseconds_and_mps():
         assert part in text, part
     assert report.columns([], make_gpu_report().unit)[3] == "us"
     assert report.cells(make_gpu_report().rows[1], "x", [], make_gpu_report().unit) == ["x", "3", "-", "50.0", "-", "-"]
+
+
+# Across nodes on a GPU -----------------------------------------------------------------------------------------------
+
+# Slowest by round: two hops 3, 4 ms, one hop 2, 2 ms. The copy's 2 ms are those of the 4 GB that must be moved.
+HOP_PARTS = [
+    HopMeasured(part._replace(times={**part.times, ONE_HOP: one_hop}), {"needed": 100_000_000, "rail": sent})
+    for part, one_hop, sent in zip(
+        GPU_PARTS[:2], ([0.002, 0.001], [0.001, 0.002]), (101_000_000, 100_000_000), strict=True
+    )
+]
+HOP_LINE = (
+    "| cached dispatch, BF16, 16 blocks | 2 x 1 | 3000 | 1500 | 1.75 [1.62, 1.88] | 2000 | 1.75 [1.62, 1.88] "
+    "| 100.0 | 100.5 (+0.5%) |"
+)
+
+
+def make_hop_report(num_gpus: int = 1) -> report.Report:
+    return report.Report(
+        name="internode nvshmem",
+        command="python -m deep_ep bench internode --device cuda",
+        shape="16 tokens a rank",
+        setting={"transport": "nvshmem"},
+        machine={**make_gpu_report().machine, "num_gpus": num_gpus},
+        titles=hop_titles(16),
+        rows=[join_hop_cases(2, "cached-bf16", HOP_PARTS)],
+    )
+
+
+def test_two_hops_stand_beside_one_and_say_that_it_is_no_network(tmp_path: Path):
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench internode nvshmem gpu -->\n<!-- /bench internode nvshmem gpu -->\n")
+    report.write_readme(make_hop_report(), readme)
+    text = readme.read_text()
+    assert HOP_LINE in text
+    assert "; ranks 2; several ranks on one GPU as nodes: memory, not a network; 16 tokens a rank" in text
+    assert "| two hops us | one hop us | two hops / one hop | floor us | two hops / floor |" in text
+    assert "on one GPU" not in make_hop_report(num_gpus=2).header[1]
+    assert "memory, not a network" in make_hop_report(num_gpus=2).header[1]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report.rich_table(make_hop_report()))
+    assert "memory, not a network" in console.export_text()
+
+
+def test_two_hops_in_files(tmp_path: Path):
+    assert results.file_name(make_hop_report(), datetime.date(2026, 1, 31)) == (
+        "2026-01-31-nvidia-h200-internode-nvshmem-2ranks.json"
+    )
+    report.write_csv(make_hop_report(), tmp_path / "b.csv")
+    with (tmp_path / "b.csv").open() as file:
+        (line,) = csv.DictReader(file)
+    assert (float(line["time_over_one_hop"]), float(line["time_over_one_hop_q1"])) == (1.75, 1.625)
+    assert float(line["rail_bytes_per_rank"]) == 100_500_000
+    report.write_json(make_hop_report(), tmp_path / "b.json")
+    assert report.read_json(tmp_path / "b.json").rows == make_hop_report().rows
+    summary = json.loads((tmp_path / "b.json").read_text())["cases"][0]["summary"]
+    assert (summary["over_one_hop"], summary["speedups"]) == ([1.625, 1.75, 1.875], {})
+
+
+def test_two_hops_as_bars(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    write_plot(make_hop_report(), tmp_path / "b.png")
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_buffers_of_two_hops_have_room_for_all_rows():
+    setting = Setting(device="cuda", num_nodes=2, transport="nvshmem")
+    sizes, row_bytes = find_sizes(setting, 4), 2 * 7168
+    assert sizes.nvl % 128 == sizes.rdma % 128 == 0
+    assert sizes.nvl > 3 * 4 * 4096 * row_bytes  # every token, at one rank
+    assert sizes.rdma // 2 > 2 * 4096 * (row_bytes + 80)  # and for every node, with records of 20 words
+    assert sizes.heap == 8 << 30
+    many = find_sizes(Setting(num_tokens=32768, device="cuda", num_nodes=2, transport="nvshmem"), 4)
+    assert many.heap > 2 * many.nvl + many.rdma > 8 << 30
+    assert reason_to_skip(setting, 4, 139 << 30, sizes.gpu) is None
+    assert "needs about" in str(reason_to_skip(setting, 4, 32 << 30, sizes.gpu))
+
+
+def test_variables_of_ranks_that_are_nodes_on_a_gpu():
+    setting = Setting(device="cuda", num_nodes=2, transport="message")
+    nodes = {"DEEP_EP_RANKS_PER_NODE": "2", "DEEP_EP_TRANSPORT": "message", "GLOO_SOCKET_IFNAME": "lo"}
+    assert variables_of(setting, 4, 1) == nodes
+    setting = Setting(device="cuda", num_nodes=2, transport="nvshmem")
+    assert variables_of(setting, 4, 1) == {
+        "DEEP_EP_RANKS_PER_NODE": "2",
+        "DEEP_EP_TRANSPORT": "nvshmem",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+        "NVSHMEM_REMOTE_TRANSPORT": "none",
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
+        "NVSHMEM_SYMMETRIC_SIZE": str(8 << 30),
+    }
+    assert variables_of(setting, 4, 4)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "100"
+
+
+# Results that are kept -----------------------------------------------------------------------------------------------
 
 
 def test_a_results_file_becomes_the_table_of_a_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deep_ep import EPUnsupported, cli
-from deep_ep.bench.internode import titles
+from deep_ep.bench.internode_cases import RAIL_CASES
 from deep_ep.bench.report import read_json
 from deep_ep.namespaces import making_hosts
 
@@ -28,7 +28,7 @@ def test_over_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str], devic
     readme = tmp_path / "README.md"
     readme.write_text("<!-- bench internode -->\n<!-- /bench internode -->\n")
     cases = run(tmp_path / "b.json", "--csv", str(tmp_path / "b.csv"), "--readme", str(readme))
-    assert list(cases) == list(titles())
+    assert list(cases) == list(RAIL_CASES)
     for name, case in cases.items():
         assert (case["num_ranks"], case["num_nodes"]) == (4, 2)
         assert set(case["times"]) == {"deep_ep", "gloo_preallocated", "copy"}

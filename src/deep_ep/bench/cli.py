@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..buffers.engines import NVSHMEM
 from ..plotting import require_matplotlib
 from ..terminal import require_folder
+from ..transport import MESSAGE
 from . import internode, low_latency, normal, results
 from . import report as reports
 from .cases import CASES
 from .gpu_cases import GPU_CASES
+from .hop_cases import HOP_CASES
 from .inputs import Setting
+from .internode_cases import RAIL_CASES
 from .low_latency_cases import low_latency_titles
 from .plot import write_plot
 from .tune_report import OUT, tune
@@ -94,9 +98,13 @@ def _add_bench_arguments(
         on_cpu: Fields whose default is another one on the CPU.
     """
     parser.add_argument("--ranks", type=int, nargs="+", metavar="R", help="group sizes (default: 4, on a GPU 8)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live (default: cpu)")
+    _add_device(parser)
     _add_sizes(parser, on_gpu, on_cpu)
     _add_case_arguments(parser, cases, markers)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live (default: cpu)")
 
 
 def _add_internode_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,9 +117,16 @@ def _add_internode_arguments(parser: argparse.ArgumentParser) -> None:
         help="give each node a network namespace, and its interface this rate: `1gbit`, or as `tc` has it; "
         f"`{internode.UNLIMITED}`: none. Needs root. Without: nodes share this host's network, over loopback",
     )
-    _add_sizes(parser, {})
-    _add_case_arguments(parser, list(internode.titles()), "`bench internode`, or `bench internode RATE` of a link")
-    parser.set_defaults(device="cpu")
+    _add_device(parser)
+    parser.add_argument(
+        "--transport",
+        choices=(MESSAGE, NVSHMEM),
+        help=f"on a GPU, how ranks of different nodes reach each other (default: {MESSAGE}, TCP)",
+    )
+    _add_sizes(parser, _ON_GPU)
+    _add_sms(parser, _ON_GPU)
+    markers = "`bench internode`, `bench internode RATE` of a link, or `bench internode TRANSPORT gpu`"
+    _add_case_arguments(parser, [*RAIL_CASES, *HOP_CASES], markers)
 
 
 def _add_case_arguments(parser: argparse.ArgumentParser, cases: Sequence[str], markers: str) -> None:
@@ -220,10 +235,7 @@ def _run_bench(args: argparse.Namespace) -> None:
         setting = find_setting(args, base, _LOW_LATENCY_QUICK)
         titles, measure = low_latency_titles(args.device), low_latency.measure
     args.ranks = args.ranks or [_NUM_RANKS[args.device]]
-    args.cases = args.cases or list(titles)
-    unknown = [name for name in args.cases if name not in titles]
-    if unknown:
-        raise ValueError(f"bench: {', '.join(unknown)} is no case here. On {args.device}: {', '.join(titles)}")
+    _choose_cases(args, titles)
     _check_files(args, reports.marker_of(args.mode, args.device == "cuda"))
     words = ["--ranks", *(str(size) for size in args.ranks)]
     _leave(measure(setting, args.ranks, args.cases, _command(args, words, list(titles))), args)
@@ -235,17 +247,33 @@ def _run_internode(args: argparse.Namespace) -> None:
             "bench internode: --nodes must be at least 2 and --ranks-per-node at least 1, "
             f"got {args.nodes} and {args.ranks_per_node}"
         )
+    is_gpu = args.device == "cuda"
+    if args.link and is_gpu:
+        raise ValueError("bench internode: --link is for the CPU. On a GPU pass --transport")
+    if args.transport and not is_gpu:
+        raise ValueError("bench internode: --transport is for a GPU. Pass --device cuda with it")
     # As DeepEP's benchmark routes: the experts of a node are a group, and a token may use the best four.
     groups = {"num_groups": args.nodes, "num_topk_groups": min(args.nodes, internode.MOST_TOPK_GROUPS)}
     base = {"num_nodes": args.nodes, "link": args.link, **groups}
+    if is_gpu:
+        base |= {**_ON_GPU, "transport": args.transport or MESSAGE}
     setting = find_setting(args, base, _INTERNODE_QUICK)
-    titles = internode.titles()
-    args.cases = args.cases or list(titles)
-    _check_files(args, reports.marker_of(internode.name_of(args.link), False))
+    titles = internode.titles_of(setting)
+    _choose_cases(args, titles)
+    _check_files(args, reports.marker_of(internode.name_of(setting), is_gpu))
     words = ["--nodes", str(args.nodes), "--ranks-per-node", str(args.ranks_per_node)]
     words += ["--link", args.link] if args.link else []
+    words += ["--transport", setting.transport] if is_gpu else []
     num_ranks = args.nodes * args.ranks_per_node
     _leave(internode.measure(setting, num_ranks, args.cases, _command(args, words, list(titles))), args)
+
+
+def _choose_cases(args: argparse.Namespace, titles: Mapping[str, str]) -> None:
+    """All cases of the device, where none were named."""
+    args.cases = args.cases or list(titles)
+    unknown = [name for name in args.cases if name not in titles]
+    if unknown:
+        raise ValueError(f"bench: {', '.join(unknown)} is no case here. On {args.device}: {', '.join(titles)}")
 
 
 def _leave(report: reports.Report, args: argparse.Namespace) -> None:

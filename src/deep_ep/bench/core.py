@@ -20,6 +20,7 @@ FLOOR = "copy"
 GLOO = "gloo_preallocated"
 GLOO_AS_WRITTEN = "gloo_as_written"
 PRODUCT_BF16 = "deep_ep_bf16"
+ONE_HOP = "one_hop"
 
 Stopwatch = Callable[[Callable[[], Any]], float]
 """Calls something when all ranks are ready to, and says how many seconds it took."""
@@ -33,7 +34,7 @@ class Variant:
     """One thing to time.
 
     Attributes:
-        name: `PRODUCT`, `FLOOR` or the name of a peer.
+        name: `PRODUCT`, `FLOOR`, `ONE_HOP` or the name of a peer.
         call: What is timed. What it returns is dropped after the clock has stopped.
         outputs: The delivered tensors, in an order and form that all variants of the case share, from what `call`
             returned; None where there is nothing to compare.
@@ -58,7 +59,7 @@ class Measured:
         skipped: Why it did not run; None if it did.
         copy_gbs: On a GPU, 10^9 bytes a second that a plain copy read and wrote in the same rounds.
         num_nodes: Nodes that the ranks are on.
-        traffic: Across nodes, bytes of each rank by what they are; see `internode_cases`.
+        traffic: Across nodes, bytes of each rank by what they are; see `internode_cases` and `hop_cases`.
     """
 
     case: str
@@ -88,6 +89,7 @@ class Summary:
         median_secs: Of each variant, the slowest rank's median; of the floor, the median of each round's slowest.
         gbs: 10^9 bytes a second that a rank moves in the product.
         over_floor: Product's time over the floor's, round by round; None where the case has no floor.
+        over_one_hop: Product's time over that of one hop, round by round; None where the case has no such variant.
         speedups: Of each peer, its time over the product's, round by round.
         p50_secs: The product's median over all ranks and rounds.
         p99_secs: Of a hundred of its calls on any rank, the slowest but one takes this long.
@@ -97,6 +99,7 @@ class Summary:
     median_secs: dict[str, float]
     gbs: float
     over_floor: Quartiles | None
+    over_one_hop: Quartiles | None
     speedups: dict[str, Quartiles]
     p50_secs: float
     p99_secs: float
@@ -196,8 +199,8 @@ def round_ratios(times: RankTimes, other_times: RankTimes) -> list[float]:
 def summarise(measured: Measured) -> Summary:
     """The headline figures of a case that ran."""
     product = measured.times[PRODUCT]
-    floor = measured.times.get(FLOOR)
-    peers = {name: times for name, times in measured.times.items() if name not in (PRODUCT, FLOOR)}
+    floor, one_hop = measured.times.get(FLOOR), measured.times.get(ONE_HOP)
+    peers = {name: times for name, times in measured.times.items() if name not in (PRODUCT, FLOOR, ONE_HOP)}
     medians = {name: slowest_median(times) for name, times in measured.times.items()}
     if FLOOR in medians:
         # In a copy nobody waits for anybody: another rank may be the last in every round, and the last one counts.
@@ -209,6 +212,7 @@ def summarise(measured: Measured) -> Summary:
         median_secs=medians,
         gbs=mean_bytes / medians[PRODUCT] / 1e9,
         over_floor=quartiles(round_ratios(product, floor)) if floor is not None else None,
+        over_one_hop=quartiles(round_ratios(product, one_hop)) if one_hop is not None else None,
         speedups={name: quartiles(round_ratios(times, product)) for name, times in peers.items()},
         p50_secs=statistics.median(every),
         p99_secs=percentile(every, 99),

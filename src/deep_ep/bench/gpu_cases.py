@@ -89,6 +89,8 @@ class GpuCase:
         variants: The product, perhaps in BF16 too.
         is_right: Whether what the product returned is right; None: not looked at.
         stopwatch: What to measure with; None: with the device's time.
+        row_bytes: Of a row, payload and scales.
+        moved_bytes: Of a row with all that goes with it: in a full dispatch ids and weights.
     """
 
     num_bytes: int
@@ -96,6 +98,8 @@ class GpuCase:
     variants: list[Variant]
     is_right: Callable[[Any], bool] | None = None
     stopwatch: Stopwatch | None = None
+    row_bytes: int = 0
+    moved_bytes: int = 0
 
 
 def layout_case(work: Work, *, on_host: bool) -> GpuCase:
@@ -116,8 +120,14 @@ def dispatch_case(work: Work, *, fp8: bool, cached: bool, is_bounded: bool = Tru
         variants.append(Variant(PRODUCT_BF16, _dispatch_call(work, x, handle, config)))
     row_bytes = sum(map(bytes_of_row, _parts(payload)))
     moved_bytes = row_bytes if cached else row_bytes + bytes_of_row(work.drawn.topk_idx) + 4 * work.setting.num_topk
-    memory_bytes = (x.size(0) + num_rows) * moved_bytes
-    return GpuCase(num_rows * row_bytes, memory_bytes, variants, partial(_is_dispatched, work, fp8))
+    return GpuCase(
+        num_rows * row_bytes,
+        (x.size(0) + num_rows) * moved_bytes,
+        variants,
+        partial(_is_dispatched, work, fp8),
+        row_bytes=row_bytes,
+        moved_bytes=moved_bytes,
+    )
 
 
 def _dispatch_call(work: Work, payload: Payload, handle: tuple | None, config: Config | None) -> Callable[[], Any]:
@@ -153,13 +163,21 @@ def combine_case(work: Work, *, in_window: bool, is_bounded: bool = True) -> Gpu
     rows = buffer.get_combine_buffer(handle) if in_window else torch.empty_like(recv_x)
     # Another factor on each rank: a row summed from the wrong rank must show.
     torch.mul(recv_x, work.rank + 1, out=rows)
-    given, taken = (one.size(0) * bytes_of_row(one) for one in (rows, x))
+    row_bytes = bytes_of_row(x)
+    given, taken = (one.size(0) * row_bytes for one in (rows, x))
     call = partial(buffer.combine, rows, handle, config=work.config(is_bounded))
     path = "combine/pulled" if in_window else "combine/copied_in"
     if env.COMBINE.get() == "push":
         path = "combine/pushed"
     is_right = partial(_is_combined, work, path, _num_calls(work, path))
-    return GpuCase(given, (given if in_window else 3 * given) + taken, [Variant(PRODUCT, call)], is_right)
+    return GpuCase(
+        given,
+        (given if in_window else 3 * given) + taken,
+        [Variant(PRODUCT, call)],
+        is_right,
+        row_bytes=row_bytes,
+        moved_bytes=row_bytes,
+    )
 
 
 def _num_calls(work: Work, path: str) -> int:
@@ -247,16 +265,15 @@ def run_gpu_cases(
     gpu = enter_device(rank, setting.device)
     buffer = make_buffer(setting, num_ranks)
     try:
-        drawn = draw(setting, rank, buffer.device)
-        layout = find_layout(drawn, setting.num_experts, buffer)
-        work = Work(setting, rank, num_ranks, buffer, drawn, layout)
-        pair = tuple(torch.ones(copy_bytes, dtype=torch.uint8, device=buffer.device) for _ in range(2))
-        floor = Variant(FLOOR, partial(pair[0].copy_, pair[1]))
+        work, floor = make_work(setting, rank, buffer), copy_floor(copy_bytes, buffer.device)
         results = []
         for name in names:
             tell(Note(num_ranks, name, 0))
-            part = _run_case(work, name, floor, tell)
-            results.append(GpuMeasured(part.num_bytes, part.memory_bytes, gpu, copy_bytes, part.times))
+            case = GPU_CASES[name][1](work)
+            check_case(case, name, work)
+            times = time_case(case, name, work, floor, tell)
+            results.append(GpuMeasured(case.num_bytes, case.memory_bytes, gpu, copy_bytes, times))
+            del case
             gc.collect()  # what a case held in the window is room for the next
         buffer.check()
     finally:
@@ -264,27 +281,42 @@ def run_gpu_cases(
     return results
 
 
-class _Timed(NamedTuple):
-    num_bytes: int
-    memory_bytes: int
-    times: dict[str, list[float]]
+def make_work(setting: Setting, rank: int, buffer: Buffer) -> Work:
+    """Draw what a rank brings."""
+    drawn = draw(setting, rank, buffer.device)
+    return Work(setting, rank, buffer.group_size, buffer, drawn, find_layout(drawn, setting.num_experts, buffer))
 
 
-def _run_case(work: Work, name: str, floor: Variant, tell: Callable[[Note], object]) -> _Timed:
-    case = GPU_CASES[name][1](work)
+def copy_floor(copy_bytes: int, device: torch.device) -> Variant:
+    """The copy that bandwidth is measured with."""
+    pair = tuple(torch.ones(copy_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    return Variant(FLOOR, partial(pair[0].copy_, pair[1]))
+
+
+def check_case(case: GpuCase, name: str, work: Work) -> None:
+    """Call the product once, and refuse to time what is wrong.
+
+    Raises:
+        EPError: It did not deliver what it should.
+    """
     if case.is_right is not None and not case.is_right(case.variants[0].call()):
         raise EPError(
             f"bench {name}: what was delivered is wrong, or came another way than the case is about "
             f"(rank {work.rank}/{work.num_ranks}). Nothing was timed"
         )
-    times = time_rounds(
+
+
+def time_case(
+    case: GpuCase, name: str, work: Work, floor: Variant, tell: Callable[[Note], object]
+) -> dict[str, list[float]]:
+    """This rank's seconds of each variant, and of the copy where the case has a floor."""
+    return time_rounds(
         [*case.variants, floor] if case.memory_bytes else case.variants,
         work.setting.num_rounds,
         case.stopwatch or device_stopwatch(work.buffer),
         num_warmup=_NUM_WARMUP if work.buffer.device.type == "cuda" else 0,
         on_round=lambda done: tell(Note(work.num_ranks, name, done)),
     )
-    return _Timed(case.num_bytes, case.memory_bytes, times)
 
 
 # All ranks' work -----------------------------------------------------------------------------------------------------

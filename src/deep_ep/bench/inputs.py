@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from ..buffers.legacy import Buffer
 
+CONTEXT_BYTES = 3 << 29  # about what a rank takes on a GPU before its own tensors: its context, the copy's two buffers
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -31,6 +33,7 @@ class Setting:
         num_sms: On a GPU, blocks that a rank may use; 0: as many as the library likes.
         num_nodes: N, nodes that the ranks are on.
         link: Rate of the network between namespaces; empty: nodes are on one host, over loopback.
+        transport: On a GPU, how ranks of different nodes reach each other, `message` or `nvshmem`.
     """
 
     num_tokens: int = 4096
@@ -45,6 +48,7 @@ class Setting:
     num_sms: int = 0
     num_nodes: int = 1
     link: str = ""
+    transport: str = ""
 
     def check(self) -> None:
         """Refuse what cannot be routed, with `ValueError`."""
@@ -65,21 +69,24 @@ class Setting:
             raise ValueError(f"bench: a token can reach {reachable} experts, too few for --topk {self.num_topk}")
 
 
-def reason_to_skip(setting: Setting, num_ranks: int, available_bytes: int | None) -> str | None:
+def reason_to_skip(
+    setting: Setting, num_ranks: int, available_bytes: int | None, rank_bytes: int | None = None
+) -> str | None:
     """Why this group size cannot run here, or None.
 
     Args:
         setting: The setting.
         num_ranks: R.
         available_bytes: Memory that is free; None if that is not known.
+        rank_bytes: What a rank needs of it; None: as normal mode does.
     """
     if num_ranks < 1:
         return f"there is no group of {num_ranks} ranks"
     if setting.num_experts % num_ranks:
         return f"{setting.num_experts} experts cannot be shared by {num_ranks} ranks"
-    needed = num_ranks * (
-        _needed_bytes(setting, num_ranks) if setting.device == "cpu" else _gpu_bytes(setting, num_ranks)
-    )
+    if rank_bytes is None:
+        rank_bytes = _needed_bytes(setting, num_ranks) if setting.device == "cpu" else _gpu_bytes(setting, num_ranks)
+    needed = num_ranks * rank_bytes
     if available_bytes is not None and needed > available_bytes:
         return f"needs about {needed / 2**30:.1f} GiB of memory, {available_bytes / 2**30:.1f} are available"
     return None
@@ -97,7 +104,7 @@ def _needed_bytes(setting: Setting, num_ranks: int) -> int:
 def _gpu_bytes(setting: Setting, num_ranks: int) -> int:
     """About a rank's peak on a GPU: its context, the copy's two buffers, the window, its rows twice more."""
     rows = _mean_rows(setting, num_ranks)
-    return int((3 << 29) + setting.hidden * 2 * (6 * rows + 8 * setting.num_tokens))
+    return int(CONTEXT_BYTES + setting.hidden * 2 * (6 * rows + 8 * setting.num_tokens))
 
 
 def _mean_rows(setting: Setting, num_ranks: int) -> float:

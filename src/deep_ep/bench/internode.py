@@ -1,4 +1,4 @@
-"""`bench internode`: the cases across nodes as one report, over loopback or between network namespaces."""
+"""`bench internode`: the cases across nodes as one report. On the CPU over loopback or between network namespaces."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from .. import __version__, env
 from ..machine import find_machine
 from ..namespaces import Hosts, making_hosts
 from ..transport.memory import available_bytes
+from .hop_cases import hop_titles
 from .inputs import Setting, reason_to_skip
 from .internode_cases import RAIL_CASES, join_rail_cases, run_rail_cases
+from .internode_gpu import measure_on_gpu
 from .report import Report
 from .suite import Suite, measure_suite
 
@@ -20,13 +22,16 @@ UNLIMITED = "unlimited"  # namespaces without a rate
 MOST_TOPK_GROUPS = 4  # as DeepEP's benchmark has it
 
 
-def name_of(link: str) -> str:
-    """What a report is called: figures over loopback and over a link are kept apart."""
-    return f"{NAME} {link}" if link else NAME
+def name_of(setting: Setting) -> str:
+    """What a report is called: figures over loopback, over a link and of each transport are kept apart."""
+    way = setting.transport or setting.link
+    return f"{NAME} {way}" if way else NAME
 
 
-def titles() -> dict[str, str]:
-    """The cases, by name: how a table calls them."""
+def titles_of(setting: Setting) -> dict[str, str]:
+    """The cases of a setting's device, by name: how a table calls them."""
+    if setting.device == "cuda":
+        return hop_titles(setting.num_sms)
     return {name: title for name, (title, _) in RAIL_CASES.items()}
 
 
@@ -34,15 +39,17 @@ def measure(setting: Setting, num_ranks: int, names: Sequence[str], command: str
     """Run cases, and show progress on the way.
 
     Args:
-        setting: The setting, with its nodes and the link between them.
+        setting: The setting, with its nodes and what is between them.
         num_ranks: R.
-        names: Keys of `titles`.
+        names: Keys of `titles_of(setting)`.
         command: The line that runs it again.
 
     Raises:
-        EPUnsupported: Namespaces were asked for, and cannot be had.
+        EPUnsupported: Namespaces, a GPU or a transport were asked for, and cannot be had.
         EPError: The run failed.
     """
+    if setting.device == "cuda":
+        return measure_on_gpu(name_of(setting), setting, num_ranks, names, command)
     machine = find_machine(__version__)
     rate = "" if setting.link == UNLIMITED else setting.link
     per_node = num_ranks // setting.num_nodes
@@ -61,8 +68,8 @@ def _suite(setting: Setting, ranks_per_node: int, hosts: Hosts | None) -> Suite:
     if hosts is None:
         variables[env.SOCKET_IFNAME.name] = "lo"
     return Suite(
-        name_of(setting.link),
-        titles(),
+        name_of(setting),
+        titles_of(setting),
         run_rail_cases,
         partial(join_rail_cases, setting.num_nodes),
         reason,

@@ -17,48 +17,26 @@ Letters as in `cases`; N nodes.
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .. import env, namespaces
+from .. import namespaces
 from ..buffers.legacy import Buffer
-from ..control import Control
 from ..quant import per_token_cast_to_fp8
 from ..terminal import teller
-from ..topology import Topology, find_topology
 from .cases import Case, Note, check_outputs, combine_case, dispatch_case
 from .core import FLOOR, GLOO_AS_WRITTEN, PRODUCT, PRODUCT_BF16, HostStopwatch, Measured, Variant, time_rounds
+from .crossing import Crossing, count_bytes, find_crossing
 from .inputs import Inputs, Setting, make_buffer, make_inputs
 from .peers import bytes_of_row
 from .sockets import PlainSockets
 from .traffic import NEEDED, NVLINK, RAIL, RDMA, WIRE
 
 _NUM_COUNTED = 3  # calls whose bytes are counted; between them only what the network sends again differs
-
-
-class Crossing(NamedTuple):
-    """Tokens between a rank and the others of its rail.
-
-    Attributes:
-        topology: Where the rank stands.
-        num_out: For each node, its own one included, the rank's tokens that go there.
-        num_in: For each node, the tokens of its rank of the rail that come here.
-    """
-
-    topology: Topology
-    num_out: list[int]
-    num_in: list[int]
-
-    def to_others(self, counts: Sequence[int], row_bytes: int) -> dict[int, int]:
-        """Bytes of rows by rank of the rail, without the own one."""
-        size, local = self.topology.ranks_per_node, self.topology.local_rank
-        nodes = (node for node in range(self.topology.num_nodes) if node != self.topology.node)
-        return {node * size + local: counts[node] * row_bytes for node in nodes}
 
 
 class RailCase(NamedTuple):
@@ -77,19 +55,9 @@ class RailCase(NamedTuple):
     needed_bytes: int
 
 
-def find_crossing(inputs: Inputs) -> Crossing:
-    """Tell the ranks how many tokens cross."""
-    topology = find_topology(Control(dist.group.WORLD, None, env.TIMEOUT_SECS.get()))
-    mine = inputs.layout["num_tokens_per_rdma_rank"].tolist()
-    counts: list[Any] = [None] * inputs.num_ranks
-    dist.all_gather_object(counts, mine)
-    rail = range(topology.local_rank, topology.num_ranks, topology.ranks_per_node)
-    return Crossing(topology, mine, [counts[rank][topology.node] for rank in rail])
-
-
 def rail_dispatch(inputs: Inputs, buffer: Buffer, sockets: PlainSockets, *, fp8: bool, cached: bool) -> RailCase:
     """Full or cached dispatch of BF16 rows, or of FP8 rows with scales."""
-    crossing = find_crossing(inputs)
+    crossing = find_crossing(inputs.layout)
     row_bytes = sum(map(bytes_of_row, per_token_cast_to_fp8(inputs.x[:1]) if fp8 else [inputs.x]))
     sent_bytes = row_bytes
     if not cached:
@@ -100,7 +68,7 @@ def rail_dispatch(inputs: Inputs, buffer: Buffer, sockets: PlainSockets, *, fp8:
 
 def rail_combine(inputs: Inputs, buffer: Buffer, sockets: PlainSockets) -> RailCase:
     """Combine of BF16 rows that lie in the window."""
-    crossing = find_crossing(inputs)
+    crossing = find_crossing(inputs.layout)
     case = combine_case(inputs, buffer, in_window=True)
     row_bytes = bytes_of_row(inputs.x)
     return _across(case, inputs, crossing, sockets, (crossing.num_in, crossing.num_out), row_bytes, row_bytes)
@@ -186,7 +154,7 @@ def _run_case(
         check_outputs(made.case, name, rank, num_ranks)
         traffic = {RDMA: made.rdma_bytes, NVLINK: made.nvlink_bytes, NEEDED: made.needed_bytes}
         product = next(one for one in made.case.variants if one.name == PRODUCT)
-        traffic |= _count_bytes(buffer, product.call, has_wire=bool(setting.link))
+        traffic |= count_bytes(partial(_counters, buffer, bool(setting.link)), product.call, _NUM_COUNTED)
         times = time_rounds(
             made.case.variants,
             setting.num_rounds,
@@ -198,22 +166,7 @@ def _run_case(
     return RankMeasured(traffic, times)
 
 
-def _count_bytes(buffer: Buffer, call: Callable[[], Any], has_wire: bool) -> dict[str, int]:
-    """Bytes of a call: what this rank handed to its sockets, and what its node's interface sent."""
-    seen: dict[str, list[int]] = {RAIL: [], **({WIRE: []} if has_wire else {})}
-    for _ in range(_NUM_COUNTED):
-        before = _counters(buffer, has_wire)
-        call()
-        after = _counters(buffer, has_wire)
-        for kind, values in seen.items():
-            values.append(after[kind] - before[kind])
-    return {kind: int(statistics.median(values)) for kind, values in seen.items()}
-
-
 def _counters(buffer: Buffer, has_wire: bool) -> dict[str, int]:
-    dist.barrier()  # nobody is in a call
+    """What this rank has handed to its sockets so far, and what its node's interface has sent."""
     counters = {RAIL: buffer.stats()["rail"]["bytes_sent"]}
-    if has_wire:
-        counters[WIRE] = namespaces.sent_bytes()
-    dist.barrier()
-    return counters
+    return {**counters, WIRE: namespaces.sent_bytes()} if has_wire else counters

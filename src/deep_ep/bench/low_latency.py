@@ -11,14 +11,12 @@ from ..transport.memory import available_bytes
 from .cases import join_cases
 from .gpu import gpu_machine
 from .gpu_cases import COPY_BYTES, join_gpu_cases
-from .inputs import Setting
+from .inputs import CONTEXT_BYTES, Setting
 from .low_latency_cases import low_latency_titles, run_low_latency_cases
 from .report import Report
 from .suite import Suite, measure_suite
 
 NAME = "low-latency"
-
-_CONTEXT_BYTES = 3 << 29  # of a process on a GPU
 
 
 def measure(setting: Setting, group_sizes: Sequence[int], names: Sequence[str], command: str) -> Report:
@@ -78,4 +76,4 @@ def _gpu_bytes(setting: Setting, num_ranks: int) -> int:
     """About a rank's peak on a GPU, where nothing is sparse: the window, two results, the experts' rows, the copy."""
     sizes = (setting.num_tokens, setting.hidden, num_ranks, setting.num_experts)
     results = setting.num_experts * setting.num_tokens * setting.hidden
-    return _CONTEXT_BYTES + Buffer.get_low_latency_rdma_size_hint(*sizes) + 4 * results + 2 * COPY_BYTES
+    return CONTEXT_BYTES + Buffer.get_low_latency_rdma_size_hint(*sizes) + 4 * results + 2 * COPY_BYTES

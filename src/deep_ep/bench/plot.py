@@ -8,14 +8,16 @@ from typing import Any
 
 from ..plotting import new_figure, write_png
 from ..terminal import counted
-from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, PRODUCT, PRODUCT_BF16, Measured, summarise
-from .report import LABELS, Report, Unit, three_digits
+from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, ONE_HOP, PRODUCT, PRODUCT_BF16, Measured, summarise
+from .figures import Unit, three_digits
+from .report import LABELS, Report
 
 # In the order of the bars of a case.
 _COLOURS = {
     FLOOR: "#b8bec4",
     PRODUCT: "#1f6f8b",
     PRODUCT_BF16: "#8fbcc9",
+    ONE_HOP: "#7aa974",
     GLOO: "#e0a458",
     GLOO_AS_WRITTEN: "#c8553d",
 }

@@ -9,14 +9,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from . import traffic
-from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, PRODUCT, PRODUCT_BF16, Measured, Quartiles, Summary, summarise
+from . import hops, traffic
+from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, ONE_HOP, PRODUCT, PRODUCT_BF16, Measured, Summary, summarise
+from .figures import DASH, MS, US, Unit, three_digits, with_quartiles
 
 LABELS = {
     PRODUCT: "deep_ep",
@@ -24,8 +25,9 @@ LABELS = {
     GLOO: "gloo, preallocated",
     GLOO_AS_WRITTEN: "gloo, as users write it",
     PRODUCT_BF16: "deep_ep in BF16",
+    ONE_HOP: "deep_ep, one hop",
 }
-_DASH = "-"
+_NORMAL = "normal"
 _GPU_CAPTION = (
     "Floor: the least bytes that the call must read and write through the GPU's memory, those of all ranks on it, at "
     "the speed of a plain copy by all of them in the same rounds."
@@ -50,23 +52,12 @@ _CAPTION = (
 )
 
 
-class Unit(NamedTuple):
-    """What times are shown in."""
-
-    name: str
-    word: str
-    per_sec: float
-
-
-_MS, _US = Unit("ms", "milliseconds", 1e3), Unit("us", "microseconds", 1e6)
-
-
 @dataclass(frozen=True)
 class Report:
     """A benchmark that has run.
 
     Attributes:
-        name: `normal`, `low-latency` or `internode`, the last with its link.
+        name: `normal`, `low-latency` or `internode`, the last with its link, or on a GPU its transport.
         command: The line that runs it again.
         shape: The shape in one line.
         setting: The setting, as numbers by name.
@@ -104,16 +95,22 @@ class Report:
         return any(row.num_nodes > 1 for row in self.rows)
 
     @property
+    def has_hops(self) -> bool:
+        """Whether they were so on a GPU, where two hops are measured beside one."""
+        return self.is_gpu and self.is_internode
+
+    @property
     def unit(self) -> Unit:
         """What times are shown in."""
-        return _US if self.is_gpu else _MS
+        return US if self.is_gpu else MS
 
     @property
     def header(self) -> list[str]:
         """Machine, shape and command, a line each."""
         sizes = ", ".join(str(size) for size in dict.fromkeys(row.num_ranks for row in self.rows))
         machine = self._gpu_line() if self.is_gpu else self._cpu_line()
-        return [machine, f"ranks {sizes}; {self.shape}", self.command]
+        shape = f"{hops.where(self.machine['num_gpus'])}; {self.shape}" if self.has_hops else self.shape
+        return [machine, f"ranks {sizes}; {shape}", self.command]
 
     @property
     def caption(self) -> list[str]:
@@ -121,6 +118,8 @@ class Report:
         lines = [_CAPTION.format(unit=self.unit.name)]
         if self.has_tail:
             lines += [_TAIL_CAPTION, _LOW_LATENCY_GPU_CAPTION if self.is_gpu else _LOW_LATENCY_CAPTION]
+        elif self.has_hops:
+            lines.append(hops.caption(self.setting["transport"]))
         elif self.is_gpu:
             lines.append(_GPU_CAPTION)
         elif self.is_internode:
@@ -149,19 +148,21 @@ class Report:
 
 
 def marker_of(name: str, is_gpu: bool) -> str:
-    """What the markers around a table in a README say: `normal`, `gpu`, `low-latency` or `low-latency gpu`."""
-    if name == _LOW_LATENCY:
-        return f"{name} gpu" if is_gpu else name
-    return "gpu" if is_gpu else name
+    """What the markers around a table in a README say: `normal`, `gpu`, `low-latency` or `low-latency gpu`, ..."""
+    if not is_gpu:
+        return name
+    return "gpu" if name == _NORMAL else f"{name} gpu"
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
-def columns(rows: Sequence[Measured], unit: Unit = _MS, has_tail: bool = False) -> list[str]:
+def columns(rows: Sequence[Measured], unit: Unit = MS, has_tail: bool = False) -> list[str]:
     """The heads of the table; what no row has is left out."""
     tail = ["p50", "p99", "floor"] if has_tail else []
-    if any(row.num_nodes > 1 for row in rows):
+    if any(ONE_HOP in row.times for row in rows):
+        heads = ["case", "nodes x ranks", *hops.heads(unit)]
+    elif any(row.num_nodes > 1 for row in rows):
         heads = ["case", "nodes x ranks", *traffic.HEADS, unit.name, *traffic.SPEEDS, "time / floor"]
     else:
         heads = ["case", "ranks", "MB a rank", unit.name, *tail, "GB/s a rank", "time / floor"]
@@ -169,7 +170,7 @@ def columns(rows: Sequence[Measured], unit: Unit = _MS, has_tail: bool = False) 
     return heads
 
 
-def cells(row: Measured, title: str, compared: Sequence[str], unit: Unit = _MS, has_tail: bool = False) -> list[str]:
+def cells(row: Measured, title: str, compared: Sequence[str], unit: Unit = MS, has_tail: bool = False) -> list[str]:
     """One line of the table. A skipped case says why, in the place of its figures.
 
     Args:
@@ -183,8 +184,10 @@ def cells(row: Measured, title: str, compared: Sequence[str], unit: Unit = _MS, 
         num_empty = len(columns([row], unit, has_tail)) - 3 + len(compared)
         return [title, _ranks(row), f"skipped: {row.skipped}", *[""] * num_empty]
     summary = summarise(row)
-    ratios = [_with_quartiles(summary.over_floor)]
-    ratios += [_with_quartiles(summary.speedups.get(name), "x") for name in compared]
+    if ONE_HOP in row.times:
+        return [title, _ranks(row), *hops.cells(row, summary, unit)]
+    ratios = [with_quartiles(summary.over_floor)]
+    ratios += [with_quartiles(summary.speedups.get(name), "x") for name in compared]
     if row.num_nodes > 1:
         secs = summary.median_secs[PRODUCT]
         speeds = [three_digits(speed) for speed in traffic.speeds(row, secs)]
@@ -192,10 +195,10 @@ def cells(row: Measured, title: str, compared: Sequence[str], unit: Unit = _MS, 
     return [
         title,
         str(row.num_ranks),
-        f"{summary.mean_bytes / 1e6:.1f}" if summary.mean_bytes else _DASH,
+        f"{summary.mean_bytes / 1e6:.1f}" if summary.mean_bytes else DASH,
         three_digits(summary.median_secs[PRODUCT] * unit.per_sec),
         *(_tail(summary, unit) if has_tail else []),
-        three_digits(summary.gbs) if summary.mean_bytes else _DASH,
+        three_digits(summary.gbs) if summary.mean_bytes else DASH,
         *ratios,
     ]
 
@@ -207,7 +210,7 @@ def _ranks(row: Measured) -> str:
 def _tail(summary: Summary, unit: Unit) -> list[str]:
     floor = summary.median_secs.get(FLOOR)
     values = (summary.p50_secs, summary.p99_secs, floor)
-    return [_DASH if secs is None else three_digits(secs * unit.per_sec) for secs in values]
+    return [DASH if secs is None else three_digits(secs * unit.per_sec) for secs in values]
 
 
 def rich_table(report: Report) -> Table:
@@ -254,19 +257,7 @@ def _markdown_line(items: Sequence[str]) -> str:
 
 def _compared(rows: Sequence[Measured]) -> list[str]:
     seen = {name for row in rows for name in row.times}
-    return [name for name in LABELS if name in seen and name not in (PRODUCT, FLOOR)]
-
-
-def three_digits(value: float) -> str:
-    """A number with about three digits."""
-    decimals = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
-    return f"{value:.{decimals}f}"
-
-
-def _with_quartiles(value: Quartiles | None, unit: str = "") -> str:
-    if value is None:
-        return _DASH
-    return f"{three_digits(value.median)}{unit} [{three_digits(value.low)}, {three_digits(value.high)}]"
+    return [name for name in LABELS if name in seen and name not in (PRODUCT, FLOOR, ONE_HOP)]
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -306,10 +297,12 @@ def _csv_line(row: Measured, names: Sequence[str], kinds: Sequence[str]) -> dict
 
 
 def _csv_ratio(name: str, summary: Summary | None) -> dict[str, object]:
-    key = "time_over_floor" if name == FLOOR else f"speedup_over_{name}"
-    ratio = None
-    if summary is not None:
-        ratio = summary.over_floor if name == FLOOR else summary.speedups.get(name)
+    key = f"speedup_over_{name}"
+    ratio = summary.speedups.get(name) if summary is not None else None
+    if name == FLOOR:
+        key, ratio = "time_over_floor", summary.over_floor if summary is not None else None
+    if name == ONE_HOP:
+        key, ratio = "time_over_one_hop", summary.over_one_hop if summary is not None else None
     low, median, high = ratio if ratio is not None else ("", "", "")
     return {key: median, f"{key}_q1": low, f"{key}_q3": high}
 

@@ -85,10 +85,16 @@ def measure_suite(
 def _shape(setting: Setting) -> str:
     shape = ""
     if setting.num_nodes > 1:
-        link = f"over links of {setting.link}" if setting.link else "over loopback"
-        shape = f"{setting.num_nodes} nodes {link}, "
+        shape = f"{setting.num_nodes} nodes {_way(setting)}, "
     shape += f"{setting.num_tokens} tokens a rank, hidden {setting.hidden}, top-{setting.num_topk} of "
     shape += f"{setting.num_experts} experts"
     if setting.num_groups:
         shape += f", {setting.num_topk_groups} of {setting.num_groups} groups"
     return f"{shape}, {setting.num_rounds} rounds"
+
+
+def _way(setting: Setting) -> str:
+    """How ranks of different nodes reach each other."""
+    if setting.transport:
+        return f"by {setting.transport}"
+    return f"over links of {setting.link}" if setting.link else "over loopback"

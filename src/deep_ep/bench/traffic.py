@@ -6,7 +6,7 @@ import statistics
 
 from .core import Measured
 
-# Kinds of bytes; `internode_cases` says what they are.
+# Kinds of bytes; `internode_cases` and `hop_cases` say what they are.
 RDMA, NVLINK, NEEDED, RAIL, WIRE = "rdma", "nvlink", "needed", "rail", "wire"
 
 HEADS = ["RDMA MB", "NVLink MB", "needed MB", "sent MB", "on the wire MB"]
@@ -30,12 +30,18 @@ def mean_bytes(row: Measured, kind: str) -> float:
 
 def cells(row: Measured) -> list[str]:
     """The bytes of a line of the table: what was sent beside what was needed, in percent."""
-    shown = [f"{mean_bytes(row, kind) / 1e6:.1f}" for kind in (RDMA, NVLINK, NEEDED)]
-    needed = mean_bytes(row, NEEDED)
-    for kind in (RAIL, WIRE):
-        sent = mean_bytes(row, kind)
-        shown.append(f"{sent / 1e6:.1f} ({100 * (sent / needed - 1):+.1f}%)" if sent and needed else "-")
-    return shown
+    shown = [f"{mean_bytes(row, kind) / 1e6:.1f}" for kind in (RDMA, NVLINK)]
+    return [*shown, *payload_cells(row), _sent(row, WIRE)]
+
+
+def payload_cells(row: Measured) -> list[str]:
+    """What had to cross, and what was sent for it."""
+    return [f"{mean_bytes(row, NEEDED) / 1e6:.1f}", _sent(row, RAIL)]
+
+
+def _sent(row: Measured, kind: str) -> str:
+    sent, needed = mean_bytes(row, kind), mean_bytes(row, NEEDED)
+    return f"{sent / 1e6:.1f} ({100 * (sent / needed - 1):+.1f}%)" if sent and needed else "-"
 
 
 def speeds(row: Measured, secs: float) -> list[float]:

@@ -21,9 +21,9 @@ from ..kernels.put import Shape
 from ..launch import run_ranks
 from ..terminal import hearing_ranks, only_on_terminal
 from .core import slowest_by_round
+from .figures import three_digits
 from .gpu import gpu_machine
 from .inputs import Setting, reason_to_skip
-from .report import three_digits
 from .results import show_table, tell
 from .tune import FIELDS, TuneNote, candidates, shape_name, tune_rank
 
