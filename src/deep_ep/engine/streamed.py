@@ -242,7 +242,7 @@ class StreamedEngine:
     def _pull(
         self,
         parts: list[torch.Tensor],
-        handle: Handle,
+        handle: Any,
         sums: list[torch.Tensor],
         biases: Sequence[torch.Tensor],
         num_sms: int | None,
@@ -305,7 +305,7 @@ class StreamedEngine:
             push.sum_inbox(self._places, shape, inbox, slot_bytes, offset, out, slots, some)
         return path
 
-    def _combine_post(self, operation: str, parts: list[torch.Tensor], handle: Handle) -> Post:
+    def _combine_post(self, operation: str, parts: list[torch.Tensor], handle: Any) -> Post:
         """What a rank says in a combine, but for its offer."""
         num_topk = parts[1].size(1) if len(parts) > 1 else 0
         agreement = Agreement(operation, num_topk=num_topk, hidden=parts[0].size(1), dtype=parts[0].dtype)

@@ -31,9 +31,7 @@ from ...kernels.rail import FarRows
 from ...stream import LaunchStream
 from ...topology import Topology
 from ...transport.device import DeviceWindow
-from ..call import ANNOUNCED, OFFERED, OPERATIONS, READY, Agreement
-from ..combine import Combined
-from ..digest import pack
+from ..call import ANNOUNCED, OFFERED, OPERATIONS, READY
 from ..direct import Order
 from ..parcel import Payload, Received, Routing
 from ..room import NO_SECTIONS, Frame, Sections
@@ -194,28 +192,6 @@ class RelayedEngine(StreamedEngine):
             received = self._room.received(sections, None, handle, handle.num_rows)
         return self._dispatched(None, received, frame), self.stream.leave(order.is_async)
 
-    def combine(
-        self,
-        x: torch.Tensor,
-        handle: RailHandle,
-        topk_weights: torch.Tensor | None,
-        biases: Sequence[torch.Tensor],
-        order: Order,
-        num_sms: int | None = None,
-    ) -> tuple[Combined, EventHandle | None]:
-        """A combine along the slots of an earlier dispatch."""
-        operation, frame = "combine", Frame(order, self.stream.caller())
-        parts = [x] if topk_weights is None else [x, topk_weights]
-        with self._calling(operation, order):
-            self._room.hold_inputs(frame, *parts, *biases, *handle)
-            with self._room.outputs(frame):
-                sums = [part.new_empty(handle.num_tokens, part.size(1)) for part in parts]
-            path = self._sum_by_nodes(operation, parts, handle, sums, biases, num_sms)
-            self._room.reclaim()
-        self._room.hold_outputs(frame, *sums)
-        self.stats.count_path("combine", path)
-        return Combined(sums[0], sums[1] if topk_weights is not None else None), self.stream.leave(order.is_async)
-
     # Dispatch --------------------------------------------------------------------------------------------------------
 
     def _far_post(
@@ -334,9 +310,8 @@ class RelayedEngine(StreamedEngine):
 
     # Combine ---------------------------------------------------------------------------------------------------------
 
-    def _sum_by_nodes(
+    def _pull(
         self,
-        operation: str,
         parts: list[torch.Tensor],
         handle: RailHandle,
         sums: list[torch.Tensor],
@@ -344,18 +319,13 @@ class RelayedEngine(StreamedEngine):
         num_sms: int | None,
     ) -> str:
         """Sum this node's rows for every rank of the rail, and then what the nodes have. Returns the path it took."""
-        index, courier = OPERATIONS.index(operation), self.far.courier
+        operation, courier = "combine", self.far.courier
+        index = OPERATIONS.index(operation)
         ends = handle.recv_gbl_rank_prefix_sum.contiguous()
         supply = self._supply(parts, self._own, ends[-1:], num_sms)
         widths = [part.size(1) * part.element_size() for part in parts]
         rows, capacity = self.far.rows(widths), self.far.capacity(widths)
-        agreement = Agreement(
-            operation,
-            num_topk=parts[1].size(1) if len(parts) > 1 else 0,
-            hidden=parts[0].size(1),
-            dtype=parts[0].dtype,
-        )
-        post = Post(OFFERED, index, pack(agreement), parts[0].size(0), num_tokens=handle.num_tokens)
+        post = self._combine_post(operation, parts, handle)._replace(num_rows=parts[0].size(0))
         self._reach(operation, "meet")
         self.signals.meet(post._replace(bases=supply.bases, far_rows=capacity), nodes=self._router.nodes_of(handle))
         self._near.table.copy_(self._places.table[:, self._router.near])
