@@ -62,7 +62,7 @@ TRANSPORT = Variable(
     str,
     "auto",
     "Transport of CPU ranks: `auto`, `solo`, `shm`, `message` (TCP, also between ranks of one host), or `interpreted` "
-    "(the GPU's kernels; for debugging).",
+    "(the GPU's kernels; for debugging). Of GPU ranks of different nodes: `auto`, `message` or `nvshmem`.",
 )
 RANKS_PER_NODE = Variable(
     "DEEP_EP_RANKS_PER_NODE",

@@ -197,6 +197,10 @@ def _nvshmem_memory(
     wish = env.TRANSPORT.get()
     if device.type == "cpu" or wish == MESSAGE:
         return None, f"{env.TRANSPORT.name}={wish}"
+    if wish not in ("auto", NVSHMEM):
+        raise ValueError(
+            f"{env.TRANSPORT.name}: {wish!r} is not one of auto, {MESSAGE}, {NVSHMEM}, for GPUs of several nodes"
+        )
     # Ranks that share a GPU need settings for it that only a caller can make: there it must be asked for.
     uuids = control.gather(str(torch.cuda.get_device_properties(device).uuid), "finding the GPUs")
     reason = nvshmem.why_not(group, control.num_ranks)
