@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -261,7 +262,8 @@ def test_a_killed_rank_leaves_its_trace(tmp_path: Path):
     assert [kind for kind, _ in (errors[0], errors[2])] != ["none", "none"]
     trace = load(tmp_path)
     assert [file.rank for file in trace.files] == [0, 1, 2]
-    assert any("rank 1" in problem for problem in trace.problems)
+    # Beside others, perhaps: who has answered may still be writing when the traces are read.
+    assert any(re.search(r"ranks? [\d, ]*\b1\b", problem) for problem in trace.problems)
     done, open_call = calls_of(trace, 1)
     assert not done.is_open
     assert open_call.is_open, "one sees where it was"
