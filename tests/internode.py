@@ -258,6 +258,7 @@ def check_handle(handle: tuple, expected: reference.Dispatched, world: World, ra
     assert len(handle) == 10
     num_nodes, num_tokens = world.num_ranks // world.ranks_per_node, world.xs[rank].size(0)
     passed_on = handle[9].size(0)
+    assert passed_on == int(handle[4][-1]), "the rows of all nodes that this rank passes on"
     shapes = [
         (num_tokens, world.num_ranks),
         (num_nodes, 12),

@@ -34,7 +34,7 @@ class Counts:
         num_rows: Rows that each rank receives.
         num_tokens: That each rank has.
         free_bytes: The largest region that each rank could take.
-        far_rows: Rows that need room in each rank's far memory; on one node anything.
+        far_rows: Rows that each rank relays, its own ones for its node included; on one node anything.
         expert_counts: Selections of each expert of this rank.
         fits: The rows fit into what was offered, on all ranks.
     """

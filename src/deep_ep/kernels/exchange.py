@@ -636,7 +636,7 @@ def _check_far_room(
 ):  # fmt: skip
     """Whether every rank's far memory has room for what it relays and for what it sends: all ranks find the same.
 
-    Where the host waits to be told, it is told how much each rank needs, and the call is held; elsewhere it fails.
+    Where the host waits to be told, it is told how many rows each rank relays, and the call is held; else it fails.
     """
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
@@ -650,7 +650,7 @@ def _check_far_room(
     headers = _header_of(homes, lanes, is_rank, num_ranks, header_words, epoch)
     room = tl.load(headers + _OFFER + (1 - IS_NEW) * _OFFER_WORDS + _FAR_ROOM, mask=is_rank, other=0)
     if ticket != 0:
-        tl.store(host + _STATE + 2 * num_ranks + lanes, needed, mask=is_rank)
+        tl.store(host + _STATE + 2 * num_ranks + lanes, coming, mask=is_rank)
     is_lacking = is_rank & (needed > room)
     if tl.sum(is_lacking.to(tl.int32)) > 0:
         tl.store(state + _HELD, 1)
