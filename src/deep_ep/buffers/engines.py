@@ -177,7 +177,7 @@ def _relayed(
     engine.prepare()
     num_bytes = shared.low_latency_bytes
     if num_bytes and whole is not None:
-        ranks = FarRanks(topology, pes, kernels.carry_failure)
+        ranks = FarRanks(topology, pes, kernels.tell_failure)
         engine.low_latency = StreamedLowLatency(engine.signals, window, stream, num_bytes, enable_shrink, ranks)
     elif num_bytes:
         engine.low_latency = AbsentLowLatency(why)

@@ -151,7 +151,7 @@ class StreamedEngine:
             with self._room.outputs(frame):
                 handle = handle._replace(recv_src_idx=prefix.new_empty(num_rows))
                 received = self._room.received(sections, routing, handle, num_rows)
-            self._unpack(received, num_sms)
+            self._unpack(received, prefix, handle.recv_src_idx, num_sms)
         return (
             self._dispatched(routing, received, frame),
             told.expert_counts,
@@ -187,7 +187,7 @@ class StreamedEngine:
                 prefix,
             )
             self._move(operation, payload, routing, (numbers, handle.send_head), prefix, sections, num_sms)
-            self._unpack(received, num_sms)
+            self._unpack(received, prefix, handle.recv_src_idx, num_sms)
         return self._dispatched(routing, received, frame), self.stream.leave(order.is_async)
 
     def cached_dispatch(
@@ -406,14 +406,22 @@ class StreamedEngine:
         marks.note(row_bytes=sum(count * dtype.itemsize for count, dtype in columns))
         marks.note_rows(rows_to=counts)
 
-    def _unpack(self, received: Received, num_sms: int | None) -> None:
+    def _unpack(self, received: Received, prefix: torch.Tensor, source_idx: torch.Tensor, num_sms: int | None) -> None:
+        """Take the records apart, which are then of no more use.
+
+        Args:
+            received: Holds the records, and room for ids and weights.
+            prefix: [R, R] int32, of the meeting.
+            source_idx: [n] int32, written: the token of each row at its source.
+            num_sms: Most blocks.
+        """
         assert received.records is not None
         put.unpack(
             self._places,
             self.shapes.for_put(num_sms).num_blocks,
             received.records,
-            received.handle.rank_prefix_matrix,
-            received.handle.recv_src_idx,
+            prefix,
+            source_idx,
             received.topk_idx,
             received.topk_weights,
         )

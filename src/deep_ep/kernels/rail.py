@@ -35,7 +35,7 @@ from .exchange import (
 )
 from .primitives import clock_ns, load_acquire, store_release, words_at
 
-NUM_SECTIONS = 3
+BELL_LEFT = 15  # the word of a doorbell that says what has left
 
 _FAILED, _HELD, _RAIL = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_RAIL_BYTES)
 _NUM_IN, _IN_START, _NUM_OUT = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_NUM_OUT)
@@ -44,7 +44,7 @@ _BACK_START, _PLAN, _ROOMS = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WO
 _STARTS = tl.constexpr(TABLE_STARTS)
 _TIMEOUT, _LINE = tl.constexpr(TIMEOUT), tl.constexpr(8)
 _MOST_CHUNKS = tl.constexpr(4)  # that one look takes in; the last one is looked at again where there are fewer
-_BELL_PIECE, _BELL_SECTIONS, _BELL_LEFT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(15)
+_BELL_PIECE, _BELL_SECTIONS = tl.constexpr(1), tl.constexpr(2)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def await_left(
     run: Callable[..., None] = launch,
 ) -> None:
     """Wait until the courier has what it was last told to carry: then the outbox may be written again."""
-    _await(places, far, operation, step, far.bells, far.bells + 15, far.bell_words, 0, num_chunks, 1, run)
+    _await(places, far, operation, step, far.bells, far.bells + BELL_LEFT, far.bell_words, 0, num_chunks, 1, run)
 
 
 def _await(

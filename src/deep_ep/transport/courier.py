@@ -20,7 +20,7 @@ from ..control import Control
 from ..errors import EPTransportError
 from ..topology import Topology
 from .far import BELL_EPOCH, MOST_CHUNKS, FarLayout
-from .far_memory import FarRows, FarWords
+from .far_memory import FarPieces, FarWords
 from .far_ranks import FromFarRank, ToFarRank
 from .links import Link, Pool
 from .message import connect
@@ -52,7 +52,7 @@ class MessageCourier:
         self._links = {rank: links[rank] for rank in order}
         self._topology = topology
         self._words = FarWords(layout, words)
-        self._rows = FarRows()
+        self._rows = FarPieces()
         shared = (topology, self._words, self._rows)
         self._to = {rank: ToFarRank(rank, link, *shared) for rank, link in self._links.items()}
         self._from = {rank: FromFarRank(rank, link, *shared) for rank, link in self._links.items()}

@@ -59,7 +59,7 @@ class FarWords:
         self.write_failure(rank, _RECORD.pack(GONE, 0, 0, 1 << min(rank, 62), 0, 0, origin))
 
 
-class FarRows:
+class FarPieces:
     """The rows of a rank's far memory. Pieces are added by one thread and used by another."""
 
     def __init__(self) -> None:

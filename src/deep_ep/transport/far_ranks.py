@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ..errors import EPTransportError
 from ..topology import Topology
 from .far import BELL_LEFT, BELL_PIECE, BELL_SECTIONS, LINE_WORDS, MOST_CHUNKS, MOST_SECTIONS, STEP_BITS
-from .far_memory import FarRows, FarWords, Shelf
+from .far_memory import FarPieces, FarWords, Shelf
 from .links import BELL, HEADER, RECORD, ROWS, Departure, Frame, Link, Page, Pieces
 from .words import Word
 
@@ -57,7 +57,7 @@ class ToFarRank:
         rows_bytes_sent: Bytes of rows in them.
     """
 
-    def __init__(self, rank: int, link: Link, topology: Topology, words: FarWords, rows: FarRows):
+    def __init__(self, rank: int, link: Link, topology: Topology, words: FarWords, rows: FarPieces):
         self.num_sent = self.rows_bytes_sent = 0
         self._rank = rank
         self._me = topology.rank
@@ -189,7 +189,7 @@ class FromFarRank:
         num_received: Frames so far.
     """
 
-    def __init__(self, rank: int, link: Link, topology: Topology, words: FarWords, rows: FarRows):
+    def __init__(self, rank: int, link: Link, topology: Topology, words: FarWords, rows: FarPieces):
         self.num_received = 0
         self._rank = rank
         self._link = link

@@ -197,10 +197,6 @@ class KernelCourier:
         """Launch what carries the mirrors."""
         carry.carry_words(self._carry)
 
-    def carry_failure(self) -> None:
-        """Launch what carries a failure, if there is one by then."""
-        carry.carry_words(self._carry, is_failure_only=True)
-
     def await_left(self, operation: int, step: int) -> None:
         """What was carried has arrived, before its word was set."""
 
@@ -212,8 +208,8 @@ class KernelCourier:
         carry.signal_rows(self._carry, self._layout.landed_word(self._node, chunk))
 
     def tell_failure(self) -> None:
-        """Launch what carries the mirrors."""
-        carry.carry_words(self._carry)
+        """Launch what carries a failure, if there is one by then."""
+        carry.carry_words(self._carry, is_failure_only=True)
 
     def numbers(self) -> dict[str, int]:
         """Nothing is counted on the host."""

@@ -88,12 +88,10 @@ class RelayedEngine(StreamedEngine):
     def _point_to_mirrors(self) -> None:
         """Have kernels say to a far rank's mirror what is for it, and look for what it says on the far board."""
         layout, base = self.far.layout, self.far.places.words.data_ptr()
-        ranks = torch.arange(self._topology.num_ranks, device="cpu")
-        is_far = (ranks // self._topology.ranks_per_node != self._topology.node).to(self.window.device)
-        mirrors = (base + 8 * (layout.mirrors + ranks * layout.board_words)).to(self.window.device)
-        windows, homes = self._places.windows, self._places.homes
-        windows[0] = torch.where(is_far, mirrors, windows[0])
-        homes.copy_(torch.where(is_far, base, homes))
+        near = range(self._router.near.start, self._router.near.stop)
+        for rank in (rank for rank in range(self._topology.num_ranks) if rank not in near):
+            self._places.windows[0, rank] = base + 8 * layout.mirror(rank)
+            self._places.homes[rank] = base
         self.signals.far_board = self.far.places.words
 
     def prepare(self) -> None:
@@ -293,18 +291,8 @@ class RelayedEngine(StreamedEngine):
         with self._room.outputs(frame):
             handle = self._router.empty_handle(routing, routes, num_rows, num_channels)
             received = self._room.received(sections, routing, handle, num_rows)
-        assert received.records is not None
         source_idx = routes.prefix.new_empty(num_rows)
-        put.unpack(
-            self._places,
-            self.shapes.for_put(num_sms).num_blocks,
-            received.records,
-            routes.prefix,
-            source_idx,
-            received.topk_idx,
-            received.topk_weights,
-        )
-        received.records = None
+        self._unpack(received, routes.prefix, source_idx, num_sms)
         self._router.fill_handle(handle, self.window.rank, routes.prefix, source_idx)
         return received
 
