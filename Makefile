@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+WORKERS ?= 2
 RESULTS ?= benchmarks/results
 
 .PHONY: help demo train test test-gpu lint format bench bench-gpu bench-nodes bench-nodes-gpu bench-ll bench-ll-gpu clean
@@ -24,7 +25,7 @@ train: $(READY)  ## the training run of README's picture
 	$(RUN) examples/train_moe.py --ranks 4 --device cpu --steps 200 --measure --plot docs/train_moe.png
 
 test: $(READY)  ## the whole suite, on the CPU
-	$(RUN) -m pytest tests
+	$(RUN) -m pytest tests --numprocesses $(WORKERS)
 
 test-gpu:  ## the whole suite on this machine's GPU, with the python that is there
 	PYTHONPATH=src $(PYTHON) -m pytest tests --device cuda

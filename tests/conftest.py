@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import default_device
+import alone
+from common import default_device, quicken_interpreter
 
 torch.set_num_threads(1)
 
 GPU_FOLDER = Path(__file__).parent / "gpu"
+FEW_BLOCKS = Path(__file__).with_name("few_blocks.json")  # the interpreter spends time on each, also if it is idle
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["DEEP_EP_DEVICE"] = chosen  # ranks and programs inherit it
     if chosen == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ.setdefault("DEEP_EP_TUNING_FILE", str(FEW_BLOCKS))
+        quicken_interpreter()
         _preload()
         return
     os.environ.pop("TRITON_INTERPRET", None)
@@ -62,18 +66,27 @@ _OPEN: pytest.StashKey[ExitStack] = pytest.StashKey()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    alone.forget()
     stack = config.stash.get(_OPEN, None)
     if stack is not None:
         stack.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=alone.is_alone)  # last: else workers would wait for each other again and again
     on_cuda = config.getoption("--device") == "cuda"
     for item in items:
         if on_cuda and item.get_closest_marker("cpu_only"):
             item.add_marker(pytest.mark.skip(reason="only the CPU has this"))
         if not on_cuda and GPU_FOLDER in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="only a GPU has this"))
+
+
+@pytest.fixture(autouse=True)
+def _in_turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where several workers run the suite: let tests that must be alone be so."""
+    with alone.turn(alone.is_alone(request.node)):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -79,6 +79,7 @@ def silent_peer(rank: int, num_ranks: int) -> list[tuple[str, str]]:
     return errors
 
 
+@pytest.mark.alone
 def test_a_silent_peer_is_named_and_the_buffer_is_closed(device: str) -> None:
     results = run_ranks(silent_peer, 3)
     for rank in (0, 2):
@@ -99,6 +100,7 @@ def nobody_constructs(rank: int, num_ranks: int) -> tuple[str, str]:
     return "none", ""
 
 
+@pytest.mark.alone
 def test_construction_has_the_same_limit(device: str) -> None:
     kind, text = run_ranks(nobody_constructs, 2)[0]
     assert kind == "EPTimeout"
@@ -160,6 +162,7 @@ def late_peer(rank: int, num_ranks: int) -> list[float]:
 
 
 @pytest.mark.cpu_only
+@pytest.mark.alone
 def test_a_late_peer_is_waited_for_and_accounted(device: str) -> None:
     results = run_ranks(late_peer, 3)
     for punctual in (0, 2):
@@ -188,6 +191,7 @@ def stopped_peer(rank: int, num_ranks: int) -> tuple[bool, bool]:
     return is_early, torch.equal(again, recv_x)
 
 
+@pytest.mark.alone
 def test_a_stopped_peer_delays_the_event_and_not_the_caller(device: str) -> None:
     assert run_ranks(stopped_peer, 2) == [(False, True), (False, True)]
 

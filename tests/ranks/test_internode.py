@@ -272,6 +272,7 @@ def test_a_rank_that_is_killed_is_named_on_all_nodes(how: str, victim: int) -> N
     check_blame(results, how, victim, [rank for rank in range(4) if rank != victim])
 
 
+@pytest.mark.alone
 def test_all_ranks_of_all_nodes_name_who_is_to_blame() -> None:
     faults = {"silent": 1, "raises": 3, "destroys": 1, "another call": 3}
     steps = [(broken, how, victim) for how, victim in faults.items()]

@@ -240,6 +240,7 @@ def silence(rank: int, num_ranks: int, operation: str) -> tuple[float, list[tupl
 
 
 @pytest.mark.parametrize("operation", ["dispatch", "cached dispatch", "combine"])
+@pytest.mark.alone
 def test_a_rank_that_never_comes_is_named_at_the_limit(operation: str) -> None:
     for rank, (secs, errors) in enumerate(run_ranks(silence, 3, operation, env=INTERPRETED)):
         assert errors[0][0] == "EPTimeout"

@@ -441,7 +441,8 @@ def run_plans(
 
 PLANS = [
     # operation, ranks, victims, is_async
-    *[(operation, size, list(range(size)), False) for size in (2, 3) for operation in STEPS],
+    *[(operation, 2, [0, 1], False) for operation in ("full dispatch", "pulled combine", "staged dispatch")],
+    *[(operation, 3, [0, 1, 2], False) for operation in STEPS],
     *[(operation, 4, list(range(4)), False) for operation in ("full dispatch", "cached dispatch", "pulled combine")],
     *[(operation, 4, [3], False) for operation in ("worst-case dispatch", "staged dispatch", "staged combine")],
     *[(operation, 4, list(range(4)), False) for operation in ("posted dispatch", "posted combine")],
@@ -519,6 +520,7 @@ def silent(rank: int, num_ranks: int) -> dict[str, tuple[str, str, float]]:
     return seen
 
 
+@pytest.mark.alone
 def test_a_silent_rank_is_named_at_the_limit_with_operation_and_call(device: str) -> None:
     results = run_ranks(silent, 3)
     for rank in (0, 2):
@@ -549,6 +551,7 @@ def run_stop_for_long(rank: int, num_ranks: int, operation: str) -> list[Ending]
 
 
 @pytest.mark.parametrize("operation", ["full dispatch", "pulled combine"])
+@pytest.mark.alone
 def test_a_rank_stopped_past_the_limit_is_named_and_learns_it(device: str, operation: str) -> None:
     (endings,) = run_ranks(run_stop_for_long, 1, operation)
     assert endings[1].num_stops == 1

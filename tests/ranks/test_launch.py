@@ -42,6 +42,7 @@ def sleeping(rank: int, num_ranks: int, folder: str) -> None:
     time.sleep(60)
 
 
+@pytest.mark.alone
 def test_the_limit_ends_everything(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"ranks \[0, 1\] did not end within 3 s"):
         run_ranks(sleeping, 2, str(tmp_path), limit_secs=3)

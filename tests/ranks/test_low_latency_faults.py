@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import deep_ep
 from common import error_of, run_ranks
 from deep_ep import reference
 
-LIMIT_SECS = 1.0
+LIMIT_SECS = 3.0  # ranks that take part must not be later than that, on any machine
 CASE = Case()
 FORM = {"use_fp8": False}
 NUM_TOKENS = CASE.max_tokens
@@ -124,13 +125,11 @@ def silent_peer(rank: int, num_ranks: int, enable_shrink: bool) -> tuple[list[st
     errors, mask = [], [0] * num_ranks
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if rank == 1:
-            time.sleep(2.5 * LIMIT_SECS)
-        elif enable_shrink:
+        if rank != 1 and enable_shrink:
             for seed in (2, 3):
                 one_round(buffer, rank, seed, [{1}] * num_ranks)
             mask = mask_of(buffer)
-        else:
+        elif rank != 1:
             this = Round(rank, num_ranks, 2)
             for _ in range(2):
                 errors.append(error_of(lambda: (dispatch(buffer, this.mine, CASE, **FORM), buffer.check())))
@@ -139,6 +138,7 @@ def silent_peer(rank: int, num_ranks: int, enable_shrink: bool) -> tuple[list[st
     return [str(one.message) for one in caught if one.category is RuntimeWarning], errors, mask
 
 
+@pytest.mark.alone
 def test_a_silent_peer_is_masked(device: str) -> None:
     results = run_ranks(silent_peer, 3, True)
     for rank in (0, 2):
@@ -146,23 +146,25 @@ def test_a_silent_peer_is_masked(device: str) -> None:
 
 
 @pytest.mark.cpu_only
+@pytest.mark.alone
 def test_a_mask_is_told_once(device: str) -> None:
     results = run_ranks(silent_peer, 3, True)
     for rank in (0, 2):
         (text,) = results[rank][0]
-        assert "low-latency dispatch (call 3): no signal from rank 1 after 1 s" in text
+        assert f"low-latency dispatch (call 3): no signal from rank 1 after {LIMIT_SECS:g} s" in text
         assert f"(rank {rank}/3)" in text
 
 
+@pytest.mark.alone
 def test_a_silent_peer_closes_a_buffer_without_shrink(device: str) -> None:
     results = run_ranks(silent_peer, 3, False)
     for rank in (0, 2):
         (first, text), (second, again) = results[rank][1]
         assert first in ("EPTimeout", "EPPeerFailed")
         assert "low-latency dispatch" in text
-        assert "from rank 1 after 1 s" in text
+        assert f"from rank 1 after {LIMIT_SECS:g} s" in text
         assert second == "EPClosed"
-        assert "from rank 1 after 1 s" in again
+        assert f"from rank 1 after {LIMIT_SECS:g} s" in again
 
 
 def late_peer(rank: int, num_ranks: int) -> list[int]:
@@ -181,6 +183,7 @@ def late_peer(rank: int, num_ranks: int) -> list[int]:
     return waits.tolist()
 
 
+@pytest.mark.alone
 def test_a_late_peer_is_waited_for_and_accounted(device: str) -> None:
     results = run_ranks(late_peer, 3)
     for punctual in (0, 2):
@@ -271,6 +274,13 @@ def test_a_killed_rank_is_a_timeout_without_shrink(device: str, has_hook: bool) 
 # Peers that stop, or leave -------------------------------------------------------------------------------------------
 
 
+def let_go_on(pid: int) -> None:
+    """Let a process go on that stops itself, once it has."""
+    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGCONT)
+
+
 def stopped_peer(rank: int, num_ranks: int) -> list[int]:
     """Rank 1 is stopped until the others have masked it and made many calls more. It must not take their new rows."""
     one_round(make_buffer(num_ranks, CASE), rank, 0)
@@ -280,15 +290,13 @@ def stopped_peer(rank: int, num_ranks: int) -> list[int]:
     dist.all_gather_object(pids, os.getpid())
     masked = [{1}, {0, 2}, {1}]
     if rank == 1:
-        time.sleep(1.0)  # here it is stopped
+        os.kill(os.getpid(), signal.SIGSTOP)
         one_round(buffer, rank, 1, masked)
-    elif rank == 0:
-        os.kill(pids[1], signal.SIGSTOP)
-    if rank != 1:
+    else:
         for seed in range(1, 6):
             one_round(buffer, rank, seed, masked)
-        if rank == 0:
-            os.kill(pids[1], signal.SIGCONT)
+    if rank == 0:
+        let_go_on(pids[1])
     dist.barrier()
     mask = mask_of(buffer)
     buffer.destroy()
@@ -297,6 +305,7 @@ def stopped_peer(rank: int, num_ranks: int) -> list[int]:
 
 @pytest.mark.cpu_only
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.alone
 def test_a_stopped_rank_is_left_behind_and_notices(device: str) -> None:
     assert run_ranks(stopped_peer, 3) == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
 
@@ -343,5 +352,6 @@ def barrier_alone(rank: int, num_ranks: int) -> list[int]:
     return mask
 
 
+@pytest.mark.alone
 def test_a_barrier_masks_who_stays_away(device: str) -> None:
     assert run_ranks(barrier_alone, 3) == [[0, 1, 0], [0, 0, 0], [0, 1, 0]]

@@ -117,6 +117,7 @@ def counter() -> int:
     return value
 
 
+@pytest.mark.alone
 def test_a_token_crosses_once_and_is_handed_on_while_others_travel() -> None:
     with hosts_of(2, 4, "40mbit") as hosts:  # so slow that ranks which take turns on few cores are quicker
         told = run_ranks(crossing, 8, hosts, enter=hosts.enter, env=NODES)
@@ -264,6 +265,7 @@ def give_up(buffer: Buffer, world: World, hosts: Hosts) -> tuple[str, str, float
     return (*error, secs)
 
 
+@pytest.mark.alone
 def test_a_link_that_comes_back_changes_nothing_and_one_that_does_not_is_named() -> None:
     with hosts_of(2, 2, "50mbit") as hosts:
         told = run_ranks(outages, 4, hosts, enter=hosts.enter, env=NODES, limit_secs=60)

@@ -138,6 +138,7 @@ def beside_a_stopped_peer(rank: int, num_ranks: int, stopped: int, order: tuple[
 
 @pytest.mark.parametrize("order", [("dispatch",), ("combine",), ("dispatch", "combine", "dispatch")])
 @pytest.mark.parametrize(("num_ranks", "stopped"), [(2, 1), (3, 0)])
+@pytest.mark.alone
 def test_calls_return_while_a_peer_is_stopped(
     device: str, num_ranks: int, stopped: int, order: tuple[str, ...]
 ) -> None:
@@ -275,6 +276,7 @@ def busy(rank: int, num_ranks: int) -> tuple[float, bool]:
     return secs, right
 
 
+@pytest.mark.alone
 def test_a_busy_caller_does_not_keep_communication_from_finishing(device: str) -> None:
     for secs, right in run_ranks(busy, 2):
         assert secs < PATIENCE_SECS

@@ -13,7 +13,7 @@ if INTERPRETED:
 
     def clock_ns(lanes):
         """Nanoseconds of a clock that all ranks of a host share; one value a lane."""
-        time.sleep(2e-5)  # between two polls: the peers' interpreters need the core
+        time.sleep(1e-3)  # between two polls: the peers' interpreters need the core
         return lanes.to(tl.int64) * 0 + time.monotonic_ns()
 
     @triton.jit
