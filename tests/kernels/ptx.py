@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deep_ep.kernels import counts, exchange, pull, push, put, rail, relay, relay_sums, staging
+from deep_ep.kernels import counts, exchange, pull, push, put, rail, relay, relay_sums, staging, steer
 from deep_ep.kernels.low_latency import combine, dispatch
 from deep_ep.kernels.low_latency import words as ll_words
 
@@ -97,8 +97,9 @@ def moving() -> dict[str, str]:
     }
     constants |= {"HAS_TOPK": True, "TOPK": 8, "LANES": 8}
     ptx = {"put": ptx_of(put._put_kernel, pointers, constants, 16)}
-    out = constants | {"PEERS": 8, "LANES": 4, "SIGHT": 32}
-    ptx["pack"] = ptx_of(relay._pack_kernel, pointers | {"node_slots": "*i32", "plan": "*i64"}, out, 16)
+    steered = pointers | {"node_slots": "*i32", "numbers": "*i32", "passed_on": "*i32", "plan": "*i64", "aimed": "*i64"}
+    for name, has_records in (("steer", True), ("steer along a handle", False)):
+        ptx[name] = ptx_of(steer._steer_kernel, steered, {"HAS_RECORDS": has_records, "TILE": 128, "LANES": 16}, 8)
     landed = {name: value for name, value in constants.items() if name not in ("WORD_BYTES", "SCALE_BYTES")}
     landed |= {"WORD": triton.language.int32, "SCALE_WORD": triton.language.int32, "NODES": 4}
     words = {"plan": "*i64", "sources": "*i64"}

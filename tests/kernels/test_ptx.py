@@ -34,13 +34,12 @@ BULK = (
     "copy_in",
     "push",
     "sum_inbox",
-    "pack",
     "forward",
     "forward fetched",
     "sum for rail",
     "sum nodes",
 )
-SENDING = (*BULK, "unpack")
+SENDING = (*BULK, "unpack", "steer", "steer along a handle")
 
 LL_WAITS = ("dispatch wait", "combine wait")
 LL_SENDS = (

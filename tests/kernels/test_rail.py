@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from windows import Boards, make_places, offer, synchronize
+from windows import Boards, make_places, synchronize
 
 from deep_ep.kernels import _triton, exchange, rail
 from deep_ep.kernels.exchange import Nodes, Places, Post
@@ -135,18 +135,6 @@ def test_the_outbox_is_free_when_all_that_was_rung_for_has_left(device: str) -> 
     far.words[bell] = 5
     rail.await_left(replace(places, limit_ns=1), far, 1, 2, 4)
     assert boards.record(0) == [exchange.TIMEOUT, 0, 1, 0b10, 2, 0, 0]
-
-
-def test_aim_worked_example(device: str) -> None:
-    places = two_nodes(device)
-    rows = torch.zeros(4, 16, dtype=torch.uint8, device=device)
-    offer(places, [[rows, rows]], [4, 0], first_slots=[1, 2])
-    aimed = torch.zeros_like(places.table)
-    rail.aim(places, ROWS, plan_of([[0, 0, 3, 0], [0, 0, 4, 3]], device), aimed, 10_000)
-    assert aimed[0].tolist() == [rows.data_ptr(), 10_000]
-    assert aimed[2, 1].item() == 10_512
-    assert aimed[exchange.TABLE_ROOMS].tolist() == [4, 7]
-    assert aimed[exchange.TABLE_STARTS].tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("is_fetched", [False, True])

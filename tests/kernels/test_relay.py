@@ -1,4 +1,4 @@
-"""Rows that are laid into the outbox, and rows that are passed on where they landed, against their twins."""
+"""Rows that are passed on where they landed, against their twin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from windows import fail, make_places, offer
 
-from deep_ep.kernels import _triton, exchange, put, relay, rows
+from deep_ep.kernels import _triton, exchange, put, relay
 from deep_ep.kernels.put import Shape
 from deep_ep.sizing import align
 
@@ -31,14 +31,6 @@ def int32(numbers: list, device: str) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
-def plan_out(counts: list[int], device: str) -> torch.Tensor:
-    """A plan of tokens that leave; what is about those that come is far off."""
-    plan = torch.full((len(counts), relay.PLAN_WORDS), FAR, dtype=torch.int64, device="cpu")
-    plan[:, relay.PLAN_NUM_OUT] = torch.tensor(counts, device="cpu")
-    plan[:, relay.PLAN_OUT_START] = plan[:, relay.PLAN_NUM_OUT].cumsum(0) - plan[:, relay.PLAN_NUM_OUT]
-    return plan.to(device)
-
-
 def plan_in(counts: list[int], device: str) -> torch.Tensor:
     """A plan of rows that come; what is about those that leave is far off."""
     plan = torch.full((len(counts), relay.PLAN_WORDS), FAR, dtype=torch.int64, device="cpu")
@@ -48,37 +40,6 @@ def plan_in(counts: list[int], device: str) -> torch.Tensor:
 
 
 # Worked examples -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("chunk", "num_chunks", "expected"), [(0, 1, [1, 3]), (0, 2, [1, 0]), (1, 2, [0, 3])])
-def test_pack_worked_example(device: str, chunk: int, num_chunks: int, expected: list[int]) -> None:
-    places = make_places(0, 2, device)
-    x = torch.tensor([[1.0], [2.0], [3.0]], device=device)
-    node_slots = int32([[0, 0], [1, -1], [-1, 1]], device)
-    outbox = torch.zeros(5 * 4, dtype=torch.uint8, device=device)
-    plan = plan_out([2, 2], device)
-    relay.pack(places, SHAPE, x, None, node_slots, None, None, None, plan, outbox, [0], 0, 1, 0, chunk, num_chunks)
-    assert outbox.view(torch.float32).tolist() == [0, 0, *expected, 0]
-
-
-def test_relay_record_worked_example(device: str) -> None:
-    """Rank 1 of two nodes of two ranks: token 1 goes to row 6 of rank 2 and to row 9 of rank 3."""
-    places = make_places(1, 4, device)
-    x = torch.tensor([[1.0], [2.0]], device=device)
-    node_slots = int32([[0, -1], [-1, 0]], device)
-    send_head = int32([[3, -1, -1, -1], [-1, -1, 6, 9]], device)
-    ids = torch.tensor([[0, 1], [7, (1 << 32) + 4]], device=device)  # no expert is that far
-    weights = torch.tensor([[0.125, 0.25], [0.5, 1.0]], device=device)
-    outbox = poisoned(16 + 3 * 32, device)
-    plan = plan_out([1, 1], device)
-    relay.pack(
-        places, SHAPE, x, None, node_slots, send_head, ids, weights, plan, outbox, [0, 0, 16], 0, 2, 8, 0, 1
-    )  # fmt: skip
-    assert outbox[:12].view(torch.float32)[1].item() == 2.0
-    record = outbox[16 + 32 :].view(torch.int32)
-    assert record[:7].tolist() == [1, 6, 9, 7, -1, bits(0.5), bits(1.0)]
-    outbox[4:8] = outbox[48 : 48 + 28] = UNTOUCHED
-    assert torch.equal(outbox, poisoned(16 + 3 * 32, device)), "nothing else was written"
 
 
 def test_forward_worked_example(device: str) -> None:
@@ -169,53 +130,6 @@ def sections(case: Case, num_rows: int) -> tuple[list[int], int]:
         offsets.append(align(end, 16) + 16)
         end = offsets[-1] + num_rows * width
     return offsets, align(end, 16) + 32
-
-
-def outgoing(case: Case, num_tokens: int, device: str, seed: int = 0) -> dict[str, torch.Tensor | None]:
-    """Tokens for other nodes: `counts` of them, or as many as there are; those of the own node, too."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def some(high: int, *shape: int, low: int = 0) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=generator, device="cpu")
-
-    raw = some(120, num_tokens, case.widths[0]).to(torch.uint8)
-    scales = None
-    if case.scale_dtype is not None:  # column-major, as callers have them
-        scales = some(99, case.num_scales, num_tokens).to(case.scale_dtype).to(device).t()
-    node_slots = torch.full((num_tokens, case.num_nodes), -1, dtype=torch.int32, device="cpu")
-    for other, count in enumerate(case.counts):
-        tokens = torch.randperm(num_tokens, generator=generator, device="cpu")[:count].sort().values
-        node_slots[tokens, other] = torch.arange(tokens.numel(), dtype=torch.int32, device="cpu")
-    ids = some(case.num_experts + 2, num_tokens, case.num_topk, low=-2).to(case.idx_dtype)
-    weights = torch.rand(ids.shape, generator=generator, device="cpu")
-    has_topk = case.num_topk > 0 and case.has_records
-    return {
-        "x": rows.rows_as(raw, case.dtype).to(device),
-        "scales": scales,
-        "node_slots": node_slots.to(device),
-        "send_head": some(1000, num_tokens, case.num_ranks, low=-1).int().to(device) if case.has_records else None,
-        "topk_idx": ids.to(device) if has_topk else None,
-        "topk_weights": weights.to(device) if has_topk else None,
-    }
-
-
-@pytest.mark.parametrize("num_tokens", [0, 11])
-@pytest.mark.parametrize("name", CASES)
-def test_pack_lays_out_what_its_twin_does(device: str, name: str, num_tokens: int) -> None:
-    case = CASES[name]
-    sent = outgoing(case, num_tokens, device)
-    places = make_places(case.node * case.ranks_per_node, case.num_ranks, device)
-    plan = plan_out([min(count, num_tokens) for count in case.counts], device)
-    offsets, num_bytes = sections(case, sum(case.counts))
-    got, expected = poisoned(num_bytes, device), poisoned(num_bytes, device)
-    numbers = (case.node, case.ranks_per_node, case.num_experts)
-    for chunk in range(case.num_chunks):
-        part = (*numbers, chunk, case.num_chunks)
-        relay.pack(places, case.shape, *sent.values(), plan, got, offsets, *part)
-        relay.pack_torch(*sent.values(), plan, expected, offsets, *part)
-        assert torch.equal(got, expected), f"chunk {chunk}"
-    others = sum(min(count, num_tokens) for other, count in enumerate(case.counts) if other != case.node)
-    assert bool((got != UNTOUCHED).any()) == (others > 0)
 
 
 class Node:
@@ -330,32 +244,6 @@ def test_forward_delivers_what_its_twin_does(device: str, name: str) -> None:
     assert any(bool((part != UNTOUCHED).any()) for own in got.memory for part in own) == (others > 0)
 
 
-def test_a_relayed_row_is_the_row_that_a_put_would_have_written(device: str) -> None:
-    """Rank 1 sends to ranks 2 and 3, once by way of rank 3, once as if they were near."""
-    case = Case(2, 0, (4, 6), 24, torch.bfloat16, 3, 2, torch.int32, torch.float32, num_chunks=2)
-    sent, far = outgoing(case, 9, device), replace(case, node=1)
-    sent["send_head"] = torch.full((9, 4), -1, dtype=torch.int32, device=device)
-    for rank in (2, 3):
-        goes = (sent["node_slots"][:, 1] >= 0).nonzero()[rank - 2 :, 0]
-        sent["send_head"][goes, rank] = torch.arange(goes.numel(), dtype=torch.int32, device=device).flip(0)
-    offsets, num_bytes = sections(case, 6)
-    outbox, landing = poisoned(num_bytes, device), poisoned(num_bytes, device)
-    relayed, near = Node(far, [6, 6], device), Node(far, [6, 6], device)
-    plan, plan_there = plan_out([4, 6], device), plan_in([6, 0], device)
-    plan[:, relay.PLAN_OUT_START] = 0  # the own node's rows never come: its block may lie anywhere
-    slots = torch.full((6, 2), -9, dtype=torch.int32, device=device)
-    for chunk in range(2):
-        relay.pack(make_places(1, 4, device), SHAPE, *sent.values(), plan, outbox, offsets, 0, 2, 8, chunk, 2)
-        landing.copy_(outbox)
-        pass_on(far, relayed, plan_there, landing, offsets, slots, chunk)
-    offer(near.places, [[part[s] for part in (*near.memory, *near.memory)] for s in range(3)], [0, 0, 6, 6])
-    x, scales, _, send_head, ids, weights = sent.values()
-    put.put(near.places, SHAPE, x, scales, send_head, torch.empty_like(send_head), ids, weights, 2)
-    for own, direct in zip(relayed.memory, near.memory, strict=True):
-        assert all(torch.equal(part, other) for part, other in zip(own, direct, strict=True))
-    assert torch.equal(slots, send_head[sent["node_slots"][:, 1] >= 0, 2:])
-
-
 @pytest.mark.parametrize("is_failed", [True, False])
 def test_a_failed_buffer_and_a_held_call_move_nothing(device: str, is_failed: bool) -> None:
     case = CASES["vectors"]
@@ -370,7 +258,3 @@ def test_a_failed_buffer_and_a_held_call_move_nothing(device: str, is_failed: bo
     pass_on(case, node, plan_in(list(case.counts), device), landing, offsets, slots, 0)
     assert bool((slots == -9).all())
     assert all(bool((part == UNTOUCHED).all()) for own in node.memory for part in own)
-    outbox, plan = poisoned(sections(case, num_rows)[1], device), plan_out(list(case.counts), device)
-    sent = outgoing(case, 11, device).values()
-    relay.pack(node.places, SHAPE, *sent, plan, outbox, offsets, 0, 2, case.num_experts, 0, 1)
-    assert bool((outbox == UNTOUCHED).all())

@@ -138,7 +138,7 @@ def silent(rank: int, num_ranks: int, when: str, limit_secs: float) -> tuple[str
     round_trip(buffer, world)
 
     def fault(point: str) -> None:
-        if point == "dispatch: before pack":
+        if point == "dispatch: before put":
             time.sleep(2 * limit_secs)
 
     kind, text, begin = "none", "", time.monotonic()

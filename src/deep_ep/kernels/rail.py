@@ -25,7 +25,6 @@ from .exchange import (
     STATE_HELD,
     STATE_RAIL_BYTES,
     TABLE_ROOMS,
-    TABLE_STARTS,
     TIMEOUT,
     Places,
     fail,
@@ -41,7 +40,6 @@ _FAILED, _HELD, _RAIL = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl
 _NUM_IN, _IN_START, _NUM_OUT = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_NUM_OUT)
 _OUT_START, _TARGET_START = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_TARGET_START)
 _BACK_START, _PLAN, _ROOMS = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS), tl.constexpr(TABLE_ROOMS)
-_STARTS = tl.constexpr(TABLE_STARTS)
 _TIMEOUT, _LINE = tl.constexpr(TIMEOUT), tl.constexpr(8)
 _MOST_CHUNKS = tl.constexpr(4)  # that one look takes in; the last one is looked at again where there are fewer
 _BELL_PIECE, _BELL_SECTIONS = tl.constexpr(1), tl.constexpr(2)
@@ -248,42 +246,11 @@ def locate(
     )
 
 
-def aim(
-    places: Places,
-    rows: FarRows,
-    plan: torch.Tensor,
-    table: torch.Tensor,
-    outbox: int,
-    *,
-    run: Callable[..., None] = launch,
-) -> None:
-    """A table by which `put` writes this node's rows as ever, and for every other node one row into the outbox.
-
-    Args:
-        places: Holds the table of the call.
-        rows: How rows lie in the outbox.
-        plan: [N, PLAN_WORDS] int64.
-        table: [TABLE_ROWS, R] int64, written: what a token has for a node is addressed as the row of the rank of this
-            rail there, numbered as among the tokens for the node.
-        outbox: Its address.
-        run: `launch`, or `prepare`.
-    """
-    where = (places.num_ranks, places.rank, places.num_near)
-    run(
-        _aim_kernel,
-        1,
-        (places.table, plan, table, *where, outbox, *rows.offsets),
-        num_warps=1,
-        LANES=num_lanes(places),
-    )
-
-
 def prepare_all(places: Places, far: FarPlaces, plan: torch.Tensor, table: torch.Tensor) -> None:
     """Compile and load the kernels of this file, so that no peer's limit passes while one is compiled."""
     rows = FarRows(0, 0, (0, 0, 0), (0, 0, 0))
     for is_back in (False, True):
         ring(places, far, rows, plan, 0, 1, is_back, run=prepare)
-    aim(places, rows, plan, torch.empty_like(places.table), 0, run=prepare)
     await_landed(places, far, 0, 0, 0, run=prepare)
     locate(places, rows, plan, table, 0, run=prepare)
     locate(places, rows, plan, table, 0, plan, run=prepare)
@@ -399,41 +366,6 @@ def _await_kernel(
         elif num_missing > 0:
             subject = mask_of(is_far & (tl.sum((values < targets).to(tl.int32), 1) > 0), lanes)
             fail(windows, state, host, num_ranks, rank, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)
-
-
-@jit
-def _aim_kernel(
-    table,
-    plan,
-    aimed,
-    num_ranks: tl.int32,
-    rank: tl.int32,
-    num_near: tl.int32,
-    outbox: tl.int64,
-    offset_0: tl.int64,
-    offset_1: tl.int64,
-    offset_2: tl.int64,
-    LANES: tl.constexpr,
-):
-    """One lane for each rank.
-
-    Example: two nodes of one rank, 4 tokens for node 1, from row 3 of the outbox on: on rank 0 the sections of rank 1
-    are those of the outbox, its first slot is 3, and there is room for 7 rows.
-    """
-    lanes = tl.arange(0, LANES)
-    is_rank = lanes < num_ranks
-    is_rail = is_rank & (lanes != rank) & (lanes % num_near == rank % num_near)
-    for section in tl.static_range(3):
-        offset = offset_0 if section == 0 else (offset_1 if section == 1 else offset_2)
-        base = tl.load(table + section * num_ranks + lanes, mask=is_rank, other=0)
-        tl.store(aimed + section * num_ranks + lanes, tl.where(is_rail, outbox + offset, base), mask=is_rank)
-    line = plan + (lanes // num_near) * _PLAN
-    start = tl.load(line + _OUT_START, mask=is_rail, other=0)
-    count = tl.load(line + _NUM_OUT, mask=is_rail, other=0)
-    room = tl.load(table + _ROOMS * num_ranks + lanes, mask=is_rank, other=0)
-    first = tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0)
-    tl.store(aimed + _ROOMS * num_ranks + lanes, tl.where(is_rail, start + count, room), mask=is_rank)
-    tl.store(aimed + _STARTS * num_ranks + lanes, tl.where(is_rail, start, first), mask=is_rank)
 
 
 @jit

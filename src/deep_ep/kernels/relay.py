@@ -1,9 +1,9 @@
-"""Rows on their way to another node, and from where they land to the ranks of the node. On the device.
+"""Rows from another node, from where they land to the ranks of the node. On the device.
 
 Shape letters: T tokens, K selections of a token, N nodes of P ranks, R = N P ranks, F rows that land here.
 
-A token crosses once to each node that it goes to. `pack` lays its rows into this rank's *outbox*, from where they are
-carried into the *landing* of the rank of this rail on that node; there `forward` writes them to the ranks of the node.
+A token crosses once to each node that it goes to. Its row is put into this rank's *outbox* (`steer.py`), from where it
+is carried into the *landing* of the rank of this rail on that node; there `forward` writes it to the ranks of the node.
 Outbox and landing are memory of the device or pinned memory of the host, with up to three sections one after the
 other: payload, scales, relay records. Row f of a section begins at `offset + f * width`. The rows for a node, and those
 from one, are blocks, and a block moves in chunks: chunk c of C has its rows `[n c // C, n (c + 1) // C)`.
@@ -28,29 +28,16 @@ from .exchange import (
     PLAN_BACK_START,
     PLAN_IN_START,
     PLAN_NUM_IN,
-    PLAN_NUM_OUT,
-    PLAN_OUT_START,
     PLAN_WORDS,
     STATE_FAILED,
     STATE_HELD,
     TABLE_ROOMS,
     Places,
 )
-from .put import (
-    VECTOR_BYTES,
-    Shape,
-    integer_of,
-    load_columns,
-    load_piece,
-    load_slots,
-    put_topk,
-    record_words,
-    widest_word,
-)
+from .put import VECTOR_BYTES, Shape, put_topk, record_words, widest_word
 
 _FAILED, _HELD, _ROOMS = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(TABLE_ROOMS)
 _NUM_IN, _IN_START = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_START)
-_NUM_OUT, _OUT_START = tl.constexpr(PLAN_NUM_OUT), tl.constexpr(PLAN_OUT_START)
 _BACK_START, _PLAN_WORDS = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
 _WARP = 32
 
@@ -58,325 +45,6 @@ _WARP = 32
 def relay_record_words(ranks_per_node: int, num_topk: int) -> int:
     """Words of 4 bytes of a relay record."""
     return align(1 + ranks_per_node + 2 * num_topk, 4)
-
-
-# Out -----------------------------------------------------------------------------------------------------------------
-
-
-def pack(
-    places: Places,
-    shape: Shape,
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    node_slots: torch.Tensor,
-    send_head: torch.Tensor | None,
-    topk_idx: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    plan: torch.Tensor,
-    outbox: torch.Tensor,
-    offsets: Sequence[int],
-    node: int,
-    ranks_per_node: int,
-    num_experts: int,
-    chunk: int,
-    num_chunks: int,
-) -> None:
-    """Lay the tokens of a chunk into the outbox, for every other node: one read, one write for each node.
-
-    Args:
-        places: For whether the buffer has failed.
-        shape: How to launch.
-        x: [T, H] contiguous.
-        scales: [T, S] of elements of at most 8 bytes, any strides, or None.
-        node_slots: [T, N] int32, the token's place among those that go to the node, ascending; -1 if it does not.
-        send_head: [T, R] int32, its slot at every rank; None: the receivers have a handle, and no records travel.
-        topk_idx: [T, K] int32 or int64, or None.
-        topk_weights: [T, K] float32 or None.
-        plan: [N, PLAN_WORDS] int64.
-        outbox: Bytes, uint8; written.
-        offsets: Where its sections begin, multiples of 16; those that do not travel are not looked at.
-        node: This rank's node.
-        ranks_per_node: P.
-        num_experts: Of all ranks.
-        chunk: Which part of each node's block.
-        num_chunks: Of how many.
-    """
-    num_tokens, num_nodes = node_slots.shape
-    if num_tokens == 0 or num_nodes == 1:
-        return
-    has_records = send_head is not None
-    num_topk = topk_idx.size(1) if topk_idx is not None and has_records else 0
-    row_bytes, begin = x.size(1) * x.element_size(), outbox.data_ptr()
-    word, is_aligned = widest_word(row_bytes, x.data_ptr(), begin)
-    vector = VECTOR_BYTES if is_aligned else word.itemsize
-    row_words = row_bytes // word.itemsize
-    block = min(shape.words * 4 // word.itemsize, next_power_of_2(row_words))
-    scale_word = scales.dtype.itemsize if scales is not None else 4
-    lanes = next_power_of_2(num_nodes)
-    launch(
-        _pack_kernel,
-        min(shape.num_blocks, num_tokens * -(-row_words // block)),
-        (
-            x.view(-1).view(word),
-            row_bytes // vector,
-            scales.view(integer_of(scale_word)) if scales is not None else node_slots,
-            *(scales.stride() if scales is not None else (0, 0)),
-            scales.size(1) if scales is not None else 0,
-            node_slots,
-            send_head if send_head is not None else node_slots,
-            topk_idx if topk_idx is not None else node_slots,
-            topk_weights if topk_weights is not None else node_slots,
-            plan,
-            places.state,
-            *(begin + offset for offset in (*offsets, 0, 0)[:3]),
-            num_tokens,
-            num_topk,
-            num_experts,
-            num_nodes,
-            ranks_per_node,
-            node,
-            relay_record_words(ranks_per_node, num_topk),
-            chunk,
-            num_chunks,
-        ),
-        (topk_idx.dtype,) if topk_idx is not None else (),
-        num_warps=max(1, min(shape.num_warps, block // _WARP)),
-        num_registers=shape.num_registers,
-        WORD_BYTES=word.itemsize,
-        VECTOR=vector,
-        SCALE_BYTES=scale_word,
-        BLOCK=block,
-        HAS_SCALES=scales is not None,
-        SCALES=next_power_of_2(scales.size(1)) if scales is not None else 1,
-        HAS_RECORDS=has_records,
-        HAS_TOPK=num_topk > 0,
-        TOPK=next_power_of_2(num_topk),
-        PEERS=next_power_of_2(ranks_per_node),
-        LANES=lanes,
-        SIGHT=max(_WARP, lanes),
-    )
-
-
-def pack_torch(
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    node_slots: torch.Tensor,
-    send_head: torch.Tensor | None,
-    topk_idx: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    plan: torch.Tensor,
-    outbox: torch.Tensor,
-    offsets: Sequence[int],
-    node: int,
-    ranks_per_node: int,
-    num_experts: int,
-    chunk: int,
-    num_chunks: int,
-) -> None:
-    """The twin of `pack`."""
-    for other, line in enumerate(plan.tolist()):
-        if other == node:
-            continue
-        begin, end = _chunk_bounds(line[PLAN_NUM_OUT], chunk, num_chunks)
-        place = node_slots[:, other].long()
-        tokens = ((place >= begin) & (place < end)).nonzero()[:, 0]
-        parts = [x[tokens], None if scales is None else scales[tokens].contiguous(), None]
-        if send_head is not None:
-            slots = send_head[tokens, other * ranks_per_node :][:, :ranks_per_node]
-            columns = [tokens.to(torch.int32)[:, None], slots]
-            if topk_idx is not None and topk_weights is not None:
-                ids = topk_idx[tokens]
-                ids = torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(torch.int32)
-                columns += [ids, topk_weights[tokens].view(torch.int32)]
-            parts[2] = torch.cat(columns, 1)
-        for section, part in enumerate(parts):
-            if part is not None:
-                as_bytes = part.view(torch.uint8)
-                width = as_bytes.size(1) if section < 2 else align(as_bytes.size(1), 16)
-                rows = _rows_of(outbox, offsets[section], width)
-                rows[line[PLAN_OUT_START] + place[tokens], : as_bytes.size(1)] = as_bytes
-
-
-def _chunk_bounds(num_rows: int, chunk: int, num_chunks: int) -> tuple[int, int]:
-    return num_rows * chunk // num_chunks, num_rows * (chunk + 1) // num_chunks
-
-
-def _rows_of(memory: torch.Tensor, offset: int, width: int) -> torch.Tensor:
-    """All rows of a width that there is room for behind an offset."""
-    num_rows = (memory.numel() - offset) // width
-    return memory[offset : offset + num_rows * width].view(num_rows, width)
-
-
-@jit
-def _pack_kernel(
-    x,
-    row_vectors: tl.int32,
-    scales,
-    scale_stride_t: tl.int32,
-    scale_stride_s: tl.int32,
-    num_scales: tl.int32,
-    node_slots,
-    send_head,
-    topk_idx,
-    topk_weights,
-    plan,
-    state,
-    rows_at: tl.int64,
-    scales_at: tl.int64,
-    records_at: tl.int64,
-    num_tokens: tl.int32,
-    num_topk: tl.int32,
-    num_experts: tl.int32,
-    num_nodes: tl.int32,
-    ranks_per_node: tl.int32,
-    node: tl.int32,
-    num_record_words: tl.int32,
-    chunk: tl.int32,
-    num_chunks: tl.int32,
-    WORD_BYTES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    SCALES: tl.constexpr,
-    HAS_RECORDS: tl.constexpr,
-    HAS_TOPK: tl.constexpr,
-    TOPK: tl.constexpr,
-    PEERS: tl.constexpr,
-    LANES: tl.constexpr,
-    SIGHT: tl.constexpr,
-):
-    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece carries the small parts.
-
-    Example: two nodes, this is node 0, `node_slots` `[[0, 0], [1, -1], [-1, 1]]`; the plan's line of node 1 has 2
-    tokens from row 2 of the outbox on. Tokens 0 and 2 go to rows 2 and 3; of two chunks, each has one of them.
-    """
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
-        lanes = tl.arange(0, LANES)
-        low, high = _out_bounds(plan, lanes, num_nodes, node, chunk, num_chunks)
-        starts = tl.load(plan + lanes * _PLAN_WORDS + _OUT_START, mask=lanes < num_nodes, other=0)
-        cells = tl.arange(0, SIGHT)
-        seek_low, seek_high = _out_bounds(plan, cells % LANES, num_nodes, node, chunk, num_chunks)
-        row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
-        num_pieces = tl.cdiv(row_words, BLOCK)
-        num_items = num_tokens * num_pieces
-        # The next item is on its way while this one is written, and which one comes behind it is looked up meanwhile.
-        item = _seek(node_slots, tl.program_id(0), num_items, num_pieces, num_nodes, seek_low, seek_high, LANES)
-        following = item + tl.num_programs(0)
-        following = _seek(node_slots, following, num_items, num_pieces, num_nodes, seek_low, seek_high, LANES)
-        row = load_piece(x, row_words, item, num_pieces, num_items, VECTOR, BLOCK)
-        slot, scale, heads, ids, weights = _load_parts(
-            node_slots, scales, scale_stride_t, scale_stride_s, num_scales, send_head, topk_idx, topk_weights,
-            item // num_pieces, num_tokens, num_topk, num_nodes, ranks_per_node, lanes,
-            HAS_SCALES, SCALES, HAS_RECORDS, HAS_TOPK, TOPK, PEERS,
-        )  # fmt: skip
-        while item < num_items:
-            next_row = load_piece(x, row_words, following, num_pieces, num_items, VECTOR, BLOCK)
-            next_slot, next_scale, next_heads, next_ids, next_weights = _load_parts(
-                node_slots, scales, scale_stride_t, scale_stride_s, num_scales, send_head, topk_idx, topk_weights,
-                following // num_pieces, num_tokens, num_topk, num_nodes, ranks_per_node, lanes,
-                HAS_SCALES, SCALES, HAS_RECORDS, HAS_TOPK, TOPK, PEERS,
-            )  # fmt: skip
-            piece = item % num_pieces
-            words = piece * BLOCK + tl.arange(0, BLOCK)
-            goes = (slot >= low) & (slot < high)
-            places = starts + slot
-            targets = tl.where(goes, rows_at + places * row_words * WORD_BYTES, 0)
-            for turn in range(num_nodes - 1):
-                other = (node + 1 + turn) % num_nodes
-                target = tl.sum(tl.where(lanes == other, targets, 0))
-                if target != 0:
-                    pointer = tl.multiple_of(target.to(x.dtype), VECTOR)
-                    tl.store(pointer + words, row, mask=words < row_words)
-            if HAS_SCALES or HAS_RECORDS:
-                if piece == 0:
-                    if HAS_SCALES:
-                        columns = tl.arange(0, SCALES)
-                        begin = (scales_at + places * num_scales * SCALE_BYTES).to(scales.dtype)
-                        is_cell = goes[:, None] & (columns < num_scales)[None, :]
-                        tl.store(begin[:, None] + columns[None, :], scale[None, :], mask=is_cell)
-                    if HAS_RECORDS:
-                        record = (records_at + places * num_record_words * 4).to(tl.pointer_type(tl.int32))
-                        _pack_record(
-                            record, item // num_pieces, heads, ids, weights, goes, num_topk, num_experts,
-                            ranks_per_node, HAS_TOPK, TOPK, PEERS,
-                        )  # fmt: skip
-            later = following + tl.num_programs(0)
-            later = _seek(node_slots, later, num_items, num_pieces, num_nodes, seek_low, seek_high, LANES)
-            item, following = following, later
-            row, slot, scale, heads, ids, weights = next_row, next_slot, next_scale, next_heads, next_ids, next_weights
-
-
-@triton.jit
-def _out_bounds(plan, nodes, num_nodes, node, chunk, num_chunks):
-    """Which of the tokens for each of these nodes are in a chunk; none for the own node."""
-    mask = (nodes < num_nodes) & (nodes != node)
-    count = tl.load(plan + nodes * _PLAN_WORDS + _NUM_OUT, mask=mask, other=0)
-    return count * chunk // num_chunks, count * (chunk + 1) // num_chunks
-
-
-@triton.jit
-def _seek(node_slots, item, num_items, num_pieces, num_nodes, low, high, LANES: tl.constexpr):
-    """The first of this block's items, from `item` on, whose token goes anywhere in this chunk; `num_items`: none.
-
-    Most tokens are in other chunks. As many are looked at together as a warp has threads for, each with all nodes.
-    """
-    cells = tl.arange(0, low.shape[0])
-    found = num_items
-    while (item < num_items) & (found == num_items):
-        items = item + cells // LANES * tl.num_programs(0)
-        place = (items // num_pieces).to(tl.int64) * num_nodes + cells % LANES
-        slot = tl.load(node_slots + place, mask=(items < num_items) & (low < high), other=-1)
-        found = tl.min(tl.where((slot >= low) & (slot < high), items, num_items))
-        item += low.shape[0] // LANES * tl.num_programs(0)
-    return found
-
-
-@triton.jit
-def _load_parts(
-    node_slots, scales, scale_stride_t, scale_stride_s, num_scales, send_head, topk_idx, topk_weights,
-    token, num_tokens, num_topk, num_nodes, ranks_per_node, lanes,
-    HAS_SCALES: tl.constexpr, SCALES: tl.constexpr, HAS_RECORDS: tl.constexpr, HAS_TOPK: tl.constexpr,
-    TOPK: tl.constexpr, PEERS: tl.constexpr,
-):  # fmt: skip
-    """All of a token but its row; zeros for what does not travel, and nothing where there is no such token."""
-    slot = load_slots(node_slots, token, num_tokens, num_nodes, lanes)
-    scale, ids, weights = tl.zeros([SCALES], tl.int32), tl.zeros([TOPK], tl.int32), tl.zeros([TOPK], tl.float32)
-    heads = tl.zeros([lanes.shape[0], PEERS], tl.int32)
-    if HAS_SCALES:
-        scale = load_columns(scales, token, num_tokens, scale_stride_t, scale_stride_s, num_scales, SCALES)
-    if HAS_RECORDS:
-        peers = tl.arange(0, PEERS)
-        num_ranks = num_nodes * ranks_per_node
-        is_rank = (lanes < tl.where(token < num_tokens, num_nodes, 0))[:, None] & (peers < ranks_per_node)[None, :]
-        ranks = lanes[:, None] * ranks_per_node + peers[None, :]
-        heads = tl.load(send_head + tl.cast(token, tl.int64) * num_ranks + ranks, mask=is_rank, other=-1)
-    if HAS_TOPK:
-        ids = load_columns(topk_idx, token, num_tokens, num_topk, 1, num_topk, TOPK)
-        weights = load_columns(topk_weights, token, num_tokens, num_topk, 1, num_topk, TOPK)
-    return slot, scale, heads, ids, weights
-
-
-@triton.jit
-def _pack_record(
-    record, token, heads, ids, weights, goes, num_topk, num_experts, ranks_per_node,
-    HAS_TOPK: tl.constexpr, TOPK: tl.constexpr, PEERS: tl.constexpr,
-):  # fmt: skip
-    """Write a token's record for every node that it goes to: they differ in the slots."""
-    peers = tl.arange(0, PEERS)
-    tl.store(record, token, mask=goes)
-    is_peer = goes[:, None] & (peers < ranks_per_node)[None, :]
-    tl.store(record[:, None] + 1 + peers[None, :], heads, mask=is_peer)
-    if HAS_TOPK:
-        columns = tl.arange(0, TOPK)
-        ids = tl.where((ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)  # before any bits are cut off
-        cells = record[:, None] + 1 + ranks_per_node + columns[None, :]
-        is_cell = goes[:, None] & (columns < num_topk)[None, :]
-        tl.store(cells, ids[None, :], mask=is_cell)
-        tl.store(cells + num_topk, weights.to(tl.int32, bitcast=True)[None, :], mask=is_cell)
-
-
-# In ------------------------------------------------------------------------------------------------------------------
 
 
 def forward(
@@ -473,6 +141,16 @@ def forward(
         NODES=next_power_of_2(plan.size(0)),
         LANES=next_power_of_2(ranks_per_node),
     )
+
+
+def _chunk_bounds(num_rows: int, chunk: int, num_chunks: int) -> tuple[int, int]:
+    return num_rows * chunk // num_chunks, num_rows * (chunk + 1) // num_chunks
+
+
+def _rows_of(memory: torch.Tensor, offset: int, width: int) -> torch.Tensor:
+    """All rows of a width that there is room for behind an offset."""
+    num_rows = (memory.numel() - offset) // width
+    return memory[offset : offset + num_rows * width].view(num_rows, width)
 
 
 def _kernel_type(word: torch.dtype) -> tl.dtype:

@@ -3,8 +3,9 @@
 Inside a node everything is as in `streamed.py`. A token that goes to another node crosses once, to the rank of this
 rank's rail there, which relays it to the ranks of its node; on the way back it sums what they have. A call is
 
-    dispatch   positions, meet (all ranks of all nodes), put (this node's ranks)
-               for each chunk: pack, ring                     | the courier carries
+    dispatch   positions, meet (all ranks of all nodes)
+               steer, put (this node's ranks, and the outbox for others)
+               for each chunk: ring                           | the courier carries
                for each chunk: wait for it to land, forward
                finish (this node), unpack
     combine    copy in unless the rows lie in the window, meet
@@ -25,7 +26,7 @@ import torch
 from ...errors import EPTransportError
 from ...event import EventHandle
 from ...handle import RailHandle
-from ...kernels import exchange, put, rail, relay, relay_sums, staging
+from ...kernels import exchange, put, rail, relay, relay_sums, staging, steer
 from ...kernels.exchange import Post
 from ...kernels.rail import FarRows
 from ...stream import LaunchStream
@@ -138,12 +139,12 @@ class RelayedEngine(StreamedEngine):
                 sections = self._sections(frame, payload, routing, num_rows)
             if not told.fits:
                 passed_on = self._router.empty_passed_on(frame, routing.is_token_in_rank, num_passed_on)
-                routes = replace(routes, passed_on=passed_on)
+                routes = routes.with_passed_on(passed_on)
                 self._reach(operation, "offer")
                 post = self._far_post(operation, OFFERED, payload, routing, sections, routes)
                 self.signals.meet(post, nodes=routes.nodes, is_new=False)
                 self._relay(operation, payload, routing, routes, sections, num_sms)
-            routes = replace(routes, passed_on=routes.passed_on[: num_passed_on + 1])
+            routes = routes.with_passed_on(routes.course.passed_on[:num_passed_on])
             received = self._receive(frame, routing, routes, sections, num_rows, num_channels, num_sms)
         return self._dispatched(routing, received, frame), told.expert_counts, self.stream.leave(order.is_async)
 
@@ -163,7 +164,7 @@ class RelayedEngine(StreamedEngine):
             self._hold_inputs(frame, payload, routing)
             sections = self._sections(frame, payload, routing, num_rows)
             routes, num_tokens = self._router.of_routing(frame, routing, num_channels, num_rows)
-            routes.passed_on.fill_(-1)  # how many rows there are, the host never knows
+            routes.course.passed_on.fill_(-1)  # how many rows there are, the host never knows
             assert routes.prefix is not None
             self._reach(operation, "meet")
             post = self._far_post(operation, OFFERED, payload, routing, sections, routes)
@@ -203,7 +204,7 @@ class RelayedEngine(StreamedEngine):
     ) -> Post:
         """What a rank says in a dispatch."""
         capacity = self.far.capacity(self._widths(payload, routing))
-        bound = max(routes.passed_on.size(0) - 1, payload.x.size(0) * self._topology.num_nodes)
+        bound = max(routes.course.passed_on.size(0), payload.x.size(0) * self._topology.num_nodes)
         return self._post(operation, step, payload, routing, sections)._replace(far_rows=min(capacity, bound))
 
     def _widths(self, payload: Payload, routing: Routing | None) -> list[int]:
@@ -232,42 +233,29 @@ class RelayedEngine(StreamedEngine):
         index, num_near, courier = OPERATIONS.index(operation), self._topology.ranks_per_node, self.far.courier
         topk_idx = routing.topk_idx if routing is not None else None
         topk_weights = routing.topk_weights if routing is not None else None
-        num_experts = routing.num_experts if routing is not None else 0
-        num_local = num_experts // self._topology.num_ranks
-        sent, shape = (payload.x, payload.scales), self.shapes.for_put(num_sms)
-        widths = self._widths(payload, routing)
-        rows, outbox = self.far.rows(widths), self.far.memory
-        landing = outbox[rows.landing :]
-        where = (self._topology.node, num_near)
+        num_local = routing.num_experts // self._topology.num_ranks if routing is not None else 0
+        sent, shape, plan = (payload.x, payload.scales), self.shapes.for_put(num_sms), self._router.plan
+        widths, outbox, course = self._widths(payload, routing), self.far.memory, routes.course
+        rows = self.far.rows(widths)
         courier.await_left(index, OFFERED)
         self._reach(operation, "put")
-        slots = (routes.near_slots, routes.send_head)
-        if routes.send_head is None:  # slots are known: one pass writes the rows for this node and for the others
-            rail.aim(self._places, rows, self._router.plan, self._aimed.table, outbox.data_ptr())
-            put.put(self._aimed, shape, *sent, *slots, None, None, 0)
-        else:
-            put.put(self._places, shape, *sent, *slots, topk_idx, topk_weights, num_local)
-            self._router.keep_own(routes)
+        where = (plan, self._aimed.table, outbox.data_ptr(), rows.offsets)
+        steer.steer(self._places, shape.num_blocks, course, topk_idx, topk_weights, num_local, *where)
+        put.put(self._aimed, shape, *sent, course.slots, None, None, None, 0)
         for chunk in range(courier.num_chunks):
-            self._reach(operation, "pack")
-            if routes.send_head is not None:
-                relay.pack(
-                    self._places, shape, *sent, routes.node_slots, routes.send_head, topk_idx, topk_weights,
-                    self._router.plan, outbox, rows.offsets, *where, num_experts, chunk, courier.num_chunks,
-                )  # fmt: skip
             self._ring(rows, chunk, shape.num_blocks)
         for chunk in range(courier.num_chunks):
             self._reach(operation, "forward")
             rail.await_landed(self._places, self.far.places, index, READY, chunk)
             relay.forward(
-                self._places, shape, self._router.plan, landing, rows.offsets, widths[0], widths[1],
-                routes.passed_on[:-1], self._places.table, self._router.near.start, num_near, self._topology.node,
+                self._places, shape, plan, outbox[rows.landing :], rows.offsets, widths[0], widths[1],
+                course.passed_on, self._places.table, self._router.near.start, num_near, self._topology.node,
                 routing is not None, routing.num_topk if routing is not None else 0, num_local, chunk,
                 courier.num_chunks, courier.sources,
             )  # fmt: skip
         self._reach(operation, "finish")
-        outgoing = staging.Outgoing(*sent, routes.near_slots, topk_idx, topk_weights, num_local, routing is not None)
-        prefix = routes.prefix if routes.prefix is not None else routes.near_slots
+        outgoing = staging.Outgoing(*sent, course.slots, topk_idx, topk_weights, num_local, routing is not None)
+        prefix = routes.prefix if routes.prefix is not None else course.slots
         staging.finish_dispatch(self._places, READY, index, outgoing, prefix, sections.parts)
 
     def _ring(self, rows: FarRows, chunk: int, num_blocks: int, is_back: bool = False) -> None:

@@ -5,13 +5,14 @@ Letters: R ranks are N nodes of P; T tokens, n rows received, F rows that this r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...handle import RailHandle
 from ...kernels import counts, exchange
 from ...kernels.exchange import Nodes
+from ...kernels.steer import Course
 from ...topology import Topology
 from ..parcel import Routing
 from ..room import Frame, Room
@@ -22,20 +23,18 @@ class Routes:
     """Who sends what, as a dispatch finds it or a handle has it.
 
     Attributes:
-        node_slots: [T, N] int32, the place of each token among those that go to a node; -1: it does not.
-        near_slots: [T, R] int32: what `put` takes for slots; with a handle, also the places of tokens for other nodes.
-        send_head: [T, R] int32, the row of each token at each rank, written by `put`; None: there is a handle.
-        passed_on: [F + 1, P] int32, the row of each relayed token at the ranks of this node; the last one is nobody's.
+        course: Which way this rank's tokens go.
         prefix: [R, R] int32, rows by source and destination, written by the meeting; None: there is a handle.
         nodes: What ranks of different nodes tell each other.
     """
 
-    node_slots: torch.Tensor
-    near_slots: torch.Tensor
-    send_head: torch.Tensor | None
-    passed_on: torch.Tensor
+    course: Course
     prefix: torch.Tensor | None
     nodes: Nodes
+
+    def with_passed_on(self, passed_on: torch.Tensor) -> Routes:
+        """The same with other memory for the rows that are passed on."""
+        return replace(self, course=self.course._replace(passed_on=passed_on))
 
 
 class Router:
@@ -59,8 +58,6 @@ class Router:
         self.near = slice(first, first + num_near)
         self.plan = torch.zeros(num_nodes, exchange.PLAN_WORDS, dtype=torch.int64, device=device)
         self._prefix = torch.zeros(num_nodes, dtype=torch.int32, device=device)  # of calls that need none
-        self._others = torch.tensor([node for node in range(num_nodes) if node != topology.node], device=device)
-        self._rail = self._others * num_near + topology.local_rank
 
     def of_routing(
         self, frame: Frame, routing: Routing, num_channels: int, num_passed_on: int
@@ -77,39 +74,23 @@ class Router:
             empty = counts.empty_positions(in_node)
             mark = mask.new_empty(num_nodes * num_channels, dtype=torch.int32)
             node_prefix = mask.new_empty(num_nodes, dtype=torch.int32)
-            send_head = torch.empty_like(numbers)
             prefix = numbers.new_empty(numbers.size(1), numbers.size(1))
         node_slots, node_tokens = counts.positions(in_node, empty)
         passed_on = self.empty_passed_on(frame, mask, num_passed_on)
-        nodes = Nodes(node_tokens, self.plan, node_prefix, mark)
-        return Routes(node_slots, numbers, send_head, passed_on, prefix, nodes), num_tokens
+        course = Course(node_slots, numbers, passed_on, torch.empty_like(numbers))
+        return Routes(course, prefix, Nodes(node_tokens, self.plan, node_prefix, mark)), num_tokens
 
     def empty_passed_on(self, frame: Frame, is_token_in_rank: torch.Tensor, num_passed_on: int) -> torch.Tensor:
         """Room for the slots of so many relayed rows, and of as many as this rank may send: one bound serves both."""
         num_rows = max(num_passed_on, is_token_in_rank.size(0) * self._topology.num_nodes)
         with self._room.outputs(frame):
-            return is_token_in_rank.new_empty(num_rows + 1, self._topology.ranks_per_node, dtype=torch.int32)
-
-    def keep_own(self, routes: Routes) -> None:
-        """Keep the slots of this rank's tokens in its own node beside those of the tokens that it relays."""
-        assert routes.send_head is not None
-        own, nobodys = routes.node_slots[:, self._topology.node], routes.passed_on.size(0) - 1
-        start = self.plan[self._topology.node, exchange.PLAN_IN_START]
-        # A held call has no slots yet: what is written then may be anywhere, and is written again.
-        rows = torch.where(own >= 0, own + start, nobodys).clamp_(0, nobodys).long()
-        routes.passed_on.index_copy_(0, rows, routes.send_head[:, self.near])
+            return is_token_in_rank.new_empty(num_rows, self._topology.ranks_per_node, dtype=torch.int32)
 
     def of_handle(self, handle: RailHandle) -> Routes:
         """The routes that a handle has."""
         node_slots, passed_on = handle.send_rdma_head.contiguous(), handle.send_nvl_head.contiguous()
-        own, node = node_slots[:, self._topology.node], self._topology.node
-        slots = own.new_full((handle.num_tokens, self._topology.num_ranks), -1)
-        if passed_on.size(0):
-            first = handle.recv_rdma_rank_prefix_sum[node - 1] if node else 0
-            rows = passed_on[(own + first).clamp(0, passed_on.size(0) - 1)]
-            slots[:, self.near] = rows.masked_fill(own.view(-1, 1) < 0, -1)
-        slots[:, self._rail] = node_slots[:, self._others]
-        return Routes(node_slots, slots, None, torch.cat([passed_on, passed_on[:1]]), None, self.nodes_of(handle))
+        slots = node_slots.new_empty(handle.num_tokens, self._topology.num_ranks)
+        return Routes(Course(node_slots, None, passed_on, slots), None, self.nodes_of(handle))
 
     def nodes_of(self, handle: RailHandle) -> Nodes:
         """What a rank says of nodes that follows a handle."""
@@ -129,8 +110,8 @@ class Router:
             recv_gbl_channel_prefix_matrix=nothing,
             recv_gbl_rank_prefix_sum=mask.new_empty(num_ranks, dtype=torch.int32),
             recv_src_meta=mask.new_empty(num_rows, 8, dtype=torch.uint8),
-            send_rdma_head=routes.node_slots,
-            send_nvl_head=routes.passed_on[:-1],
+            send_rdma_head=routes.course.node_slots,
+            send_nvl_head=routes.course.passed_on,
         )
 
     def fill_handle(self, handle: RailHandle, rank: int, prefix: torch.Tensor, source_idx: torch.Tensor) -> None:

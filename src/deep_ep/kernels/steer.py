@@ -1,0 +1,304 @@
+"""Steering a dispatch across nodes: where `put` writes each token's rows, and the records that go with them.
+
+Shape letters: T tokens, K selections of a token, N nodes of P ranks, R = N P ranks, F rows that this rank passes on.
+
+`put` writes rows to ranks, by a table of their sections and by slots [T, R]. A token crosses to another node once, by
+way of the rank of this rail there: so in a copy of the table that rank's sections are those of this rank's outbox, and
+its slots are the token's places among those for the node. One pass then writes the rows for this node and for all
+others. Records differ from rank to rank, and are small: they are written here.
+
+The kernel neither waits nor signals, and does nothing once the buffer has failed, or while a call is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ._triton import jit, launch, next_power_of_2, tl, triton
+from .exchange import (
+    PLAN_IN_START,
+    PLAN_NUM_OUT,
+    PLAN_OUT_START,
+    PLAN_WORDS,
+    STATE_FAILED,
+    STATE_HELD,
+    TABLE_ROOMS,
+    TABLE_STARTS,
+    Places,
+)
+from .put import record_words
+from .relay import relay_record_words
+
+_FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
+_ROOMS, _STARTS, _RECORDS = tl.constexpr(TABLE_ROOMS), tl.constexpr(TABLE_STARTS), tl.constexpr(2)
+_IN_START, _NUM_OUT = tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_NUM_OUT)
+_OUT_START, _PLAN_WORDS = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_WORDS)
+
+_TILE_ELEMENTS = 2048  # of [tokens, ranks] that a program holds
+_MOST_TOKENS = 128  # of a tile: enough tiles for all blocks from a few thousand tokens
+
+
+class Course(NamedTuple):
+    """Which way the tokens of a dispatch go.
+
+    Attributes:
+        node_slots: [T, N] int32, the place of each token among those that go to a node; -1: it does not.
+        numbers: [T, R] int32, likewise of ranks; None: there is a handle.
+        passed_on: [F, P] int32, the row of each token that this rank passes on, its own included, at the ranks of its
+            node. With a handle they are read, else those of its own tokens are written.
+        slots: [T, R] int32, written: what `put` takes, with the table that is made for it.
+    """
+
+    node_slots: torch.Tensor
+    numbers: torch.Tensor | None
+    passed_on: torch.Tensor
+    slots: torch.Tensor
+
+
+def steer(
+    places: Places,
+    num_blocks: int,
+    course: Course,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    num_local_experts: int,
+    plan: torch.Tensor,
+    table: torch.Tensor,
+    outbox: int,
+    offsets: Sequence[int],
+) -> None:
+    """Find the slots by which `put` writes the rows, make its table, and write the records unless there is a handle.
+
+    Args:
+        places: Holds the table of the call.
+        num_blocks: Most blocks.
+        course: Which way the tokens go.
+        topk_idx: [T, K] int32 or int64, or None.
+        topk_weights: [T, K] float32 or None.
+        num_local_experts: L.
+        plan: [N, PLAN_WORDS] int64.
+        table: [TABLE_ROWS, R] int64, written.
+        outbox: Its address.
+        offsets: Where its sections begin.
+    """
+    num_tokens, num_nodes = course.node_slots.shape
+    if num_tokens == 0:
+        return
+    has_records = course.numbers is not None
+    num_topk = topk_idx.size(1) if topk_idx is not None and has_records else 0
+    lanes, num_near = next_power_of_2(places.num_ranks), places.num_ranks // num_nodes
+    tile = max(1, min(_MOST_TOKENS, _TILE_ELEMENTS // lanes))
+    launch(
+        _steer_kernel,
+        max(1, min(num_blocks, -(-num_tokens // tile))),
+        (
+            course.node_slots,
+            course.numbers if course.numbers is not None else course.slots,
+            course.passed_on,
+            course.slots,
+            topk_idx if topk_idx is not None else course.slots,
+            topk_weights if topk_weights is not None else course.slots,
+            places.table,
+            plan,
+            table,
+            places.state,
+            outbox,
+            *offsets,
+            num_tokens,
+            course.passed_on.size(0),
+            num_topk,
+            num_local_experts,
+            places.num_ranks,
+            places.rank,
+            num_near,
+            num_nodes,
+            record_words(num_topk),
+            relay_record_words(num_near, num_topk),
+        ),
+        (topk_idx.dtype,) if topk_idx is not None else (),
+        num_warps=8,
+        HAS_RECORDS=has_records,
+        TILE=tile,
+        LANES=lanes,
+    )
+
+
+def steer_torch(
+    course: Course,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    num_local_experts: int,
+    plan: torch.Tensor,
+    starts: Sequence[int],
+    node: int,
+    local_rank: int,
+    near_records: Sequence[torch.Tensor],
+    far_records: torch.Tensor,
+) -> None:
+    """The twin of `steer`, but for the table.
+
+    Args:
+        course: Which way the tokens go.
+        topk_idx: [T, K] or None.
+        topk_weights: [T, K] float32 or None.
+        num_local_experts: L.
+        plan: [N, PLAN_WORDS] int64.
+        starts: This rank's first row at every rank.
+        node: Of this rank.
+        local_rank: Of this rank.
+        near_records: By rank of the node, [rows offered, words] int32, written.
+        far_records: [rows of the outbox, words] int32, written.
+    """
+    (num_tokens, num_nodes), num_near = course.node_slots.shape, course.passed_on.size(1)
+    lines, slots = plan.tolist(), course.slots.fill_(-1)
+    for token, other in ((token, other) for token in range(num_tokens) for other in range(num_nodes)):
+        place, ranks = int(course.node_slots[token, other]), range(other * num_near, (other + 1) * num_near)
+        if place < 0:
+            continue
+        own = lines[node][PLAN_IN_START] + place if other == node else -1
+        if course.numbers is None:
+            rows = course.passed_on[own].tolist() if 0 <= own < course.passed_on.size(0) else [-1] * num_near
+        else:
+            rows = [int(course.numbers[token, rank]) for rank in ranks]
+        if other == node:
+            slots[token, ranks.start : ranks.stop] = torch.tensor(rows)
+        else:
+            slots[token, other * num_near + local_rank] = place
+        if course.numbers is None:
+            continue
+        rows = [row + starts[rank] if row >= 0 else -1 for row, rank in zip(rows, ranks, strict=True)]
+        ids = [int(one) for one in topk_idx[token]] if topk_idx is not None else []
+        ids = [one if 0 <= one < num_local_experts * num_nodes * num_near else -1 for one in ids]
+        weights = topk_weights[token].view(torch.int32).tolist() if topk_weights is not None else []
+        if other != node:
+            record = [token, *rows, *ids, *weights]
+            far_records[lines[other][PLAN_OUT_START] + place, : len(record)] = torch.tensor(record)
+            continue
+        if own < course.passed_on.size(0):
+            course.passed_on[own] = torch.tensor(rows)
+        for rank, row, records in zip(ranks, rows, near_records, strict=True):
+            if 0 <= row < records.size(0):
+                local = [one - rank * num_local_experts for one in ids]
+                kept = [0 <= one < num_local_experts for one in local]
+                local = [one if is_kept else -1 for one, is_kept in zip(local, kept, strict=True)]
+                bits = [one if is_kept else 0 for one, is_kept in zip(weights, kept, strict=True)]
+                records[row, : 1 + 2 * len(ids)] = torch.tensor([token, *local, *bits])
+
+
+@jit
+def _steer_kernel(
+    node_slots,
+    numbers,
+    passed_on,
+    slots,
+    topk_idx,
+    topk_weights,
+    table,
+    plan,
+    aimed,
+    state,
+    outbox: tl.int64,
+    offset_0: tl.int64,
+    offset_1: tl.int64,
+    offset_2: tl.int64,
+    num_tokens: tl.int32,
+    num_passed_on: tl.int32,
+    num_topk: tl.int32,
+    num_local: tl.int32,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    num_near: tl.int32,
+    num_nodes: tl.int32,
+    num_record_words: tl.int32,
+    num_relay_words: tl.int32,
+    HAS_RECORDS: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Tile by tile of tokens, one lane for each rank; the first block makes the table.
+
+    Example: two nodes of two ranks, this is rank 1; token 5 is the 4th for rank 0, where this rank's rows begin at row
+    10, and the 3rd for node 1. Its slots are `[3, -1, -1, 2]`; its record in row 13 of rank 0 says that it is token 5.
+    """
+    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+        ranks = tl.arange(0, LANES)
+        is_rank = ranks < num_ranks
+        node = rank // num_near
+        nodes = ranks // num_near
+        peers = ranks % num_near
+        is_near = is_rank & (nodes == node)
+        is_far = is_rank & (nodes != node)
+        is_rail = is_far & (peers == rank % num_near)
+        line = plan + nodes * _PLAN_WORDS
+        out_starts = tl.load(line + _OUT_START, mask=is_far, other=0)
+        starts = tl.load(table + _STARTS * num_ranks + ranks, mask=is_rank, other=0)
+        rooms = tl.load(table + _ROOMS * num_ranks + ranks, mask=is_rank, other=0)
+        if tl.program_id(0) == 0:
+            counts = tl.load(line + _NUM_OUT, mask=is_rail, other=0)
+            for section in tl.static_range(3):
+                offset = offset_0 if section == 0 else (offset_1 if section == 1 else offset_2)
+                base = tl.load(table + section * num_ranks + ranks, mask=is_rank, other=0)
+                tl.store(aimed + section * num_ranks + ranks, tl.where(is_rail, outbox + offset, base), mask=is_rank)
+            tl.store(aimed + _ROOMS * num_ranks + ranks, tl.where(is_rail, out_starts + counts, rooms), mask=is_rank)
+            tl.store(aimed + _STARTS * num_ranks + ranks, tl.where(is_rail, out_starts, starts), mask=is_rank)
+        in_start = tl.load(plan + node * _PLAN_WORDS + _IN_START)
+        record_bases = tl.load(table + _RECORDS * num_ranks + ranks, mask=is_near, other=0)
+        for first in range(tl.program_id(0) * TILE, num_tokens, tl.num_programs(0) * TILE):
+            tokens = first + tl.arange(0, TILE)
+            is_token = (tokens < num_tokens)[:, None]
+            cells = tokens.to(tl.int64)[:, None] * num_ranks + ranks[None, :]
+            places = tokens.to(tl.int64)[:, None] * num_nodes + nodes[None, :]
+            place = tl.load(node_slots + places, mask=is_token & is_rank[None, :], other=-1)
+            own = place + in_start  # of a near rank: the token among those that this rank passes on
+            is_own = is_near[None, :] & (place >= 0) & (own < num_passed_on)
+            own_cells = passed_on + own * num_near + peers[None, :]
+            if HAS_RECORDS:
+                number = tl.load(numbers + cells, mask=is_token & is_rank[None, :], other=-1)
+                row = tl.where(number >= 0, number + starts[None, :], -1)
+                tl.store(own_cells, row.to(tl.int32), mask=is_own)
+                near_slot = number
+                goes = is_near[None, :] & (row >= 0) & (row < rooms[None, :])
+                near_record = record_bases[None, :] + row * num_record_words * 4
+                far_record = outbox + offset_2 + (out_starts[None, :] + place) * num_relay_words * 4
+                crosses = is_far[None, :] & (place >= 0)
+                _write_records(
+                    near_record, far_record, goes, crosses, tokens, row, peers, ranks, topk_idx, topk_weights,
+                    num_tokens, num_topk, num_local, num_ranks, num_near,
+                )  # fmt: skip
+            else:
+                near_slot = tl.load(own_cells, mask=is_own, other=-1)
+            slot = tl.where(is_near[None, :], near_slot, tl.where(is_rail[None, :], place, -1))
+            tl.store(slots + cells, slot, mask=is_token & is_rank[None, :])
+
+
+@triton.jit
+def _write_records(
+    near_record, far_record, goes, crosses, tokens, row, peers, ranks, topk_idx, topk_weights,
+    num_tokens, num_topk, num_local, num_ranks, num_near,
+):  # fmt: skip
+    """Write the records of a tile: at the ranks of the node that tokens go to, and in the outbox, by node.
+
+    A far rank's lane writes its token's row there; the first one of a node, what all of them share.
+    """
+    near = near_record.to(tl.pointer_type(tl.int32))
+    far = far_record.to(tl.pointer_type(tl.int32))
+    leads = crosses & (peers == 0)[None, :]
+    lines = tokens[:, None] + tl.zeros_like(row).to(tl.int32)
+    tl.store(near, lines, mask=goes)
+    tl.store(far, lines, mask=leads)
+    tl.store(far + 1 + peers[None, :], row.to(tl.int32), mask=crosses)
+    for k in range(num_topk):
+        cells = tokens.to(tl.int64) * num_topk + k
+        ids = tl.load(topk_idx + cells, mask=tokens < num_tokens, other=-1)
+        ids = tl.where((ids >= 0) & (ids < num_local * num_ranks), ids, -1).to(tl.int32)  # before any bits are cut off
+        weights = tl.load(topk_weights + cells, mask=tokens < num_tokens, other=0).to(tl.int32, bitcast=True)
+        local = tl.where(ids[:, None] >= 0, ids[:, None] - ranks[None, :] * num_local, -1)
+        is_local = (local >= 0) & (local < num_local)
+        tl.store(near + 1 + k, tl.where(is_local, local, -1), mask=goes)
+        tl.store(near + 1 + num_topk + k, tl.where(is_local, weights[:, None], 0), mask=goes)
+        shared = far + 1 + num_near + k
+        tl.store(shared, ids[:, None] + tl.zeros_like(local), mask=leads)
+        tl.store(shared + num_topk, weights[:, None] + tl.zeros_like(local), mask=leads)
