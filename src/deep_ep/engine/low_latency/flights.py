@@ -155,8 +155,14 @@ class Flights:
 
     def _overwrites(self, num_sets: int) -> bool:
         """Whether the set of the next call may still be read as that of an earlier one."""
+        if not self._recent:
+            return False
+        last = self._recent[-1]
         # As in any decoding loop: all but the call before has been read, and that lies in the other quarter.
-        if not self._recent or (not self._pending and self._recent[-1].most == 1):
+        is_alternating = last.most == 1
+        # One call like another: those that may not have been read are at most half as many as there are sets.
+        is_steady = last.num_sets == num_sets and self._num_alike >= last.most
+        if not self._pending and (is_alternating or is_steady):
             return False
         last_received = self._oldest - 1
         read = max((one.number - one.most for one in self._recent if one.number <= last_received), default=0)
