@@ -84,7 +84,7 @@ class Layer:
         return out
 
 
-CASES = [(2, 2, 0, 16), (2, 1, 1, 7), (3, 2, 1, 200), (5, 3, 4, 24)]
+CASES = [(2, 2, 0, 16), (2, 1, 1, 7), (3, 2, 1, 200), (5, 3, 4, 24), (2, 9, 1, 24), (9, 2, 3, 24)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -114,6 +114,17 @@ def test_sums_are_those_of_the_twin(
     expected = torch.empty_like(tokens)
     reduce_rows(expected, sums, layer.node_slots, [0] * num_nodes, layer.biases)
     assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_what_is_not_there_changes_no_sum(device: str, dtype: torch.dtype) -> None:
+    """Not even that of a negative zero."""
+    layer = Layer(3, 2, 1, 16, dtype, device)
+    bias = torch.zeros_like(layer.biases[0]).neg_()
+    tokens = torch.empty_like(bias)
+    slots = (torch.full_like(layer.node_slots, -1), layer.passed_on, layer.plan)
+    relay_sums.sum_nodes(layer.near, layer.nodes, SHAPE, 1, tokens, *slots, [bias])
+    assert bool(tokens.signbit().all())
 
 
 def test_a_handle_that_is_short_is_not_read_beyond_its_end(device: str) -> None:

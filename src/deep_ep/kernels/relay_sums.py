@@ -16,7 +16,7 @@ import torch
 from ._triton import jit, launch, next_power_of_2, tl, triton
 from .exchange import PLAN_IN_START, PLAN_WORDS, STATE_FAILED, STATE_HELD, TABLE_ROOMS, Places
 from .primitives import rounded
-from .pull import add_biases, add_rows, add_to
+from .pull import add_biases
 from .put import VECTOR_BYTES, Shape, load_slots, word_of
 from .relay import in_bounds, landed_row
 
@@ -202,7 +202,9 @@ def _sum_for_rail_kernel(
                 columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
                 has_row = (slot >= 0) & (slot < rooms)
                 rows = tl.where(has_row, bases + slot.to(tl.int64) * hidden * ELEMENT_BYTES, 0)
-                add_rows(out, out, out, rows, row * hidden, columns, hidden, num_near, 0, AT_ONCE, VECTOR, WIDE)
+                total = _sum_rows(out, rows, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE)
+                target = tl.multiple_of(out + row * hidden, VECTOR) + columns
+                tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
             row, slot = next_row, next_slot
 
 
@@ -267,18 +269,80 @@ def _sum_nodes_kernel(
             is_there = (far >= 0) & (far < far_rooms)
             sums = tl.where(is_there, far_bases + far.to(tl.int64) * hidden * ELEMENT_BYTES, 0)
             begin = tl.cast(token, tl.int64) * hidden
-            mine = add_to(
-                tl.zeros([BLOCK], WIDE), out, rows, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE
-            )  # fmt: skip
-            mine = rounded(mine, out.dtype.element_ty).to(WIDE)  # as if it had crossed
             total = add_biases(bias_0 + begin, bias_1 + begin, columns, hidden, NUM_BIASES, VECTOR, WIDE)
-            before, behind = tl.where(nodes < node, sums, 0), tl.where(nodes > node, sums, 0)
-            total = add_to(total, out, before, columns, hidden, num_nodes, NODES_AT_ONCE, VECTOR, WIDE)
-            total = tl.where(own >= 0, total + mine, total)
-            total = add_to(total, out, behind, columns, hidden, num_nodes, NODES_AT_ONCE, VECTOR, WIDE)
+            if NODES_AT_ONCE >= NODES:  # all rows, near and far, are on their way at once
+                values = _load_rows(out, sums, 0, columns, hidden, NODES_AT_ONCE, VECTOR)
+                mine = _sum_rows(out, rows, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE)
+                mine = rounded(mine, out.dtype.element_ty).to(WIDE)  # as if it had crossed
+                total = _add_nodes(total, values, mine, own, node, 0, NODES_AT_ONCE, WIDE)
+            else:
+                mine = _sum_rows(out, rows, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE)
+                mine = rounded(mine, out.dtype.element_ty).to(WIDE)
+                for first in range(0, num_nodes, NODES_AT_ONCE):
+                    values = _load_rows(out, sums, first, columns, hidden, NODES_AT_ONCE, VECTOR)
+                    total = _add_nodes(total, values, mine, own, node, first, NODES_AT_ONCE, WIDE)
             target = tl.multiple_of(out + begin, VECTOR) + columns
             tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
             far, own, slot = next_far, next_own, next_slot
+
+
+@triton.jit
+def _sum_rows(
+    like, rows, columns, hidden, count, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """The sum of one piece of some rows, in order.
+
+    Args:
+        like: A pointer of the rows' type.
+        rows: [LANES] addresses; 0: there is none.
+        columns: [BLOCK] of the piece.
+        hidden: Elements of a row.
+        count: Rows.
+        AT_ONCE: Rows that are loaded before the first is added.
+        VECTOR: Bytes that rows are aligned to.
+        WIDE: What is summed in.
+    """
+    total = tl.zeros([columns.shape[0]], WIDE)
+    if rows.shape[0] <= AT_ONCE:  # no loop: the compiler does not ask for rows beyond one
+        total = _add_values(total, _load_rows(like, rows, 0, columns, hidden, AT_ONCE, VECTOR), AT_ONCE, WIDE)
+    else:
+        for first in range(0, count, AT_ONCE):
+            values = _load_rows(like, rows, first, columns, hidden, AT_ONCE, VECTOR)
+            total = _add_values(total, values, AT_ONCE, WIDE)
+    return total
+
+
+@triton.jit
+def _load_rows(like, rows, first, columns, hidden, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr):
+    """One piece of some rows, from the `first` one on. All are asked for before anybody waits for one of them.
+
+    Where there is no row its values are -0.0, which changes no sum: 0.0 would make 0.0 of -0.0.
+    """
+    lanes = tl.arange(0, rows.shape[0])
+    nothing = (tl.zeros((), tl.float32) * -1.0).to(like.dtype.element_ty)  # as a literal it would lose its sign
+    values = ()
+    for turn in tl.static_range(AT_ONCE):
+        row = tl.sum(tl.where(lanes == first + turn, rows, 0))
+        pointer = tl.multiple_of(row.to(like.dtype), VECTOR)
+        value = tl.load(pointer + columns, mask=columns < tl.where(row != 0, hidden, 0), other=nothing)
+        values = values + (value,)  # type: ignore[assignment]
+    return values
+
+
+@triton.jit
+def _add_values(total, values, COUNT: tl.constexpr, WIDE: tl.constexpr):
+    """Add what `_load_rows` has loaded, in order."""
+    for turn in tl.static_range(COUNT):
+        total += values[turn].to(WIDE)
+    return total
+
+
+@triton.jit
+def _add_nodes(total, values, mine, own, node, first, COUNT: tl.constexpr, WIDE: tl.constexpr):
+    """Add what nodes have, from the `first` one on: this node's is `mine`, if the token was here."""
+    for turn in tl.static_range(COUNT):
+        total += tl.where((first + turn == node) & (own >= 0), mine, values[turn].to(WIDE))
+    return total
 
 
 @triton.jit
