@@ -426,17 +426,33 @@ def _combine_receive_kernel(
         rows = tl.where(is_there, memory + start + tl.cast(index, tl.int64) * slot_lines * 16, 0)
         weights = tl.where(is_there, weights, 0.0)
         total = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, num_topk, AT_ONCE):
-            for turn in tl.static_range(AT_ONCE):
-                row = tl.sum(tl.where(ks == start + turn, rows, 0))
-                weight = tl.sum(tl.where(ks == start + turn, weights, 0.0))
-                if USE_LOGFMT:
-                    if row != 0:
-                        total += weight * decode(row, first_channel, hidden, ranges_offset, BLOCK)
-                else:
-                    pointer = tl.multiple_of(row.to(tl.pointer_type(tl.bfloat16)), 16)
-                    mask = channels < tl.where(row != 0, hidden, 0)
-                    # Where there is no row, 0 times 0: an infinite weight of a masked expert must not reach the sum.
-                    total += weight * tl.load(pointer + channels, mask=mask, other=0.0).to(tl.float32)
+        if USE_LOGFMT:
+            for k in range(num_topk):
+                row = tl.sum(tl.where(ks == k, rows, 0))
+                if row != 0:
+                    weight = tl.sum(tl.where(ks == k, weights, 0.0))
+                    total += weight * decode(row, first_channel, hidden, ranges_offset, BLOCK)
+        elif AT_ONCE >= TOPK:  # without a loop, around which the compiler asks for nothing ahead
+            total = _add_rows(total, rows, weights, 0, channels, hidden, AT_ONCE)
+        else:
+            for start in range(0, num_topk, AT_ONCE):
+                total = _add_rows(total, rows, weights, start, channels, hidden, AT_ONCE)
         target = tl.multiple_of(out + tl.cast(token, tl.int64) * hidden, VECTOR)
         tl.store(target + channels, rounded(total, tl.bfloat16), mask=channels < hidden)
+
+
+@triton.jit
+def _add_rows(total, rows, weights, start, channels, hidden, AT_ONCE: tl.constexpr):
+    """Add some rows, from the `start`-th on and in order. All are asked for before anybody waits for one of them."""
+    ks = tl.arange(0, rows.shape[0])
+    values = ()
+    for turn in tl.static_range(AT_ONCE):
+        row = tl.sum(tl.where(ks == start + turn, rows, 0))
+        pointer = tl.multiple_of(row.to(tl.pointer_type(tl.bfloat16)), 16)
+        mask = channels < tl.where(row != 0, hidden, 0)
+        values = values + (tl.load(pointer + channels, mask=mask, other=0.0),)  # type: ignore[assignment]
+    for turn in tl.static_range(AT_ONCE):
+        # Where there is no row, 0 times 0: an infinite weight of a masked expert must not reach the sum.
+        weight = tl.sum(tl.where(ks == start + turn, weights, 0.0))
+        total += weight * values[turn].to(tl.float32)
+    return total
