@@ -369,7 +369,10 @@ def _receive_variant(sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool, lan
         "TOPK": next_power_of_2(max(1, sizes.num_topk)),
         "LANES": lanes,
     }
-    return Variant(_combine_receive_kernel, constants, num_warps=max(1, min(16, block // 256))), -(-hidden // block)
+    num_warps = max(1, min(16, block // 256))
+    # Left to itself the compiler takes fewer registers, and waits for rows before it asks for the last ones.
+    num_registers = 0 if sizes.use_logfmt else 64
+    return Variant(_combine_receive_kernel, constants, num_warps, num_registers), -(-hidden // block)
 
 
 @jit
