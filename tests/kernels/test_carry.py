@@ -72,16 +72,18 @@ def test_layouts_of_doorbells_are_the_same_for_both() -> None:
     assert exchange.NUM_SECTIONS == far.MOST_SECTIONS
 
 
-@pytest.mark.parametrize("epoch", [4, 5])
-def test_words_are_carried_to_far_boards_and_nowhere_else(world: tuple[FarLayout, Heaps], epoch: int) -> None:
+@pytest.mark.parametrize(("epoch", "num_words"), [(4, H), (5, H), (5, 3)])
+def test_words_are_carried_to_far_boards_and_nowhere_else(
+    world: tuple[FarLayout, Heaps], epoch: int, num_words: int
+) -> None:
     layout, heaps = world
     rank = 1
     mirrors = write_mirrors(layout, heaps, rank)
     expected = [words_of(layout, heaps, one).clone() for one in range(layout.num_ranks)]
     for other in far_ranks(layout, rank):
-        for start, size in ((layout.header(epoch, rank), H), (layout.progress(rank), 1)):
+        for start, size in ((layout.header(epoch, rank), num_words), (layout.progress(rank), 1)):
             expected[other][start : start + size] = mirrors[other][start : start + size]
-    carry.carry_words(courier_of(layout, heaps, rank, epoch))
+    carry.carry_words(courier_of(layout, heaps, rank, epoch), num_words)
     for one in range(layout.num_ranks):
         assert torch.equal(words_of(layout, heaps, one), expected[one]), one
     # Of each block: behind what went before, then the payload, then the word.
@@ -99,7 +101,7 @@ def test_of_a_rank_that_failed_only_the_failure_is_carried(world: tuple[FarLayou
         expected[other][line] = 1
     courier = courier_of(layout, heaps, rank, 7)
     courier.state[exchange.STATE_FAILED] = 1
-    carry.carry_words(courier)
+    carry.carry_words(courier, H)
     for one in range(layout.num_ranks):
         assert torch.equal(words_of(layout, heaps, one), expected[one]), one
 
@@ -107,11 +109,11 @@ def test_of_a_rank_that_failed_only_the_failure_is_carried(world: tuple[FarLayou
 def test_where_only_failures_are_carried_a_rank_that_works_says_nothing(world: tuple[FarLayout, Heaps]) -> None:
     layout, heaps = world
     courier = courier_of(layout, heaps, 1, 7)
-    carry.carry_words(courier, is_failure_only=True)
+    carry.carry_words(courier, 0, is_failure_only=True)
     assert heaps.calls == []
     write_mirrors(layout, heaps, 1)
     courier.state[exchange.STATE_FAILED] = 1
-    carry.carry_words(courier, is_failure_only=True)
+    carry.carry_words(courier, 0, is_failure_only=True)
     assert [call[0] for call in heaps.calls] == ["fence", "put", "set"] * len(far_ranks(layout, 1))
     assert {call[1] // 8 for call in heaps.calls if call[0] == "set"} == {layout.failure(1)}
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -59,7 +58,8 @@ class Signals:
 
     Attributes:
         far_board: [n] int64, which begins with the board that ranks of other nodes write; None: there are none.
-        carry: Launches a courier behind what is said to far ranks; None: there is none, or it looks by itself.
+        carry: Launches a courier behind what is said to far ranks, so many words; None: there is none, or it looks by
+            itself.
         tell_failure: Has far ranks told that this rank has failed; None: there are none.
         is_announced: Peers may know of the call that is being made: what goes wrong in it goes wrong for all ranks.
         marks: Where calls are marked for a trace; None: nowhere.
@@ -67,7 +67,7 @@ class Signals:
     """
 
     far_board: torch.Tensor | None = None
-    carry: Callable[[], None] | None = None
+    carry: Callable[[int], None] | None = None
     tell_failure: Callable[[], None] | None = None
     marks: Marks | None = None
     low_latency_words: torch.Tensor | None = None
@@ -119,15 +119,27 @@ class Signals:
         post = post._replace(ticket=self._ticket)
         self.meet(post, counts, given, num_tokens_per_expert, prefix, nodes=nodes)
 
-    def meet(self, post: Post, *args: Any, **kwargs: Any) -> None:
+    def meet(
+        self,
+        post: Post,
+        counts: torch.Tensor | None = None,
+        given: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        prefix: torch.Tensor | None = None,
+        *,
+        nodes: Nodes | None = None,
+        is_new: bool = True,
+    ) -> None:
         """As `exchange.meet`: from now on, what goes wrong goes wrong for all ranks."""
         self.is_announced = True
+        args = (self.places, post, counts, given, num_tokens_per_expert, prefix)
         if self.carry is None:
-            exchange.meet(self.places, post, *args, **kwargs)
+            exchange.meet(*args, nodes=nodes, is_new=is_new)
             return
-        exchange.meet(self.places, post, *args, **kwargs, hears=False)
-        self.carry()
-        exchange.meet(self.places, post, *args, **kwargs, says=False)
+        exchange.meet(*args, nodes=nodes, is_new=is_new, hears=False)
+        num_experts = num_tokens_per_expert.numel() if num_tokens_per_expert is not None else None
+        self.carry(self.places.said_words(num_experts))
+        exchange.meet(*args, nodes=nodes, is_new=is_new, says=False)
 
     def wait_for_counts(self, num_experts: int) -> Counts:
         """Wait, on the host, for what the ranks told each other.

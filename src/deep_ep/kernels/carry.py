@@ -58,16 +58,19 @@ class Courier:
     pes: torch.Tensor
 
 
-def carry_words(courier: Courier, *, is_failure_only: bool = False, run: Callable[..., None] = launch) -> None:
+def carry_words(
+    courier: Courier, num_words: int, *, is_failure_only: bool = False, run: Callable[..., None] = launch
+) -> None:
     """Carry this rank's header and progress, or its failure, from its mirror of every far rank to that rank's board.
 
     Args:
         courier: The words.
+        num_words: Of the header, from its first on: most calls write few of them.
         is_failure_only: Behind what says nothing to the mirrors but that it has failed.
         run: `launch`, or `prepare`.
     """
     args = (courier.state, courier.pes, courier.words, courier.mirrors)
-    numbers = (courier.num_ranks, courier.ranks_per_node, courier.rank, courier.header_words)
+    numbers = (courier.num_ranks, courier.ranks_per_node, courier.rank, courier.header_words, num_words)
     constants = {"IS_FAILURE_ONLY": is_failure_only}
     run(_carry_words_kernel, courier.num_ranks, (*args, *numbers), num_warps=1, library=DEVICE_LIBRARY, **constants)
 
@@ -107,7 +110,7 @@ def signal_rows(courier: Courier, landed: int, *, run: Callable[..., None] = lau
 def prepare_all(courier: Courier) -> None:
     """Compile and load the kernels of this file. NVSHMEM must have been started: the words must be there."""
     for is_failure_only in (False, True):
-        carry_words(courier, is_failure_only=is_failure_only, run=prepare)
+        carry_words(courier, 0, is_failure_only=is_failure_only, run=prepare)
     carry_rows(courier, 0, 0, courier.words, 1, run=prepare)
     signal_rows(courier, 0, run=prepare)
 
@@ -122,14 +125,16 @@ def _carry_words_kernel(
     ranks_per_node: tl.int32,
     rank: tl.int32,
     header_words: tl.int32,
+    num_words: tl.int32,
     IS_FAILURE_ONLY: tl.constexpr,
 ):
     """Block q carries what the mirror of far rank q has of this rank.
 
-    Example: two nodes of two ranks, rank 1, epoch 5, header of 24 words. Boards have 256 words: progress at 8 p,
-    failures at 32 + 8 p, headers at 64 + ((e & 1) * 4 + p) * 24. Block 2 puts 24 words from 184 of mirror 2 to 184 of
-    rank 2's board, and then sets word 8 there to what stands at 8 of mirror 2. Blocks 0 and 1 do nothing. Had rank 1
-    failed, block 2 would put words 41 to 47, and set word 40 to 1; with `IS_FAILURE_ONLY` it would do nothing else.
+    Example: two nodes of two ranks, rank 1, epoch 5, header of 24 words, of which it has written all. Boards have 256
+    words: progress at 8 p, failures at 32 + 8 p, headers at 64 + ((e & 1) * 4 + p) * 24. Block 2 puts 24 words from 184
+    of mirror 2 to 184 of rank 2's board, and then sets word 8 there to what stands at 8 of mirror 2. Blocks 0 and 1 do
+    nothing. Had rank 1 failed, block 2 would put words 41 to 47, and set word 40 to 1; with `IS_FAILURE_ONLY` it would
+    do nothing else.
     """
     target = tl.program_id(0)
     is_told = target // ranks_per_node != rank // ranks_per_node
@@ -146,7 +151,7 @@ def _carry_words_kernel(
             header = 8 * (num_ranks * 2 * _LINE + ((epoch & 1) * num_ranks + rank) * header_words)
             line = rank.to(tl.int64) * (8 * _LINE)
             progress = tl.load(words_at(mirror + line))
-            put_then_set(words + header, mirror + header, 8 * header_words.to(tl.int64), words + line, progress, pe)
+            put_then_set(words + header, mirror + header, 8 * num_words.to(tl.int64), words + line, progress, pe)
         else:
             line = (num_ranks + rank).to(tl.int64) * (8 * _LINE)
             size, one = tl.full((), 8 * (_LINE - 1), tl.int64), tl.full((), 1, tl.int64)

@@ -7,7 +7,7 @@ A *board* is the first part of a rank's window. Peers write it, each its own par
 
     progress  [R, 8]              line p: how far rank p is, `epoch << 24 | step`
     failures  [R, 8]              line p: a word that is 1 once rank p has failed, and its record
-    headers   [2, R, H]           by parity of the epoch: what rank p says on entering a call, H = 24 + R + L + N words
+    headers   [2, R, H]           by parity of the epoch: what rank p says on entering a call, H = 24 + N + R + L words
 
 The *state* of a rank is private: its epoch, the record of its failure, and what a call needs of the peers' offers.
 
@@ -43,7 +43,8 @@ _TIMEOUT, _DISAGREE, _OVERFLOW = tl.constexpr(TIMEOUT), tl.constexpr(DISAGREE), 
 _COUNTS, _ASTRAY, _HOST = tl.constexpr(COUNTS), tl.constexpr(ASTRAY), tl.constexpr(HOST)
 _FAR_OVERFLOW = tl.constexpr(FAR_OVERFLOW)
 
-# Words of a header. Across nodes its last N words are the tokens that go to each node.
+# Words of a header. Behind them are N that say, across nodes, how many tokens go to each; and, in calls that have them,
+# the counts of R ranks and of L experts.
 HEADER_WORDS = 24
 _A, _B, _HANDLE, _FREE, _TOKENS = (tl.constexpr(word) for word in range(5))
 _OFFER, _HEADER = tl.constexpr(5), tl.constexpr(HEADER_WORDS)
@@ -120,6 +121,11 @@ class Places:
     def header_room(num_ranks: int, max_experts: int, num_nodes: int = 1) -> int:
         """H: words of a header, where `max_experts` are the most of any call."""
         return align(HEADER_WORDS + num_ranks + max_experts // num_ranks + num_nodes, 8)
+
+    def said_words(self, num_experts: int | None) -> int:
+        """How much of its header a rank writes in a meeting with counts of so many experts, or with none."""
+        num_counts = self.num_ranks + num_experts // self.num_ranks if num_experts is not None else 0
+        return HEADER_WORDS + self.num_nodes + num_counts
 
     @staticmethod
     def board_bytes(num_ranks: int, header_words: int) -> int:
@@ -401,8 +407,8 @@ def _meet_kernel(
             )  # fmt: skip
         if HAS_COUNTS and is_well:
             _take_counts(
-                windows, homes, state, table, host, prefix, num_ranks, rank, header_words, num_local, epoch, operation,
-                ticket, LANES, CHUNK,
+                windows, homes, state, table, host, prefix, num_ranks, rank, num_nodes, header_words, num_local, epoch,
+                operation, ticket, LANES, CHUNK,
             )  # fmt: skip
 
 
@@ -459,7 +465,7 @@ def _post(
             if not HAS_COUNTS:
                 checksum = tl.load(mark).to(tl.int64)
             tokens = tl.load(node_tokens + lanes, mask=lanes < num_nodes, other=0).to(tl.int64)
-            words = header[:, None] + (header_words - num_nodes) + lanes[None, :]
+            words = header[:, None] + _HEADER + lanes[None, :]
             tl.store(words, tokens[None, :], mask=is_rank[:, None] & (lanes < num_nodes)[None, :])
         tl.store(header + _A, word_a, mask=is_rank)
         tl.store(header + _B, word_b, mask=is_rank)
@@ -477,13 +483,13 @@ def _post(
         for start in range(0, num_ranks, CHUNK):
             columns = start + tl.arange(0, CHUNK)
             count = tl.load(counts + columns, mask=columns < num_ranks, other=0).to(tl.int64)
-            cells = header[:, None] + _HEADER + columns[None, :]
+            cells = header[:, None] + _HEADER + num_nodes + columns[None, :]
             tl.store(cells, count[None, :], mask=is_rank[:, None] & (columns < num_ranks)[None, :])
         for start in range(0, num_local, CHUNK):
             columns = start + tl.arange(0, CHUNK)
             is_cell = is_rank[:, None] & (columns < num_local)[None, :]
             chosen = tl.load(per_expert + lanes[:, None] * num_local + columns[None, :], mask=is_cell, other=0)
-            cells = header[:, None] + _HEADER + num_ranks + columns[None, :]
+            cells = header[:, None] + _HEADER + num_nodes + num_ranks + columns[None, :]
             tl.store(cells, chosen.to(tl.int64), mask=is_cell)
 
 
@@ -507,8 +513,8 @@ def _agree(windows, homes, state, host, num_ranks, rank, header_words, epoch, op
 
 @triton.jit
 def _take_counts(
-    windows, homes, state, table, host, prefix, num_ranks, rank, header_words, num_local, epoch, operation, ticket,
-    LANES: tl.constexpr, CHUNK: tl.constexpr,
+    windows, homes, state, table, host, prefix, num_ranks, rank, num_nodes, header_words, num_local, epoch, operation,
+    ticket, LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Prefix sums of everybody's counts, here and on the host, this rank's first slots, and whether all rows fit."""
     lanes = tl.arange(0, LANES)
@@ -519,7 +525,7 @@ def _take_counts(
         columns = start + tl.arange(0, CHUNK)
         is_column = columns < num_ranks
         is_cell = is_rank[:, None] & is_column[None, :]
-        cell = tl.load(headers[:, None] + _HEADER + columns[None, :], mask=is_cell, other=0)
+        cell = tl.load(headers[:, None] + _HEADER + num_nodes + columns[None, :], mask=is_cell, other=0)
         sums = tl.cumsum(cell, 0)
         place = lanes[:, None] * num_ranks + columns[None, :]
         tl.store(prefix + place, sums.to(tl.int32), mask=is_cell)
@@ -546,7 +552,8 @@ def _take_counts(
         for start in range(0, num_local, CHUNK):
             columns = start + tl.arange(0, CHUNK)
             is_cell = is_rank[:, None] & (columns < num_local)[None, :]
-            chosen = tl.load(headers[:, None] + _HEADER + num_ranks + columns[None, :], mask=is_cell, other=0)
+            cells = headers[:, None] + _HEADER + num_nodes + num_ranks + columns[None, :]
+            chosen = tl.load(cells, mask=is_cell, other=0)
             place = host + _STATE + 3 * num_ranks + num_ranks * num_ranks + columns
             tl.store(place, tl.sum(chosen, 0), mask=columns < num_local)
         tl.store(host + _STATE + lanes, tl.load(headers + _FREE, mask=is_rank, other=0), mask=is_rank)
@@ -590,10 +597,10 @@ def _take_offers(
 
 
 @triton.jit
-def _node_tokens(homes, ranks, is_rank, node, num_ranks, num_nodes, header_words, epoch):
+def _node_tokens(homes, ranks, is_rank, node, num_ranks, header_words, epoch):
     """The tokens that ranks send to a node, by their headers."""
     header = _header_of(homes, ranks, is_rank, num_ranks, header_words, epoch)
-    return tl.load(header + (header_words - num_nodes) + node, mask=is_rank, other=0)
+    return tl.load(header + _HEADER + node, mask=is_rank, other=0)
 
 
 @triton.jit
@@ -611,13 +618,13 @@ def _take_nodes(
     num_near = num_ranks // num_nodes
     node, local = rank // num_near, rank % num_near
     rail = nodes * num_near + local
-    num_in = _node_tokens(homes, rail, is_node, node, num_ranks, num_nodes, header_words, epoch)
-    num_out = _node_tokens(homes, nodes * 0 + rank, is_node, nodes, num_ranks, num_nodes, header_words, epoch)
+    num_in = _node_tokens(homes, rail, is_node, node, num_ranks, header_words, epoch)
+    num_out = _node_tokens(homes, nodes * 0 + rank, is_node, nodes, num_ranks, header_words, epoch)
     target, back = tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64)
     for before in range(node):
         ahead = nodes * 0 + before * num_near + local
-        target += _node_tokens(homes, ahead, is_node, nodes, num_ranks, num_nodes, header_words, epoch)
-        back += _node_tokens(homes, rail, is_node, before, num_ranks, num_nodes, header_words, epoch)
+        target += _node_tokens(homes, ahead, is_node, nodes, num_ranks, header_words, epoch)
+        back += _node_tokens(homes, rail, is_node, before, num_ranks, header_words, epoch)
     in_ends = tl.cumsum(num_in, 0)
     row = plan + nodes * _PLAN
     tl.store(row + _NUM_IN, num_in, mask=is_node)
@@ -644,8 +651,8 @@ def _check_far_room(
     coming, going = tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64)
     for node in range(num_nodes):
         rail = node * num_near + lanes % num_near
-        coming += _node_tokens(homes, rail, is_rank, lanes // num_near, num_ranks, num_nodes, header_words, epoch)
-        going += _node_tokens(homes, lanes, is_rank, node, num_ranks, num_nodes, header_words, epoch)
+        coming += _node_tokens(homes, rail, is_rank, lanes // num_near, num_ranks, header_words, epoch)
+        going += _node_tokens(homes, lanes, is_rank, node, num_ranks, header_words, epoch)
     needed = tl.maximum(coming, going)
     headers = _header_of(homes, lanes, is_rank, num_ranks, header_words, epoch)
     room = tl.load(headers + _OFFER + (1 - IS_NEW) * _OFFER_WORDS + _FAR_ROOM, mask=is_rank, other=0)

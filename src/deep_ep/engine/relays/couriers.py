@@ -42,8 +42,8 @@ class Courier(Protocol):
         """
         ...
 
-    def carry_words(self) -> None:
-        """Carry what the mirrors say."""
+    def carry_words(self, num_words: int) -> None:
+        """Carry what the mirrors say: so many words of the header."""
         ...
 
     def await_left(self, operation: int, step: int) -> None:
@@ -107,7 +107,7 @@ class ThreadCourier:
         self._thread.add_rows(memory)
         return Part(memory, (), memory)
 
-    def carry_words(self) -> None:
+    def carry_words(self, num_words: int) -> None:
         """It looks by itself."""
 
     def await_left(self, operation: int, step: int) -> None:
@@ -193,9 +193,9 @@ class KernelCourier:
             self._kept.append(self.sources)
         return part
 
-    def carry_words(self) -> None:
+    def carry_words(self, num_words: int) -> None:
         """Launch what carries the mirrors."""
-        carry.carry_words(self._carry)
+        carry.carry_words(self._carry, num_words)
 
     def await_left(self, operation: int, step: int) -> None:
         """What was carried has arrived, before its word was set."""
@@ -209,7 +209,7 @@ class KernelCourier:
 
     def tell_failure(self) -> None:
         """Launch what carries a failure, if there is one by then."""
-        carry.carry_words(self._carry, is_failure_only=True)
+        carry.carry_words(self._carry, 0, is_failure_only=True)
 
     def numbers(self) -> dict[str, int]:
         """Nothing is counted on the host."""
