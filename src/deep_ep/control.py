@@ -89,9 +89,11 @@ class Control:
                 answer.put((None, error))
 
         # A collective cannot be cancelled. A thread lets the caller go on at the limit; it ends with the group's own.
-        threading.Thread(target=work, name="deep_ep-gather", daemon=True).start()
+        thread = threading.Thread(target=work, name="deep_ep-gather", daemon=True)
+        thread.start()
         try:
             values, error = answer.get(timeout=self.limit_secs)
+            thread.join(self.limit_secs)  # at once: it must not be found running where the interpreter ends
         except queue.Empty:
             raise EPTimeout(
                 f"{purpose}: not all ranks came within {self.limit_secs:g} s (rank {self.rank}/{self.num_ranks}). "
