@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -119,27 +120,14 @@ class Signals:
         post = post._replace(ticket=self._ticket)
         self.meet(post, counts, given, num_tokens_per_expert, prefix, nodes=nodes)
 
-    def meet(
-        self,
-        post: Post,
-        counts: torch.Tensor | None = None,
-        given: torch.Tensor | None = None,
-        num_tokens_per_expert: torch.Tensor | None = None,
-        prefix: torch.Tensor | None = None,
-        *,
-        nodes: Nodes | None = None,
-        is_new: bool = True,
-    ) -> None:
+    def meet(self, post: Post, *args: Any, **kwargs: Any) -> None:
         """As `exchange.meet`: from now on, what goes wrong goes wrong for all ranks."""
         self.is_announced = True
-        args = (self.places, post, counts, given, num_tokens_per_expert, prefix)
         if self.carry is None:
-            exchange.meet(*args, nodes=nodes, is_new=is_new)
+            exchange.meet(self.places, post, *args, **kwargs)
             return
-        exchange.meet(*args, nodes=nodes, is_new=is_new, hears=False)
-        num_experts = num_tokens_per_expert.numel() if num_tokens_per_expert is not None else None
-        self.carry(self.places.said_words(num_experts))
-        exchange.meet(*args, nodes=nodes, is_new=is_new, says=False)
+        self.carry(exchange.meet(self.places, post, *args, **kwargs, hears=False))
+        exchange.meet(self.places, post, *args, **kwargs, says=False)
 
     def wait_for_counts(self, num_experts: int) -> Counts:
         """Wait, on the host, for what the ranks told each other.

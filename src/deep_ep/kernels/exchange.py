@@ -122,11 +122,6 @@ class Places:
         """H: words of a header, where `max_experts` are the most of any call."""
         return align(HEADER_WORDS + num_ranks + max_experts // num_ranks + num_nodes, 8)
 
-    def said_words(self, num_experts: int | None) -> int:
-        """How much of its header a rank writes in a meeting with counts of so many experts, or with none."""
-        num_counts = self.num_ranks + num_experts // self.num_ranks if num_experts is not None else 0
-        return HEADER_WORDS + self.num_nodes + num_counts
-
     @staticmethod
     def board_bytes(num_ranks: int, header_words: int) -> int:
         """Bytes of a board."""
@@ -205,7 +200,7 @@ def meet(
     says: bool = True,
     hears: bool = True,
     run: Callable[..., None] = launch,
-) -> None:
+) -> int:
     """Say something to all peers, wait until all have said it, and work out what follows.
 
     Args:
@@ -220,6 +215,9 @@ def meet(
         says: Do the first half. Where a kernel carries what is said to far ranks, it goes between the halves.
         hears: Do the second half.
         run: `launch`, or `prepare`.
+
+    Returns:
+        How many words of its header this rank says: those of counts only where there are any.
     """
     nothing = places.state
     none = Nodes(nothing, nothing, nothing, nothing)
@@ -269,6 +267,8 @@ def meet(
         LANES=lanes,
         CHUNK=max(4, 256 // lanes),
     )
+    num_counts = places.num_ranks + num_experts // places.num_ranks if counts is not None else 0
+    return HEADER_WORDS + places.num_nodes + num_counts
 
 
 def abort(places: Places, operation: int, *, run: Callable[..., None] = launch) -> None:

@@ -270,14 +270,12 @@ def _sum_nodes_kernel(
             sums = tl.where(is_there, far_bases + far.to(tl.int64) * hidden * ELEMENT_BYTES, 0)
             begin = tl.cast(token, tl.int64) * hidden
             total = add_biases(bias_0 + begin, bias_1 + begin, columns, hidden, NUM_BIASES, VECTOR, WIDE)
-            if NODES_AT_ONCE >= NODES:  # all rows, near and far, are on their way at once
+            mine = _sum_rows(out, rows, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE)
+            mine = rounded(mine, out.dtype.element_ty).to(WIDE)  # as if it had crossed
+            if NODES_AT_ONCE >= NODES:  # no loop: all rows, near and far, are on their way at once
                 values = _load_rows(out, sums, 0, columns, hidden, NODES_AT_ONCE, VECTOR)
-                mine = _sum_rows(out, rows, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE)
-                mine = rounded(mine, out.dtype.element_ty).to(WIDE)  # as if it had crossed
                 total = _add_nodes(total, values, mine, own, node, 0, NODES_AT_ONCE, WIDE)
             else:
-                mine = _sum_rows(out, rows, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE)
-                mine = rounded(mine, out.dtype.element_ty).to(WIDE)
                 for first in range(0, num_nodes, NODES_AT_ONCE):
                     values = _load_rows(out, sums, first, columns, hidden, NODES_AT_ONCE, VECTOR)
                     total = _add_nodes(total, values, mine, own, node, first, NODES_AT_ONCE, WIDE)
@@ -290,18 +288,7 @@ def _sum_nodes_kernel(
 def _sum_rows(
     like, rows, columns, hidden, count, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """The sum of one piece of some rows, in order.
-
-    Args:
-        like: A pointer of the rows' type.
-        rows: [LANES] addresses; 0: there is none.
-        columns: [BLOCK] of the piece.
-        hidden: Elements of a row.
-        count: Rows.
-        AT_ONCE: Rows that are loaded before the first is added.
-        VECTOR: Bytes that rows are aligned to.
-        WIDE: What is summed in.
-    """
+    """The sum of one piece of some rows, in order, of `count` that `rows` has the addresses of, as in `pull.add_to`."""
     total = tl.zeros([columns.shape[0]], WIDE)
     if rows.shape[0] <= AT_ONCE:  # no loop: the compiler does not ask for rows beyond one
         total = _add_values(total, _load_rows(like, rows, 0, columns, hidden, AT_ONCE, VECTOR), AT_ONCE, WIDE)
