@@ -49,11 +49,12 @@ class RailHandle(NamedTuple):
 
     Attributes:
         is_token_in_rank: [T, R] bool, the caller's.
-        rdma_channel_prefix_matrix: [N, C] int32; we have no channels: zeros, kept for its shape.
-        gbl_channel_prefix_matrix: [R, C] int32; likewise.
+        rdma_channel_prefix_matrix: [N, C] int32, tokens sent to each node, the same number for each channel: we have no
+            channels, so it is as if all went through channel 0.
+        gbl_channel_prefix_matrix: [R, C] int32; zeros, kept for its shape.
         recv_rdma_channel_prefix_matrix: [N, C] int32, all the same number, which tells dispatches apart.
         recv_rdma_rank_prefix_sum: [N] int32, rows passed on from nodes 0..b.
-        recv_gbl_channel_prefix_matrix: [R, C] int32; zeros.
+        recv_gbl_channel_prefix_matrix: [R, C] int32; likewise.
         recv_gbl_rank_prefix_sum: [R] int32, rows received from ranks 0..s.
         recv_src_meta: [n, 8] uint8, source rank and token index there of each received row, both int32.
         send_rdma_head: [T, N] int32, the place of each token among those that go to a node; -1: it does not.
@@ -142,9 +143,11 @@ def _direct_shapes(handle: Handle, num_ranks: int) -> dict[str, tuple[tuple[int,
 
 def _rail_shapes(handle: RailHandle, num_ranks: int, num_nodes: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     num_tokens, marks = _length(handle.send_rdma_head), handle.recv_rdma_channel_prefix_matrix
+    num_channels = max(1, marks.size(-1) if marks.dim() else 0)
     return {
         "is_token_in_rank": ((num_tokens, num_ranks), torch.bool),
-        "recv_rdma_channel_prefix_matrix": ((num_nodes, max(1, marks.size(-1) if marks.dim() else 0)), torch.int32),
+        "rdma_channel_prefix_matrix": ((num_nodes, num_channels), torch.int32),
+        "recv_rdma_channel_prefix_matrix": ((num_nodes, num_channels), torch.int32),
         "recv_rdma_rank_prefix_sum": ((num_nodes,), torch.int32),
         "recv_gbl_rank_prefix_sum": ((num_ranks,), torch.int32),
         "recv_src_meta": ((_length(handle.recv_src_meta), 8), torch.uint8),

@@ -131,10 +131,12 @@ def moving() -> dict[str, str]:
     rows_of = pointers | {"rows": "*i32", "source_idx": "*i32"}
     ptx["push"] = ptx_of(push._push_kernel, rows_of, {"VECTOR": 16, "BLOCK": 2048, "LANES": 8}, 8)
     ptx["copy_in"] = ptx_of(pull._copy_in_kernel, pointers, {"VECTOR": 16, "BLOCK": 4096}, 8)
-    marks = {"topk_idx": "*i64", "counts": "*i32", "mask": "*u8", "numbers": "*i32"}
+    marks = {"topk_idx": "*i64", "mask": "*u8", "words": "*i32"}
+    marks |= dict.fromkeys(("counts", "numbers", "node_counts", "node_numbers"), "*i32")
     constants = {"TILE": 128, "LANES": 8, "NODES": 1, "BINS": 256}
     ptx["layout"] = ptx_of(counts._layout_kernel, marks, constants, 4)
     ptx["positions"] = ptx_of(counts._positions_kernel, marks, {"TILE": 1024}, 4)
+    ptx["node positions"] = ptx_of(counts._node_positions_kernel, marks, {"WORDS": 2, "TILE": 1024}, 4)
     return ptx
 
 

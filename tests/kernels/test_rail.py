@@ -41,7 +41,7 @@ def plan_of(lines: list[list[int]], device: str) -> torch.Tensor:
 class Meeting:
     """Two nodes of one rank: a cached call in which each says how many tokens it sends to each node."""
 
-    def __init__(self, num_tokens: list[int], device: str, far_rows: int = 20, mark: int = 7):
+    def __init__(self, num_tokens: list, device: str, far_rows: int = 20, mark: int = 7):
         self.plan = torch.zeros(2, exchange.PLAN_WORDS, dtype=torch.int64, device=device)
         self.prefix = int32([0, 0], device)
         self.post = Post(2, 1, (5, 6), num_rows=9, bases=(64,), far_rows=far_rows)
@@ -52,7 +52,10 @@ class Meeting:
 
 
 def test_what_a_rail_sends_where_worked_example(device: str) -> None:
-    boards, calls = Boards(2, device), [Meeting([3, 4], device), Meeting([5, 6], device)]
+    boards, calls = (
+        Boards(2, device),
+        [Meeting([3, 4], device), Meeting([[5, 5], [6, 6]], device)],
+    )  # as handles have it
     boards.meet(*calls)
     assert [boards.record(rank) for rank in range(2)] == [None, None]
     # In and where, out and where, where at the other, where the sums go back to.

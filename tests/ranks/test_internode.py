@@ -119,6 +119,9 @@ def face(rank: int, num_ranks: int) -> None:
     for call in (lambda: buffer.combine(recv_x, six), lambda: buffer.dispatch(world.xs[rank], handle=six)):
         with pytest.raises(ValueError, match=r"`handle` must have 10 items \(2 nodes\), this one has 6"):
             call()
+    cut = (handle[0], handle[1][:, 1:], *handle[2:])
+    with pytest.raises(ValueError, match="the `handle`'s `rdma_channel_prefix_matrix` must be"):
+        buffer.combine(recv_x, cut)
     wrong = {**layout, **topk, "num_tokens_per_rdma_rank": layout["num_tokens_per_rdma_rank"] + 1}
     with pytest.raises(ValueError, match="`num_tokens_per_rdma_rank` must count the tokens"):
         buffer.dispatch(world.xs[rank], **wrong)

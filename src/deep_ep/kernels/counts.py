@@ -1,6 +1,6 @@
 """From `topk_idx` to counts, mask and positions, on the device. The twins are in `layout.py`.
 
-Shape letters: T tokens, K selections of a token, E experts, R ranks, N nodes.
+Shape letters: T tokens, K selections of a token, E experts, R ranks, N nodes, C channels of a handle.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import functools
 
 import torch
 
-from ._triton import Launch, Variant, jit, launch, next_power_of_2, tl
+from ._triton import Launch, Variant, jit, launch, next_power_of_2, tl, triton
+from .put import widest_word
 
 _TILE_ELEMENTS = 4096  # of the largest matrix that a program holds
 _MOST_TOKENS = 128  # of a program: enough programs to fill a GPU from a few thousand tokens
@@ -116,27 +117,17 @@ def _layout_kernel(
     )
 
 
-def empty_positions(is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for what `positions` finds: [T, R] and [R] int32."""
-    num_tokens, num_ranks = is_token_in_rank.shape
-    new = is_token_in_rank.new_empty
-    return new(num_tokens, num_ranks, dtype=torch.int32), new(num_ranks, dtype=torch.int32)
-
-
-def positions(
-    is_token_in_rank: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def positions(is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Number the tokens of each destination.
 
     Args:
         is_token_in_rank: [T, R] bool, contiguous.
-        out: From `empty_positions`, if it is there already.
 
     Returns:
         [T, R] int32, how many tokens before this one go there, -1 where it does not; and [R] int32, how many go.
     """
     num_tokens, num_ranks = is_token_in_rank.shape
-    numbers, counts = out or empty_positions(is_token_in_rank)
+    numbers, counts = _empty_positions(is_token_in_rank)
     args = (is_token_in_rank.view(torch.uint8), numbers, counts, num_tokens, num_ranks)
     launch(_positions_kernel, num_ranks, args, TILE=_SCAN_TOKENS)
     return numbers, counts
@@ -148,19 +139,101 @@ def positions_torch(is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch
     return torch.where(is_token_in_rank, numbers, -1).int(), is_token_in_rank.sum(0, dtype=torch.int32)
 
 
+def node_positions(
+    is_token_in_rank: torch.Tensor, node_numbers: torch.Tensor, node_counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number the tokens of each rank and of each node, to which goes what goes to any of its ranks.
+
+    Args:
+        is_token_in_rank: [T, R] bool, contiguous.
+        node_numbers: [T, N] int32, written: as the numbers of ranks.
+        node_counts: [N, C] int32, contiguous, written: how many go there, the same in every channel.
+
+    Returns:
+        Numbers [T, R] and counts [R], as of `positions`.
+    """
+    (num_tokens, num_ranks), (num_nodes, num_channels) = is_token_in_rank.shape, node_counts.shape
+    numbers, counts = _empty_positions(is_token_in_rank)
+    word, _ = widest_word(num_ranks // num_nodes, is_token_in_rank.data_ptr())
+    num_words = num_ranks // word.itemsize
+    masks = (is_token_in_rank.view(torch.uint8), is_token_in_rank.view(word))
+    args = (*masks, numbers, counts, node_numbers, node_counts, num_tokens, num_ranks, num_words, num_channels)
+    num_blocks = num_ranks + num_nodes
+    launch(_node_positions_kernel, num_blocks, args, (word,), WORDS=num_words // num_nodes, TILE=_SCAN_TOKENS)
+    return numbers, counts
+
+
+def node_positions_torch(
+    is_token_in_rank: torch.Tensor, node_numbers: torch.Tensor, node_counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of `node_positions`."""
+    numbers, counts = positions_torch(is_token_in_rank.unflatten(1, (node_counts.size(0), -1)).any(2))
+    node_numbers.copy_(numbers)
+    node_counts.copy_(counts[:, None])
+    return positions_torch(is_token_in_rank)
+
+
+def _empty_positions(is_token_in_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for numbers [T, R] and counts [R] int32."""
+    num_tokens, num_ranks = is_token_in_rank.shape
+    new = is_token_in_rank.new_empty
+    return new(num_tokens, num_ranks, dtype=torch.int32), new(num_ranks, dtype=torch.int32)
+
+
 @jit
 def _positions_kernel(mask, numbers, counts, num_tokens: tl.int32, num_ranks: tl.int32, TILE: tl.constexpr):
-    """One destination a program, tile by tile.
+    """One destination a program.
 
     Example: the column `[1, 0, 1]` gives numbers `[0, -1, 1]` and count 2.
     """
-    rank = tl.program_id(0)
+    _number(mask, numbers, counts, tl.program_id(0), num_tokens, num_ranks, 1, 1, TILE)
+
+
+@jit
+def _node_positions_kernel(
+    mask,
+    words,
+    numbers,
+    counts,
+    node_numbers,
+    node_counts,
+    num_tokens: tl.int32,
+    num_ranks: tl.int32,
+    num_words: tl.int32,
+    num_channels: tl.int32,
+    WORDS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One rank a program, and then one node, whose ranks are looked at by the word: the mask is also `words`.
+
+    Example: the ranks `[[1, 0], [0, 0], [1, 1]]` of one node have counts `[2, 1]`; its numbers are `[0, -1, 1]`, and in
+    two channels its count is `[2, 2]`.
+    """
+    program = tl.program_id(0)
+    if program < num_ranks:
+        _number(mask, numbers, counts, program, num_tokens, num_ranks, 1, 1, TILE)
+    else:
+        node = program - num_ranks
+        _number(words, node_numbers, node_counts, node, num_tokens, num_words, num_channels, WORDS, TILE)
+
+
+@triton.jit
+def _number(
+    mask, numbers, counts, group, num_tokens, num_words, num_channels, SIZE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Number the tokens with a mark in a group of `SIZE` words, tile by tile, and count them, for all channels."""
     count = tl.zeros((), tl.int32)
     for start in range(0, num_tokens, TILE):
         tokens = start + tl.arange(0, TILE)
-        places = tokens.to(tl.int64) * num_ranks + rank
-        goes = tl.load(mask + places, mask=tokens < num_tokens, other=0).to(tl.int32)
+        is_token = tokens < num_tokens
+        cells = mask + tokens.to(tl.int64) * num_words + group * SIZE
+        marks = tl.load(cells, mask=is_token, other=0)
+        for word in tl.static_range(1, SIZE):  # unrolled: no look waits for another
+            marks = marks | tl.load(cells + word, mask=is_token, other=0)
+        goes = (marks != 0).to(tl.int32)
         sums = tl.cumsum(goes, 0)
-        tl.store(numbers + places, tl.where(goes > 0, count + sums - 1, -1), mask=tokens < num_tokens)
+        places = tokens.to(tl.int64) * (num_words // SIZE) + group
+        tl.store(numbers + places, tl.where(goes > 0, count + sums - 1, -1), mask=is_token)
         count += tl.sum(goes)
-    tl.store(counts + rank, count)
+    for channel in range(num_channels):
+        tl.store(counts + group * num_channels + channel, count)

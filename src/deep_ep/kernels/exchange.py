@@ -174,7 +174,8 @@ class Nodes(NamedTuple):
     """What ranks of different nodes tell each other when they meet.
 
     Attributes:
-        num_tokens: [N] int32, the tokens that this rank sends to each node, also where that was in an earlier dispatch.
+        num_tokens: [N] int32, the tokens that this rank sends to each node, also where that was in an earlier dispatch;
+            or [N, C], of which the first column is read.
         plan: [N, PLAN_WORDS] int64, written.
         prefix: [N] int32, written: the rows that the ranks of this rail send to this node, up to each node.
         mark: [n] int32, all the same number, which tells dispatches apart: of the handle that all ranks follow, or, if
@@ -241,6 +242,7 @@ def meet(
             places.num_ranks,
             places.rank,
             places.num_nodes,
+            nodes.num_tokens.stride(0) if nodes is not None else 0,
             nodes.mark.numel() if nodes is not None else 0,
             places.header_words,
             places.limit_ns,
@@ -331,6 +333,7 @@ def _meet_kernel(
     num_ranks: tl.int32,
     rank: tl.int32,
     num_nodes: tl.int32,
+    node_stride: tl.int32,
     num_marks: tl.int32,
     header_words: tl.int32,
     limit_ns: tl.int64,
@@ -375,9 +378,9 @@ def _meet_kernel(
         if is_well:
             tl.store(state, epoch)
             _post(
-                windows, counts, per_expert, prefix, node_tokens, mark, num_ranks, rank, num_nodes, header_words,
-                num_local, epoch, word_a, word_b, num_rows, lane_rows, num_tokens, free_bytes, base_0, base_1, base_2,
-                far_rows, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK,
+                windows, counts, per_expert, prefix, node_tokens, mark, num_ranks, rank, num_nodes, node_stride,
+                header_words, num_local, epoch, word_a, word_b, num_rows, lane_rows, num_tokens, free_bytes,
+                base_0, base_1, base_2, far_rows, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK,
             )  # fmt: skip
             signal(windows, rank, 0, num_ranks, epoch, step, LANES)
     else:
@@ -443,8 +446,8 @@ def _header_of(homes, ranks, is_rank, num_ranks, header_words, epoch):
 
 @triton.jit
 def _post(
-    windows, counts, per_expert, prefix, node_tokens, mark, num_ranks, rank, num_nodes, header_words, num_local, epoch,
-    word_a, word_b, num_rows, lane_rows, num_tokens, free_bytes, base_0, base_1, base_2, far_rows,
+    windows, counts, per_expert, prefix, node_tokens, mark, num_ranks, rank, num_nodes, node_stride, header_words,
+    num_local, epoch, word_a, word_b, num_rows, lane_rows, num_tokens, free_bytes, base_0, base_1, base_2, far_rows,
     HAS_NODES: tl.constexpr, IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_PREFIX: tl.constexpr,
     LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -464,7 +467,7 @@ def _post(
         if HAS_NODES:
             if not HAS_COUNTS:
                 checksum = tl.load(mark).to(tl.int64)
-            tokens = tl.load(node_tokens + lanes, mask=lanes < num_nodes, other=0).to(tl.int64)
+            tokens = tl.load(node_tokens + lanes * node_stride, mask=lanes < num_nodes, other=0).to(tl.int64)
             words = header[:, None] + _HEADER + lanes[None, :]
             tl.store(words, tokens[None, :], mask=is_rank[:, None] & (lanes < num_nodes)[None, :])
         tl.store(header + _A, word_a, mask=is_rank)

@@ -86,7 +86,7 @@ class RailsDispatch(Dispatch):
         new, zeros = mask.new_empty, mask.new_zeros
         return RailHandle(
             is_token_in_rank=mask,
-            rdma_channel_prefix_matrix=zeros(num_nodes, num_channels, dtype=torch.int32),
+            rdma_channel_prefix_matrix=new(num_nodes, num_channels, dtype=torch.int32),
             gbl_channel_prefix_matrix=zeros(num_ranks, num_channels, dtype=torch.int32),
             recv_rdma_channel_prefix_matrix=zeros(num_nodes, num_channels, dtype=torch.int32),
             recv_rdma_rank_prefix_sum=new(num_nodes, dtype=torch.int32),
@@ -268,6 +268,7 @@ class RailsDispatch(Dispatch):
         handle.recv_gbl_rank_prefix_sum.copy_(received)
         in_node = mask.unflatten(1, (topology.num_nodes, size)).any(2)
         handle.send_rdma_head.copy_(layout.token_slots(in_node, prefix, 0))
+        handle.rdma_channel_prefix_matrix.copy_(in_node.sum(0)[:, None])
         num_rows = received.tolist()[-1]
         sources = torch.arange(topology.num_ranks, dtype=torch.int32, device=prefix.device)
         counts = received.diff(prepend=received.new_zeros(1))

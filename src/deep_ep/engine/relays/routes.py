@@ -68,14 +68,13 @@ class Router:
             The routes, with room for so many relayed rows, and the tokens for each rank, [R] int32.
         """
         mask, num_nodes = routing.is_token_in_rank, self._topology.num_nodes
-        numbers, num_tokens = counts.positions(mask)
-        in_node = mask.view(mask.size(0), num_nodes, self._topology.ranks_per_node).any(2)
         with self._room.outputs(frame):  # memory only: what is launched inside would be on the caller's stream
-            empty = counts.empty_positions(in_node)
-            mark = mask.new_empty(num_nodes * num_channels, dtype=torch.int32)
-            node_prefix = mask.new_empty(num_nodes, dtype=torch.int32)
-            prefix = numbers.new_empty(numbers.size(1), numbers.size(1))
-        node_slots, node_tokens = counts.positions(in_node, empty)
+            node_slots = mask.new_empty(mask.size(0), num_nodes, dtype=torch.int32)
+            node_tokens = node_slots.new_empty(num_nodes, num_channels)
+            mark = torch.empty_like(node_tokens)
+            node_prefix = node_slots.new_empty(num_nodes)
+            prefix = node_slots.new_empty(mask.size(1), mask.size(1))
+        numbers, num_tokens = counts.node_positions(mask, node_slots, node_tokens)
         passed_on = self.empty_passed_on(frame, mask, num_passed_on)
         course = Course(node_slots, numbers, passed_on, torch.empty_like(numbers))
         return Routes(course, prefix, Nodes(node_tokens, self.plan, node_prefix, mark)), num_tokens
@@ -94,19 +93,19 @@ class Router:
 
     def nodes_of(self, handle: RailHandle) -> Nodes:
         """What a rank says of nodes that follows a handle."""
-        node_tokens = (handle.send_rdma_head >= 0).sum(0, dtype=torch.int32)
-        return Nodes(node_tokens, self.plan, self._prefix, handle.recv_rdma_channel_prefix_matrix.contiguous())
+        node_tokens, mark = handle.rdma_channel_prefix_matrix, handle.recv_rdma_channel_prefix_matrix
+        return Nodes(node_tokens, self.plan, self._prefix, mark.contiguous())
 
     def empty_handle(self, routing: Routing, routes: Routes, num_rows: int, num_channels: int) -> RailHandle:
         """A handle to be filled; what it has from the routes is there."""
-        mask, num_nodes, num_ranks = routing.is_token_in_rank, self._topology.num_nodes, self._topology.num_ranks
+        mask, num_ranks, nodes = routing.is_token_in_rank, self._topology.num_ranks, routes.nodes
         nothing = mask.new_empty(num_ranks, num_channels, dtype=torch.int32)
         return RailHandle(
             is_token_in_rank=mask,
-            rdma_channel_prefix_matrix=nothing[:num_nodes],
+            rdma_channel_prefix_matrix=nodes.num_tokens,
             gbl_channel_prefix_matrix=nothing,
-            recv_rdma_channel_prefix_matrix=routes.nodes.mark.view(num_nodes, num_channels),
-            recv_rdma_rank_prefix_sum=routes.nodes.prefix,
+            recv_rdma_channel_prefix_matrix=nodes.mark,
+            recv_rdma_rank_prefix_sum=nodes.prefix,
             recv_gbl_channel_prefix_matrix=nothing,
             recv_gbl_rank_prefix_sum=mask.new_empty(num_ranks, dtype=torch.int32),
             recv_src_meta=mask.new_empty(num_rows, 8, dtype=torch.uint8),
