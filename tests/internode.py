@@ -274,6 +274,8 @@ def check_handle(handle: tuple, expected: reference.Dispatched, world: World, ra
     assert [tuple(item.shape) for item in handle] == shapes
     assert [item.dtype for item in handle] == [torch.bool, *[torch.int32] * 6, torch.uint8, *[torch.int32] * 2]
     assert handle[1].tolist() == [[count] * 12 for count in world.layouts[rank].num_tokens_per_node.tolist()]
+    assert not handle[2].any()
+    assert not handle[5].any()
     ends = [sum(source <= one for source in expected.src_rank) for one in range(world.num_ranks)]
     assert handle[-4].tolist() == ends
     sources = handle[7].view(torch.int32)

@@ -77,7 +77,7 @@ def signalling() -> dict[str, str]:
 
 
 def moving() -> dict[str, str]:
-    pointers = dict.fromkeys(("slots", "send_head", "prefix", "records", "recv_src_idx", "target", "rows"), "*i32")
+    pointers = dict.fromkeys(("slots", "send_head", "prefix", "records", "sources", "ends", "target", "rows"), "*i32")
     pointers |= {
         "x": "*i32",
         "scales": "*i32",
@@ -105,7 +105,9 @@ def moving() -> dict[str, str]:
     words = {"plan": "*i64", "sources": "*i64"}
     for name, is_fetched in (("forward", False), ("forward fetched", True)):
         ptx[name] = ptx_of(relay._forward_kernel, pointers | words, landed | {"IS_FETCHED": is_fetched}, 16)
-    ptx["unpack"] = ptx_of(put._unpack_kernel, pointers, {"HAS_TOPK": True, "TOPK": 8, "TILE": 128}, 4)
+    taken = {"HAS_TOPK": True, "TOPK": 8, "LANES": 16, "TILE": 512}
+    for name, has_ends in (("unpack", False), ("unpack across nodes", True)):
+        ptx[name] = ptx_of(put._unpack_kernel, pointers, taken | {"HAS_ENDS": has_ends}, 8)
     rows = pointers | dict.fromkeys(("out", "bias_0", "bias_1"), "*bf16")
     constants = {
         "NUM_BIASES": 0,

@@ -39,7 +39,7 @@ BULK = (
     "sum for rail",
     "sum nodes",
 )
-SENDING = (*BULK, "unpack")
+SENDING = (*BULK, "unpack", "unpack across nodes")
 STEERING = ("steer", "steer along a handle")
 
 LL_WAITS = ("dispatch wait", "combine wait")

@@ -47,6 +47,40 @@ def test_unpack_worked_example(device: str) -> None:
     assert weights[0].tolist() == [0.5, 0.0]
 
 
+@pytest.mark.parametrize("is_well", [True, False])
+def test_unpack_across_nodes_worked_example(device: str, is_well: bool) -> None:
+    places = make_places(1, 2, device)
+    records = torch.tensor([[4, 0, 0, 0], [5, 0, 0, 0]], dtype=torch.int32, device=device)
+    sources = torch.full((2, 2), -7, dtype=torch.int32, device=device)
+    prefix = torch.tensor([[8, 0], [9, 1]], dtype=torch.int32, device=device)
+    ends = torch.full((2,), -7, dtype=torch.int32, device=device)
+    if not is_well:
+        fail(places)
+    put.unpack(places, 4, records, prefix, sources, None, None, ends)
+    assert sources.tolist() == [[1, 4] if is_well else [2, -1], [2, -1]], "rows that did not come are nobody's"
+    assert ends.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 8, 20])
+@pytest.mark.parametrize("num_rows", [0, 1, 5000])
+def test_each_row_is_told_its_source(device: str, num_ranks: int, num_rows: int) -> None:
+    """Some ranks send nothing, and some rows do not come."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    sent = torch.randint(0, 2 * num_rows // num_ranks + 1, (num_ranks,), generator=generator)
+    sent = torch.where(torch.rand(num_ranks, generator=generator) < 0.3, 0, sent)
+    ends = sent.cumsum(0).clamp(max=num_rows).to(device, torch.int32)
+    num_came, rank = int(ends[-1]), num_ranks // 2
+    prefix = torch.zeros(num_ranks, num_ranks, dtype=torch.int32, device=device)
+    prefix[:, rank] = ends
+    records = torch.arange(num_rows, dtype=torch.int32, device=device)[:, None].repeat(1, 4)
+    sources, seen = records.new_full((num_rows, 2), -7), torch.full_like(ends, -7)
+    put.unpack(make_places(rank, num_ranks, device), 2, records, prefix, sources, None, None, seen)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+    assert torch.equal(seen, ends)
+    assert torch.equal(sources[:, 0], torch.searchsorted(ends, rows, right=True, out_int32=True))
+    assert torch.equal(sources[:, 1], torch.where(rows < num_came, rows, -1))
+
+
 @pytest.mark.parametrize(("num_topk", "num_words"), [(0, 4), (1, 4), (2, 8), (8, 20)])
 def test_records_are_whole_vectors(num_topk: int, num_words: int) -> None:
     assert put.record_words(num_topk) == num_words

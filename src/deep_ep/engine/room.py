@@ -202,12 +202,16 @@ class Room:
 
     def handle(self, routing: Routing, num_rows: int, num_channels: int, prefix: torch.Tensor) -> Handle:
         """A handle to be filled."""
+        return empty_handle(routing, num_rows, self.no_channels(prefix, num_channels), prefix)
+
+    def no_channels(self, like: torch.Tensor, num_channels: int) -> torch.Tensor:
+        """[R, C] int32 zeros, which handles share: nobody writes them, and only callers read them."""
         zeros = self._zeros.get(num_channels)
         if zeros is None:
-            zeros = prefix.new_zeros(self._window.num_ranks, num_channels)
+            zeros = like.new_zeros(self._window.num_ranks, num_channels, dtype=torch.int32)
             if not self._window.is_capturing():  # a graph's memory is its own
                 self._zeros[num_channels] = zeros
-        return empty_handle(routing, num_rows, zeros, prefix)
+        return zeros
 
     def received(self, sections: Sections, routing: Routing | None, handle: Any, num_rows: int) -> Received:
         """What a dispatch returns, of which `num_rows` rows are the caller's."""

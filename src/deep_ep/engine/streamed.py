@@ -406,14 +406,22 @@ class StreamedEngine:
         marks.note(row_bytes=sum(count * dtype.itemsize for count, dtype in columns))
         marks.note_rows(rows_to=counts)
 
-    def _unpack(self, received: Received, prefix: torch.Tensor, source_idx: torch.Tensor, num_sms: int | None) -> None:
+    def _unpack(
+        self,
+        received: Received,
+        prefix: torch.Tensor,
+        sources: torch.Tensor,
+        num_sms: int | None,
+        ends: torch.Tensor | None = None,
+    ) -> None:
         """Take the records apart, which are then of no more use.
 
         Args:
             received: Holds the records, and room for ids and weights.
             prefix: [R, R] int32, of the meeting.
-            source_idx: [n] int32, written: the token of each row at its source.
+            sources: [n] or [n, 2] int32, written, see `put.unpack`.
             num_sms: Most blocks.
+            ends: [R] int32, written, or None.
         """
         assert received.records is not None
         put.unpack(
@@ -421,9 +429,10 @@ class StreamedEngine:
             self.shapes.for_put(num_sms).num_blocks,
             received.records,
             prefix,
-            source_idx,
+            sources,
             received.topk_idx,
             received.topk_weights,
+            ends,
         )
         received.records = None
 

@@ -285,9 +285,10 @@ def unpack(
     num_blocks: int,
     records: torch.Tensor,
     prefix: torch.Tensor,
-    recv_src_idx: torch.Tensor,
+    sources: torch.Tensor,
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
+    ends: torch.Tensor | None = None,
 ) -> None:
     """Take the records of the rows that came apart. Rows beyond them get ids -1.
 
@@ -296,25 +297,28 @@ def unpack(
         num_blocks: Most blocks.
         records: [n, W] int32.
         prefix: [R, R] int32.
-        recv_src_idx: [n] int32, written.
+        sources: [n] int32, written: the token of each row at its source. With `ends` [n, 2]: also, in front of it, the
+            rank that it came from; R and -1 beyond the rows that came.
         topk_idx: [n, K] int32 or int64, written, or None.
         topk_weights: [n, K] float32, written, or None.
+        ends: [R] int32, written: the rows that came from ranks 0..s, which is this rank's column of `prefix`.
     """
     num_rows = records.size(0)
-    if num_rows == 0:
+    if num_rows == 0 and ends is None:
         return
     num_topk = topk_idx.size(1) if topk_idx is not None else 0
     topk = next_power_of_2(num_topk)
     tile = max(1, 4096 // topk)
     launch(
         _unpack_kernel,
-        min(num_blocks, -(-num_rows // tile)),
+        max(1, min(num_blocks, -(-num_rows // tile))),
         (
             records,
             prefix,
-            recv_src_idx,
-            topk_idx if topk_idx is not None else recv_src_idx,
-            topk_weights if topk_weights is not None else recv_src_idx,
+            sources,
+            topk_idx if topk_idx is not None else sources,
+            topk_weights if topk_weights is not None else sources,
+            ends if ends is not None else sources,
             places.state,
             num_rows,
             num_topk,
@@ -326,6 +330,8 @@ def unpack(
         num_warps=8,
         HAS_TOPK=num_topk > 0,
         TOPK=topk,
+        HAS_ENDS=ends is not None,
+        LANES=next_power_of_2(places.num_ranks),
         TILE=tile,
     )
 
@@ -334,9 +340,10 @@ def unpack(
 def _unpack_kernel(
     records,
     prefix,
-    recv_src_idx,
+    sources,
     topk_idx,
     topk_weights,
+    ends,
     state,
     num_rows: tl.int32,
     num_topk: tl.int32,
@@ -345,29 +352,60 @@ def _unpack_kernel(
     num_record_words: tl.int32,
     HAS_TOPK: tl.constexpr,
     TOPK: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Tile by tile of rows.
+    """Tile by tile of rows; the first block copies the ends.
 
-    Example: record `[4, 1, -1, bits(0.5), bits(0)]` with K = 2: source index 4, ids `[1, -1]`, weights `[0.5, 0]`.
+    Example: record `[4, 1, -1, bits(0.5), bits(0)]` with K = 2: source index 4, ids `[1, -1]`, weights `[0.5, 0]`. With
+    ends `[0, 1]` it came from rank 1, and the row behind it, which did not come, from "rank" 2.
     """
     # Where the call has failed nothing came: ids of -1 send nobody to memory that was never written.
     num_came = tl.load(prefix + (num_ranks - 1) * num_ranks + rank)
     num_came = tl.where(tl.load(state + _FAILED) == 0, num_came, 0)
+    if HAS_ENDS and tl.program_id(0) == 0:
+        lanes = tl.arange(0, LANES)
+        is_rank = lanes < num_ranks
+        tl.store(ends + lanes, tl.load(prefix + lanes * num_ranks + rank, mask=is_rank), mask=is_rank)
     columns = tl.arange(0, TOPK)
     for start in range(tl.program_id(0) * TILE, num_rows, tl.num_programs(0) * TILE):
         rows = start + tl.arange(0, TILE)
         places = rows.to(tl.int64) * num_record_words
-        tl.store(recv_src_idx + rows, tl.load(records + places, mask=rows < num_came), mask=rows < num_came)
+        came = rows < num_came
+        source_idx = tl.load(records + places, mask=came, other=-1)
+        if HAS_ENDS:
+            source = tl.where(came, _source_of(rows, prefix, num_ranks, rank, LANES), num_ranks)
+            pairs = sources + 2 * rows.to(tl.int64)
+            tl.store(pairs, source, mask=rows < num_rows)
+            tl.store(pairs + 1, source_idx, mask=rows < num_rows)
+        else:
+            tl.store(sources + rows, source_idx, mask=came)
         if HAS_TOPK:
             cells = places[:, None] + 1 + columns[None, :]
             is_topk = (columns < num_topk)[None, :]
-            came = (rows < num_came)[:, None] & is_topk
+            is_cell = came[:, None] & is_topk
             targets = rows.to(tl.int64)[:, None] * num_topk + columns[None, :]
             tl.store(
                 topk_idx + targets,
-                tl.load(records + cells, mask=came, other=-1),
+                tl.load(records + cells, mask=is_cell, other=-1),
                 mask=(rows < num_rows)[:, None] & is_topk,
             )
-            weights = tl.load(records + cells + num_topk, mask=came, other=0).to(tl.float32, bitcast=True)
-            tl.store(topk_weights + targets, weights, mask=came)
+            weights = tl.load(records + cells + num_topk, mask=is_cell, other=0).to(tl.float32, bitcast=True)
+            tl.store(topk_weights + targets, weights, mask=is_cell)
+
+
+@triton.jit
+def _source_of(rows, prefix, num_ranks, rank, LANES: tl.constexpr):
+    """The rank that each row which came is from: so many ranks' rows end before it. They ascend: a binary search.
+
+    Example: ends `[2, 2, 5]`: rows 0 and 1 came from rank 0, rows 2 to 4 from rank 2.
+    """
+    source = tl.zeros_like(rows)
+    step = tl.full((), LANES // 2, tl.int32)
+    while step > 0:
+        ahead = source + step
+        end = tl.load(prefix + (ahead - 1) * num_ranks + rank, mask=ahead <= num_ranks, other=0)
+        source = tl.where((ahead <= num_ranks) & (end <= rows), ahead, source)
+        step //= 2
+    return source

@@ -279,9 +279,8 @@ class RelayedEngine(StreamedEngine):
         with self._room.outputs(frame):
             handle = self._router.empty_handle(routing, routes, num_rows, num_channels)
             received = self._room.received(sections, routing, handle, num_rows)
-        source_idx = routes.prefix.new_empty(num_rows)
-        self._unpack(received, routes.prefix, source_idx, num_sms)
-        self._router.fill_handle(handle, self.window.rank, routes.prefix, source_idx)
+        sources, ends = handle.recv_src_meta.view(torch.int32), handle.recv_gbl_rank_prefix_sum
+        self._unpack(received, routes.prefix, sources, num_sms, ends)
         return received
 
     # Combine ---------------------------------------------------------------------------------------------------------

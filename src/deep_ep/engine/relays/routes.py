@@ -97,9 +97,9 @@ class Router:
         return Nodes(node_tokens, self.plan, self._prefix, mark.contiguous())
 
     def empty_handle(self, routing: Routing, routes: Routes, num_rows: int, num_channels: int) -> RailHandle:
-        """A handle to be filled; what it has from the routes is there."""
+        """A handle, of which `unpack` is to fill what tells where rows came from."""
         mask, num_ranks, nodes = routing.is_token_in_rank, self._topology.num_ranks, routes.nodes
-        nothing = mask.new_empty(num_ranks, num_channels, dtype=torch.int32)
+        nothing = self._room.no_channels(mask, num_channels)
         return RailHandle(
             is_token_in_rank=mask,
             rdma_channel_prefix_matrix=nodes.num_tokens,
@@ -112,19 +112,3 @@ class Router:
             send_rdma_head=routes.course.node_slots,
             send_nvl_head=routes.course.passed_on,
         )
-
-    def fill_handle(self, handle: RailHandle, rank: int, prefix: torch.Tensor, source_idx: torch.Tensor) -> None:
-        """Fill what is left of a handle, when the rows are there.
-
-        Args:
-            handle: From `empty_handle`.
-            rank: This rank.
-            prefix: [R, R] int32, of the meeting.
-            source_idx: [n] int32, the token of each row at its source.
-        """
-        handle.gbl_channel_prefix_matrix.zero_()
-        ends, meta = handle.recv_gbl_rank_prefix_sum, handle.recv_src_meta.view(torch.int32)
-        ends.copy_(prefix[:, rank])
-        places = torch.arange(source_idx.numel(), dtype=torch.int32, device=source_idx.device)
-        meta[:, 0] = torch.searchsorted(ends, places, right=True, out_int32=True)
-        meta[:, 1] = source_idx
