@@ -51,11 +51,12 @@ class EventOverlap:
         extra_tensors: Tensors to keep alive until the event has been waited for.
     """
 
+    hook_after_wait: Callable[[], None] | None = None
+    _release_on_exit = False
+
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None):
         self.event = event
         self.extra_tensors = extra_tensors
-        self.hook_after_wait: Callable[[], None] | None = None
-        self._release_on_exit = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """Wait on the caller's stream, then run the registered hook once.

@@ -295,24 +295,28 @@ class CudaStream(LaunchStream):
         self.current = self.raw
         self._before, self._after, self._last = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._last_stream: torch.cuda.Stream | None = None
-        self._callers: dict[tuple, torch.cuda.Stream] = {}
+        self._callers: dict[tuple, _WayBack] = {}
         self._clock: _CudaClock | None = None
 
     def enter(self, after: EventHandle | None, is_async: bool) -> _WayBack:
         """As `entered`, without the block: `exit` must follow, with what this returns."""
-        caller, device = self.caller(), torch._C._cuda_getDevice()
+        way_back, device = self._here(), torch._C._cuda_getDevice()
         # Inside a capture all calls stay on one stream: events from outside could not bring two into order.
         is_capturing = torch._C._cuda_isCurrentStreamCapturing()
-        self.current = caller if after is None and not is_async and not is_capturing else self.raw
-        way_back = _WayBack(caller, self.current is not caller, device, is_capturing)
-        if self.current is self.raw and after is None:
-            self._before.record(caller)
+        is_elsewhere = after is not None or is_async or is_capturing
+        self.current = self.raw if is_elsewhere else way_back.caller
+        if is_elsewhere or device != self._index:
+            way_back = _WayBack(way_back.caller, is_elsewhere, device, is_capturing)
+        if is_elsewhere and after is None:
+            self._before.record(way_back.caller)
             self.raw.wait_event(self._before)
-        if self._last_stream is not None and not is_capturing and self._last_stream != self.current:
-            if self._last_stream is self.raw:
+        last = self._last_stream
+        # Where two objects stand for one stream it waits for itself, which is no wait; comparing them takes longer.
+        if last is not self.current and last is not None and not is_capturing:
+            if last is self.raw:
                 self._last.record(self.raw)
             self.current.wait_event(self._last)
-        if way_back.is_elsewhere or device != self._index:
+        if is_elsewhere or device != self._index:
             torch.cuda.set_stream(self.current)
         if after is not None:
             try:
@@ -335,13 +339,18 @@ class CudaStream(LaunchStream):
 
     def caller(self) -> torch.cuda.Stream:
         """The caller's stream."""
+        return self._here().caller
+
+    def _here(self) -> _WayBack:
+        """The way back of a call that stays where it was made, on the caller's stream and on this device."""
         key = torch._C._cuda_getCurrentStream(self._index)
-        stream = self._callers.get(key)
-        if stream is None:
+        way_back = self._callers.get(key)
+        if way_back is None:
             if len(self._callers) == _MOST_CALLERS:
                 self._callers.clear()
-            stream = self._callers[key] = torch.cuda.current_stream(self._index)
-        return stream
+            way_back = _WayBack(torch.cuda.current_stream(self._index), False, self._index, False)
+            self._callers[key] = way_back
+        return way_back
 
     def behind(self, caller: torch.cuda.Stream) -> AbstractContextManager:
         """Inside the block, an earlier caller's stream is the caller's."""

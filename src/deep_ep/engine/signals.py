@@ -221,7 +221,8 @@ class Signals:
         """
         if self._failure is not None:
             raise EPClosed(f"Buffer: closed by an earlier failure ({self._failure}). Make a new buffer")
-        self.raise_if_failed()
+        if self._failed_word.value:
+            self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
         """Raise what a kernel has written down, once."""
