@@ -139,14 +139,13 @@ class DirectLowLatency:
         operation = call.agreement.operation
         num_sets = 0 if isinstance(call, Barrier) else call.plan.num_sets
         self._flights.make_way(METHODS[operation], num_sets, self.clean)
-        flight = self._flights.send(METHODS[operation], num_sets)
-        call.number = flight.number
+        call.number = self._flights.send(METHODS[operation], num_sets)
         send, receive = self._contagious(call, call.send, "send"), self._contagious(call, call.receive, "receive")
         if way.has_hook:
             self._stream.run(send)
 
             def hook() -> None:
-                self._flights.receive(flight)
+                self._flights.receive(call.number)
                 self._stream.run(receive)
 
             return None, hook
@@ -155,7 +154,7 @@ class DirectLowLatency:
             send()
             receive()
 
-        self._flights.receive(flight)
+        self._flights.receive(call.number)
         if way.is_async:
             return EventHandle(self._stream.submit(both)), None
         self._stream.run(both)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ...errors import EPError
 from .geometry import MOST_SETS
@@ -18,46 +17,27 @@ from .geometry import MOST_SETS
 _NUM_KEPT = 2 * MOST_SETS  # calls back, further than any set can still be read
 
 
-class Flight:
-    """A call that was sent.
-
-    Attributes:
-        number: Its place among the calls that this host has made. Calls that a graph replays are not counted, so only
-            differences mean anything.
-    """
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int):
-        self.number = number
-
-
-class _Sent(NamedTuple):
-    """A call of the past.
-
-    Attributes:
-        number: Of the call.
-        num_sets: That calls of its size divide the memory into; 0: it had no set (a barrier).
-        most: Results that any rank may have had in flight with it, itself included.
-    """
-
-    number: int
-    num_sets: int
-    most: int
-
-
 class Flights:
-    """The low-latency calls of a buffer, one chain."""
+    """The low-latency calls of a buffer, one chain.
+
+    A call is known by its number, its place among the calls that this host has made. Calls that a graph replays are not
+    counted, so only differences mean anything.
+
+    Every call comes through here, and should not take longer for it: what is known of the last one is at hand.
+    """
 
     def __init__(self) -> None:
         self._num_sent = 0
         self._deepest = 1
-        self._pending: dict[int, Flight] = {}  # the oldest comes first
-        self._recent: deque[_Sent] = deque(maxlen=_NUM_KEPT)
+        self._pending: dict[int, None] = {}  # the oldest comes first
+        # Calls of the past: the number; the sets that calls of its size divide the memory into, 0: it had none (a
+        # barrier); the results that any rank may have had in flight with it, itself included (most).
+        self._recent: deque[tuple[int, int, int]] = deque(maxlen=_NUM_KEPT)
+        self._last_sets = self._last_most = 0  # of the last one
         self._num_alike = 0  # of the recent ones, counted back from the last: with as many sets as that
 
-    def send(self, where: str, num_sets: int) -> Flight:
-        """Begin a call. `needs_barrier` was asked before.
+    def send(self, where: str, num_sets: int) -> int:
+        """Begin a call: its number. `needs_barrier` was asked before.
 
         Args:
             where: The call, for the error.
@@ -66,14 +46,15 @@ class Flights:
         Raises:
             EPError: So many results cannot be in flight. Nothing was sent.
         """
-        self._deepest = max(self._deepest, self.require_room(where, num_sets))
-        sent = _Sent(self._num_sent + 1, num_sets, self._most_in_flight(num_sets))
-        is_alike = bool(self._recent) and self._recent[-1].num_sets == num_sets
-        self._num_alike = min(self._num_alike + 1, _NUM_KEPT) if is_alike else 1
-        self._recent.append(sent)
-        self._num_sent = sent.number
-        flight = self._pending[sent.number] = Flight(sent.number)
-        return flight
+        if self._pending:
+            self._deepest = max(self._deepest, self.require_room(where, num_sets))
+        number, most = self._num_sent + 1, self._most_in_flight(num_sets)
+        self._num_alike = min(self._num_alike + 1, _NUM_KEPT) if num_sets == self._last_sets else 1
+        self._last_sets, self._last_most = num_sets, most
+        self._recent.append((number, num_sets, most))
+        self._pending[number] = None
+        self._num_sent = number
+        return number
 
     def require_room(self, where: str, num_sets: int) -> int:
         """How many results are in flight with one more; the rest as for `send`, which does it, too."""
@@ -109,22 +90,24 @@ class Flights:
         Raises:
             EPError: So many results cannot be in flight. Nothing was sent.
         """
-        if self.needs_barrier(num_sets):
+        if self._pending:
+            self.require_room(where, num_sets)
+        elif self._overwrites(num_sets):
             barrier()
-        self.require_room(where, num_sets)
 
-    def age(self, flight: Flight) -> int:
+    def age(self, number: int) -> int:
         """How many calls were sent after it."""
-        return self._num_sent - flight.number
+        return self._num_sent - number
 
-    def receive(self, flight: Flight) -> None:
+    def receive(self, number: int) -> None:
         """End a call.
 
         Raises:
             EPError: It has ended already: a hook is called once.
         """
-        if self._pending.pop(flight.number, None) is None:
+        if number not in self._pending:
             raise EPError("low-latency hook: it has been called before. Each call's hook is called once")
+        del self._pending[number]
 
     @property
     def next_number(self) -> int:
@@ -148,29 +131,25 @@ class Flights:
     def _most_in_flight(self, num_sets: int) -> int:
         """Results that a rank may have in flight with the next call: half the sets, if the calls before had as many."""
         depth, num_recent = 1, len(self._recent)
-        num_alike = self._num_alike if num_recent and self._recent[-1].num_sets == num_sets else 0
+        num_alike = self._num_alike if num_sets == self._last_sets else 0
         while 2 * (depth + 1) <= num_sets and depth <= self._num_sent and num_alike >= min(2 * depth + 1, num_recent):
             depth += 1
         return depth
 
     def _overwrites(self, num_sets: int) -> bool:
         """Whether the set of the next call may still be read as that of an earlier one."""
-        if not self._recent:
-            return False
-        last = self._recent[-1]
+        most = self._last_most
         # As in any decoding loop: all but the call before has been read, and that lies in the other quarter.
-        is_alternating = last.most == 1
-        # One call like another: those that may not have been read are at most half as many as there are sets.
-        is_steady = last.num_sets == num_sets and self._num_alike >= last.most
-        if not self._pending and (is_alternating or is_steady):
+        # Or one call like another: those that may not have been read are at most half as many as there are sets.
+        if not self._pending and (most <= 1 or (num_sets == self._last_sets and self._num_alike >= most)):
             return False
         last_received = self._oldest - 1
-        read = max((one.number - one.most for one in self._recent if one.number <= last_received), default=0)
-        return any(one.number > read and self._shares_set(one, num_sets) for one in self._recent)
+        read = max((number - most for number, _, most in self._recent if number <= last_received), default=0)
+        return any(number > read and self._shares_set(number, sets, num_sets) for number, sets, _ in self._recent)
 
-    def _shares_set(self, sent: _Sent, num_sets: int) -> bool:
+    def _shares_set(self, earlier: int, earlier_sets: int, num_sets: int) -> bool:
         number = self.next_number
-        if not sent.num_sets or not num_sets or (sent.number ^ number) & 1:
+        if not earlier_sets or not num_sets or (earlier ^ number) & 1:
             return False
         half = num_sets // 2
-        return sent.num_sets != num_sets or (sent.number >> 1) % half == (number >> 1) % half
+        return earlier_sets != num_sets or (earlier >> 1) % half == (number >> 1) % half

@@ -28,7 +28,7 @@ from ..digest import pack
 from ..signals import Signals
 from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Hook, Packed, Rows, Way, agreement_of
 from .copies import Carrier, Copies, FarRanks
-from .flights import Flight, Flights
+from .flights import Flights
 from .geometry import NUM_ZERO_COPY, Form, Geometry, Plan, plan_sets
 from .zero_copy import ZeroCopy, zero_copy_view
 
@@ -348,9 +348,9 @@ class StreamedLowLatency:
             self._warn_of_masks()
         num_sets = kernels.setup.num_sets
         self._flights.make_way(METHODS[operation], num_sets, self.clean)
-        flight = self._flights.send(METHODS[operation], num_sets)
+        number = self._flights.send(METHODS[operation], num_sets)
         if not way.has_hook:
-            self._flights.receive(flight)
+            self._flights.receive(number)
         signals, stream = self._signals, self._stream
         signals.begin()
         try:
@@ -378,17 +378,17 @@ class StreamedLowLatency:
             signals.spread(operation, error)
             raise
         event = stream.leave(way.is_async)
-        return event, self._hook(operation, kernels, work, flight) if way.has_hook else None
+        return event, self._hook(operation, kernels, work, number) if way.has_hook else None
 
-    def _hook(self, operation: str, kernels: Kernels, work: Work, flight: Flight) -> Hook:
+    def _hook(self, operation: str, kernels: Kernels, work: Work, number: int) -> Hook:
         """The receive half of a call."""
         signals, stream = self._signals, self._stream
         caller = stream.caller()
 
         def hook() -> None:
             signals.require_working()
-            age = self._flights.age(flight)
-            self._flights.receive(flight)
+            age = self._flights.age(number)
+            self._flights.receive(number)
             with stream.behind(caller):
                 half = f"{operation} receive"
                 with signals.contagious(operation), stream.entered(None, False), signals.marked(half):
