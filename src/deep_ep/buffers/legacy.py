@@ -129,7 +129,8 @@ class Buffer(LowLatencyMethods):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self._lock = threading.RLock()
-        self._known_calls: dict[tuple, Any] = {}
+        self._known_dispatches = {}
+        self._known_combines = {}
         self._topology = find_topology(control, forced_ranks_per_node(self.device))
         self._trace = open_trace(trace, control)
         self._engine, self.transport = self._make_engine(control, gpu_limit_secs)

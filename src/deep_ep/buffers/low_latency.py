@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..engine.low_latency.calls import Hook, LowLatency, Rows, Way
+from ..engine.low_latency.calls import Combining, Dispatching, Hook, LowLatency, Rows, Way
 from ..engine.low_latency.geometry import MOST_TOKENS, Form, Geometry
-from ..event import EventHandle, EventOverlap
+from ..event import EventOverlap
 from ..trace import NO_SLICE, Trace
 from . import checks
 from .engines import Engine
@@ -28,7 +28,8 @@ class LowLatencyMethods:
     low_latency_mode: bool
     enable_shrink: bool
     _lock: threading.RLock
-    _known_calls: dict[tuple, Any]
+    _known_dispatches: dict[tuple, Dispatching]
+    _known_combines: dict[tuple, Combining]
     _trace: Trace | None
 
     def _require_engine(self, where: str) -> Engine:
@@ -74,22 +75,24 @@ class LowLatencyMethods:
             in the low and first rows in the high 32 bits, M, H, E).
         """
         # A decoding loop makes the same calls again and again: what was checked once is not checked again.
-        look = ("dispatch", num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
         tensors = (x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
-        key = (*look, async_finish, return_recv_hook, *map(_look_of, tensors))
-        known = self._known_calls.get(key)
+        options = (use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook)
+        key = (num_max_dispatch_tokens_per_rank, num_experts, options, *map(_look_of, tensors))
+        known = self._known_dispatches.get(key)
         if known is None:
-            known = self._check_dispatch(*look[1:], async_finish, return_recv_hook, *tensors)
-            self._known_calls[key] = known
-        geometry, form, way = known
+            known = self._check_dispatch(num_max_dispatch_tokens_per_rank, num_experts, *options, *tensors)
+            self._known_dispatches[key] = known
         with self._lock:
-            packed, event, hook = self._require_low_latency("low_latency_dispatch").dispatch(
-                x, topk_idx, geometry, form, way, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-            )
-        recv_x = packed.x if packed.scales is None else (packed.x, packed.scales)
-        handle = (packed.src_info, packed.layout_range, geometry.max_tokens, geometry.hidden, geometry.num_experts)
-        overlap = _overlap(event, x, topk_idx, *packed, cumulative_local_expert_recv_stats)
-        return recv_x, packed.num_rows, handle, overlap, self._locked(hook)
+            packed, event, hook = self._require_low_latency("low_latency_dispatch").dispatch(known, *tensors)
+        recv_x, num_rows, src_info, layout_range, scales = packed
+        _, num_experts, max_tokens, hidden, _ = known.geometry
+        return (
+            recv_x if scales is None else (recv_x, scales),
+            num_rows,
+            (src_info, layout_range, max_tokens, hidden, num_experts),
+            EventOverlap() if event is None else EventOverlap(event, (*tensors, *packed)),
+            hook if hook is None else self._locked(hook),
+        )
 
     def _check_dispatch(
         self,
@@ -104,7 +107,7 @@ class LowLatencyMethods:
         topk_idx: torch.Tensor,
         recv_stats: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
-    ) -> tuple[Geometry, Form, Way]:
+    ) -> Dispatching:
         where = "low_latency_dispatch"
         way = _check_way(where, async_finish, return_recv_hook)
         if use_ue8m0 and not round_scale:
@@ -117,7 +120,7 @@ class LowLatencyMethods:
         num_local = geometry.num_local_experts
         self._check_stats(where, "cumulative_local_expert_recv_stats", recv_stats, num_local, torch.int32)
         self._check_stats(where, "dispatch_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
-        return geometry, form, way
+        return Dispatching(geometry, form, way, topk_idx.dtype, recv_stats is not None, wait_stats is not None)
 
     @traced
     def low_latency_combine(
@@ -151,20 +154,19 @@ class LowLatencyMethods:
             `combined_x` [T, H] BF16, the event, the hook or None. A token without experts gives zeros.
         """
         tensors = (x, topk_idx, topk_weights, out, combine_wait_recv_cost_stats)
-        look = ("combine", use_logfmt, zero_copy, async_finish, return_recv_hook, *map(_look_of, tensors))
-        key = (*look, *map(_look_of, handle)) if isinstance(handle, (tuple, list)) else None
-        known = self._known_calls.get(key) if key is not None else None
+        options = (use_logfmt, zero_copy, async_finish, return_recv_hook)
+        items = handle if isinstance(handle, (tuple, list)) else ()
+        key = (options, *map(_look_of, (*tensors, *items[:2])), *items[2:])
+        known = self._known_combines.get(key)
         if known is None:
             known = self._check_combine(handle, use_logfmt, zero_copy, async_finish, return_recv_hook, *tensors)
-            self._known_calls[key] = known
-        geometry, way = known
-        src_info, layout_range = handle[:2]
+            self._known_combines[key] = known
+        rows = Rows(x, topk_idx, topk_weights, *handle[:2])
         with self._lock:
-            given = Rows(x, topk_idx, topk_weights, src_info, layout_range, bool(use_logfmt), bool(zero_copy))
             engine = self._require_low_latency("low_latency_combine")
-            combined, event, hook = engine.combine(given, geometry, way, out, combine_wait_recv_cost_stats)
-        overlap = _overlap(event, x, topk_idx, topk_weights, src_info, layout_range, combined)
-        return combined, overlap, self._locked(hook)
+            combined, event, hook = engine.combine(known, rows, out, combine_wait_recv_cost_stats)
+        overlap = EventOverlap() if event is None else EventOverlap(event, (*rows, combined))
+        return combined, overlap, hook if hook is None else self._locked(hook)
 
     def _check_combine(
         self,
@@ -178,7 +180,7 @@ class LowLatencyMethods:
         topk_weights: torch.Tensor,
         out: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
-    ) -> tuple[Geometry, Way]:
+    ) -> Combining:
         where, device = "low_latency_combine", self.device
         way = _check_way(where, async_finish, return_recv_hook)
         assert not (use_logfmt and zero_copy), f"{where}: `use_logfmt` and `zero_copy` exclude each other"
@@ -192,7 +194,8 @@ class LowLatencyMethods:
             result = (num_tokens, geometry.hidden)
             checks.check_tensor(where, "out", out, result, (torch.bfloat16,), device=device)
         self._check_stats(where, "combine_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
-        return geometry, way
+        has_stats = wait_stats is not None
+        return Combining(geometry, way, bool(use_logfmt), bool(zero_copy), topk_idx.dtype, has_stats)
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
         """Window memory for the experts to write into, so that combine need not copy (`zero_copy=True`).
@@ -316,10 +319,7 @@ class LowLatencyMethods:
         if stats is not None:
             checks.check_tensor(where, name, stats, (size,), (dtype,), device=self.device)
 
-    def _locked(self, hook: Hook | None) -> Hook | None:
-        if hook is None:
-            return None
-
+    def _locked(self, hook: Hook) -> Hook:
         def receive() -> None:
             trace = self._trace
             with self._lock, trace.caller_slice("receive hook") if trace is not None else NO_SLICE:
@@ -330,9 +330,12 @@ class LowLatencyMethods:
 
 def _look_of(value: Any) -> Any:
     """What of an argument is checked, as a key: nothing of a tensor's contents is."""
-    if value is None or not isinstance(value, torch.Tensor):
+    if value is None:
+        return None
+    try:
+        return value.shape, value.dtype, value.device, value.is_contiguous()
+    except AttributeError:  # not a tensor
         return value
-    return value.shape, value.dtype, value.device, value.is_contiguous()
 
 
 def _check_way(where: str, async_finish: bool, return_recv_hook: bool) -> Way:
@@ -340,8 +343,3 @@ def _check_way(where: str, async_finish: bool, return_recv_hook: bool) -> Way:
         f"{where}: `async_finish` and `return_recv_hook` exclude each other: the hook is the end of the call"
     )
     return Way(bool(async_finish), bool(return_recv_hook))
-
-
-def _overlap(event: EventHandle | None, *tensors: torch.Tensor | None) -> EventOverlap:
-    """The event, with the tensors that must outlive the call; no event: nothing to keep."""
-    return EventOverlap(event, tuple(tensors) if event is not None else None)

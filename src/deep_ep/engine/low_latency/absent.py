@@ -8,8 +8,8 @@ import torch
 
 from ... import env
 from ...errors import EPUnsupported
-from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Rows, Way
-from .geometry import Form, Geometry
+from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Combining, Dispatching, Rows
+from .geometry import Geometry
 
 
 class AbsentLowLatency:
@@ -24,23 +24,21 @@ class AbsentLowLatency:
 
     def dispatch(
         self,
+        kind: Dispatching,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
-        geometry: Geometry,
-        form: Form,
-        way: Way,
         recv_stats: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> NoReturn:
         """Refuse."""
-        del x, topk_idx, geometry, form, way, recv_stats, wait_stats
+        del kind, x, topk_idx, recv_stats, wait_stats
         self._refuse(METHODS[DISPATCH])
 
     def combine(
-        self, rows: Rows, geometry: Geometry, way: Way, out: torch.Tensor | None, wait_stats: torch.Tensor | None
+        self, kind: Combining, rows: Rows, out: torch.Tensor | None, wait_stats: torch.Tensor | None
     ) -> NoReturn:
         """Refuse."""
-        del rows, geometry, way, out, wait_stats
+        del kind, rows, out, wait_stats
         self._refuse(METHODS[COMBINE])
 
     def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> NoReturn:

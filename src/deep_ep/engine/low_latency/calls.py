@@ -64,22 +64,62 @@ class Way(NamedTuple):
     has_hook: bool = False
 
 
+class Dispatching(NamedTuple):
+    """A kind of dispatch: what it was asked for, apart from its tensors.
+
+    Attributes:
+        geometry: Its sizes.
+        form: How rows travel.
+        way: How it stands to the caller's stream.
+        idx_dtype: Of `topk_idx`.
+        has_recv_stats: The rows of each expert are added to a tensor.
+        has_wait_stats: The nanoseconds waited for each rank are added to a tensor.
+    """
+
+    geometry: Geometry
+    form: Form
+    way: Way
+    idx_dtype: torch.dtype
+    has_recv_stats: bool
+    has_wait_stats: bool
+
+
+class Combining(NamedTuple):
+    """A kind of combine, likewise.
+
+    Attributes:
+        geometry: Its sizes.
+        way: How it stands to the caller's stream.
+        use_logfmt: Compress rows on their way.
+        zero_copy: The rows lie in the handle's zero-copy tensor, `Rows.x` is not read.
+        idx_dtype: Of `topk_idx`.
+        has_wait_stats: The nanoseconds waited for each rank are added to a tensor.
+    """
+
+    geometry: Geometry
+    way: Way
+    use_logfmt: bool
+    zero_copy: bool
+    idx_dtype: torch.dtype
+    has_wait_stats: bool
+
+
 class Packed(NamedTuple):
     """What a dispatch returns. R ranks, L local experts, M tokens of a rank at most, H channels, S scales.
 
     Attributes:
         x: [L, R * M, H], rows of each expert from its first row on.
-        scales: [L, R * M, S], the rows side by side in memory; None for BF16.
         num_rows: [L] int32, rows of each expert.
         src_info: [L, R * M] int32, each row's token at its source.
         layout_range: [L, R] int64, `count | first row << 32` of the rows from each rank.
+        scales: [L, R * M, S], the rows side by side in memory; None for BF16.
     """
 
     x: torch.Tensor
-    scales: torch.Tensor | None
     num_rows: torch.Tensor
     src_info: torch.Tensor
     layout_range: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 class Rows(NamedTuple):
@@ -91,8 +131,6 @@ class Rows(NamedTuple):
         topk_weights: [T, K] float32.
         src_info: Of the handle.
         layout_range: Of the handle.
-        use_logfmt: Compress rows on their way.
-        zero_copy: The rows lie in the handle's zero-copy tensor, `x` is not read.
     """
 
     x: torch.Tensor
@@ -100,8 +138,6 @@ class Rows(NamedTuple):
     topk_weights: torch.Tensor
     src_info: torch.Tensor
     layout_range: torch.Tensor
-    use_logfmt: bool = False
-    zero_copy: bool = False
 
 
 class LowLatency(Protocol):
@@ -109,22 +145,18 @@ class LowLatency(Protocol):
 
     def dispatch(
         self,
+        kind: Dispatching,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
-        geometry: Geometry,
-        form: Form,
-        way: Way,
         recv_stats: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[Packed, EventHandle | None, Hook | None]:
         """Send each token to its experts.
 
         Args:
+            kind: The kind of dispatch.
             x: [T, H] BF16.
             topk_idx: [T, K] int32 or int64.
-            geometry: The sizes of the call.
-            form: How rows travel.
-            way: How the call stands to the caller's stream.
             recv_stats: [L] int32; the rows of each expert are added. Or None.
             wait_stats: [R] int64; the nanoseconds waited for each rank are added. Or None.
         """
@@ -132,9 +164,8 @@ class LowLatency(Protocol):
 
     def combine(
         self,
+        kind: Combining,
         rows: Rows,
-        geometry: Geometry,
-        way: Way,
         out: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:

@@ -12,10 +12,10 @@ from ...kernels import low_latency_rows as kernels
 from ...transport import ordinary_tensor
 from ...transport.sparse import GRAIN_BYTES
 from . import far_rows
-from .calls import COMBINE, Rows, agreement_of
+from .calls import COMBINE, Combining, Rows, agreement_of
 from .far import FarPost, Outgoing
 from .far_rows import FarRows
-from .geometry import Geometry, Plan
+from .geometry import Plan
 from .halves import LowLatencyCall, Post, Posts
 from .shared import Shared, SpoiledError
 from .zero_copy import zero_copy_view
@@ -38,18 +38,19 @@ class Combine(LowLatencyCall):
         shared: Shared,
         plan: Plan,
         wait_stats: torch.Tensor | None,
+        kind: Combining,
         rows: Rows,
-        geometry: Geometry,
         out: torch.Tensor,
         zero_copy_offset: int | None,
     ):
         super().__init__(shared, plan, wait_stats)
         self._rows = rows
-        self._geometry = geometry
+        self._geometry = kind.geometry
+        self._use_logfmt = kind.use_logfmt
         self._out = out
         self._zero_copy_offset = zero_copy_offset
         self.agreement = agreement_of(
-            COMBINE, geometry, torch.bfloat16, None, int(rows.use_logfmt), rows.topk_idx.dtype
+            COMBINE, kind.geometry, torch.bfloat16, None, int(kind.use_logfmt), kind.idx_dtype
         )
 
     def _publish(self) -> Post:
@@ -73,7 +74,7 @@ class Combine(LowLatencyCall):
         geometry = self._geometry
         blocks, rows = kernels.rows_of_layout(self._rows.layout_range[:, rank : rank + 1], geometry.num_rows)
         self._require_possible(rows, geometry.num_local_experts)
-        if self._rows.use_logfmt:
+        if self._use_logfmt:
             slots = ordinary_tensor((rows.numel(), geometry.slot_bytes), torch.uint8)
             self._write(rows, slots)
             return far_rows.logfmt_frame(mesh, self.agreement, geometry, blocks.expert_counts, slots)
@@ -97,7 +98,7 @@ class Combine(LowLatencyCall):
     def _write(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write some of the experts' rows, numbered over all experts, into [n, pitch] uint8."""
         geometry = self._geometry
-        if self._rows.use_logfmt:
+        if self._use_logfmt:
             self._compress(self._rows.x.view(-1, geometry.hidden), rows, slots)
             return
         torch.index_select(self._source_rows(), 0, rows, out=slots.view(torch.bfloat16)[:, : geometry.hidden])
@@ -134,7 +135,7 @@ class Combine(LowLatencyCall):
         places += kernels.earlier_tokens(topk_idx, selections) * pitches[experts]
         places.masked_fill_(is_skipped, self.shared.own_place())
         atlas, ranges = self.shared.atlas.rows(geometry.hidden, torch.bfloat16), None
-        if self._rows.use_logfmt:
+        if self._use_logfmt:
             ranges = self.shared.atlas.rows(2 * geometry.num_groups, torch.bfloat16, geometry.ranges_offset)
         self.shared.summer.sum(self._out, atlas, places, self._rows.topk_weights, is_skipped, ranges)
         if self.shared.window.trace is not None:
@@ -143,7 +144,7 @@ class Combine(LowLatencyCall):
     def _far_rows(self, posts: dict[int, FarPost]) -> dict[int, FarRows]:
         """What ranks of other nodes have sent, within reach of the atlas. Places move with it."""
         geometry, mesh = self._geometry, self.shared.mesh
-        if not self._rows.use_logfmt or mesh is None:
+        if not self._use_logfmt or mesh is None:
             return {rank: far_rows.plain_rows(post, geometry) for rank, post in posts.items()}
         rows = {rank: far_rows.logfmt_rows(post, geometry, mesh.grounds) for rank, post in posts.items()}
         self.shared.reach_landings()

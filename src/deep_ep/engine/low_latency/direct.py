@@ -17,7 +17,7 @@ from ...transport import Arena, ordinary_tensor
 from ...transport.sparse import GRAIN_BYTES, HollowMemory
 from ...transport.window import SENT_TABLES_BYTES
 from ..call import LOW_LATENCY, Chain
-from .calls import COMBINE, METHODS, Hook, Packed, Rows, Way
+from .calls import COMBINE, METHODS, Combining, Dispatching, Hook, Packed, Rows, Way
 from .combine import Combine
 from .dispatch import Dispatch
 from .flights import Flights
@@ -59,41 +59,40 @@ class DirectLowLatency:
 
     def dispatch(
         self,
+        kind: Dispatching,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
-        geometry: Geometry,
-        form: Form,
-        way: Way,
         recv_stats: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[Packed, EventHandle | None, Hook | None]:
         """Send each token to its experts; see `LowLatency`."""
+        geometry, form = kind.geometry, kind.form
         plan = plan_sets("low_latency_dispatch", self.shared.num_bytes, geometry.dispatch_bytes(form), geometry)
         packed = self._empty_packed(geometry, form)
         call = Dispatch(self.shared, plan, wait_stats, x, topk_idx, geometry, form, packed, recv_stats)
-        return packed, *self._make(call, way)
+        return packed, *self._make(call, kind.way)
 
     def combine(
         self,
+        kind: Combining,
         rows: Rows,
-        geometry: Geometry,
-        way: Way,
         out: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:
         """Bring the experts' rows back; see `LowLatency`."""
+        geometry = kind.geometry
         plan = plan_sets("low_latency_combine", self.shared.num_bytes, geometry.combine_bytes, geometry)
         if out is None:
             out = self._chain.result((rows.topk_idx.size(0), geometry.hidden), torch.bfloat16)
         zero_copy_offset = None
-        if rows.zero_copy:
+        if kind.zero_copy:
             self._flights.make_way(
                 METHODS[COMBINE], plan.num_sets, self.clean
             )  # a refused call must not take the tensor
             index = self._zero_copy.give(rows.src_info, self._flights.next_number)
             zero_copy_offset = plan.zero_copy_offset(index)
-        call = Combine(self.shared, plan, wait_stats, rows, geometry, out, zero_copy_offset)
-        return out, *self._make(call, way)
+        call = Combine(self.shared, plan, wait_stats, kind, rows, out, zero_copy_offset)
+        return out, *self._make(call, kind.way)
 
     def clean(self) -> None:
         """A barrier over the ranks that are not masked."""
@@ -185,10 +184,10 @@ class DirectLowLatency:
             scales = self._result((num_local, geometry.num_scales(form), num_rows), form.scale_dtype).transpose(1, 2)
         return Packed(
             self._result((num_local, num_rows, geometry.hidden), form.dtype),
-            scales,
             ordinary_tensor((num_local,), torch.int32),
             ordinary_tensor((num_local, num_rows), torch.int32),
             ordinary_tensor((num_local, geometry.num_ranks), torch.int64),
+            scales,
         )
 
     def _result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

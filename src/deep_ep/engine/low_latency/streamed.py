@@ -26,7 +26,7 @@ from ...transport.device import DeviceWindow
 from ..call import OPERATIONS, Agreement
 from ..digest import pack
 from ..signals import Signals
-from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Hook, Packed, Rows, Way, agreement_of
+from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Combining, Dispatching, Hook, Packed, Rows, Way, agreement_of
 from .copies import Carrier, Copies, FarRanks
 from .flights import Flights
 from .geometry import NUM_ZERO_COPY, Form, Geometry, Plan, plan_sets
@@ -40,12 +40,14 @@ class _Setup(NamedTuple):
         call: The call, for its kernels.
         sizes: Of its rows, likewise.
         num_sets: That it divides the memory into.
+        results: What a dispatch returns, as `Packed` has it, but without memory.
         zero_copy_offsets: Of a combine.
     """
 
     call: Call
     sizes: Any
     num_sets: int
+    results: tuple[torch.Tensor, ...] = ()
     zero_copy_offsets: tuple[int, ...] = ()
 
 
@@ -75,19 +77,15 @@ class Work(NamedTuple):
     """What the kernels of a call are given.
 
     Attributes:
-        num_send_blocks: The grid of the send half.
-        sent: Its arguments.
+        sent: Grid and arguments of the send half.
+        received: Those of the receive half, but for the age of the call.
         stats: What the nanoseconds waited are added to; where they are not, any tensor.
-        num_receive_blocks: The grid of the receive half.
-        received: Its arguments, but for the age of the call.
         carried: What `Carrier.launch` takes.
     """
 
-    num_send_blocks: int
-    sent: tuple[torch.Tensor | int, ...]
+    sent: tuple[Any, ...]
+    received: tuple[Any, ...]
     stats: torch.Tensor
-    num_receive_blocks: int
-    received: tuple[torch.Tensor, ...]
     carried: tuple[Any, ...]
 
 
@@ -116,6 +114,7 @@ class StreamedLowLatency:
         self._signals = signals
         self._stream = stream
         self._num_bytes = num_bytes
+        self._device = device
         self._can_mask = enable_shrink
         self._board_bytes = Spots.board_bytes(num_ranks, MAX_EXPERTS)
         self._copies = Copies(far, self._board_bytes, num_bytes, MAX_EXPERTS) if far is not None else None
@@ -148,73 +147,68 @@ class StreamedLowLatency:
 
     def dispatch(
         self,
+        kind: Dispatching,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
-        geometry: Geometry,
-        form: Form,
-        way: Way,
         recv_stats: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[Packed, EventHandle | None, Hook | None]:
         """Send each token to its experts; see `LowLatency`."""
-        kinds = (geometry, form, way.has_hook, topk_idx.dtype, x.data_ptr() % 16 == 0)
-        key = (*kinds, recv_stats is not None, wait_stats is not None)
+        key = (kind, x.data_ptr() % 16 == 0)
         kernels = self._kernels.get(key)
         if kernels is None:
             kernels = self._kernels[key] = self._dispatch_kernels(*key)
-        packed = _empty_packed(geometry, form, x.device)
-        num_tokens, some = x.size(0), packed.num_rows
+        packed = Packed(*map(torch.empty_like, kernels.setup.results))
+        rows, num_rows, src_info, layout_range, scales = packed
+        state, num_tokens = self.spots.state, x.size(0)
+        stats = state if wait_stats is None else wait_stats
         work = Work(
-            num_tokens + kernels.num_send_blocks,
-            (x, topk_idx, self.spots.state if wait_stats is None else wait_stats, num_tokens),
-            self.spots.state if wait_stats is None else wait_stats,
-            kernels.num_receive_blocks,
+            (num_tokens + kernels.num_send_blocks, x, topk_idx, stats, num_tokens),
             (
-                packed.x,
-                some if packed.scales is None else packed.scales,
-                packed.num_rows,
-                packed.src_info,
-                packed.layout_range,
-                some if recv_stats is None else recv_stats,
+                kernels.num_receive_blocks,
+                rows,
+                num_rows if scales is None else scales,
+                num_rows,
+                src_info,
+                layout_range,
+                num_rows if recv_stats is None else recv_stats,
             ),
-            (self.spots.state,),
+            stats,
+            (state,),
         )
-        return packed, *self._make(DISPATCH, kernels, way, work)
+        return packed, *self._make(DISPATCH, kernels, kind.way, work)
 
     def combine(
         self,
+        kind: Combining,
         rows: Rows,
-        geometry: Geometry,
-        way: Way,
         out: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:
         """Bring the experts' rows back; see `LowLatency`."""
-        topk_idx, num_tokens = rows.topk_idx, rows.topk_idx.size(0)
-        combined = out if out is not None else rows.x.new_empty(num_tokens, geometry.hidden)
-        kinds = (geometry, rows.use_logfmt, rows.zero_copy, way.has_hook, topk_idx.dtype, wait_stats is not None)
-        key = (*kinds, rows.x.data_ptr() % 16 == 0, combined.data_ptr() % 16 == 0)
+        x, topk_idx, topk_weights, src_info, layout_range = rows
+        num_tokens = topk_idx.size(0)
+        combined = out if out is not None else x.new_empty(num_tokens, kind.geometry.hidden)
+        key = (kind, x.data_ptr() % 16 == 0, combined.data_ptr() % 16 == 0)
         kernels = self._kernels.get(key)
         if kernels is None:
             kernels = self._kernels[key] = self._combine_kernels(*key)
         offset = 0
-        if rows.zero_copy:
+        if kind.zero_copy:
             self._flights.make_way(
                 METHODS[COMBINE], kernels.setup.num_sets, self.clean
             )  # a refused call must not take the tensor
-            index = self._zero_copy.give(rows.src_info, self._flights.next_number)
+            index = self._zero_copy.give(src_info, self._flights.next_number)
             offset = kernels.setup.zero_copy_offsets[index]
         earlier = torch.empty_like(topk_idx, dtype=torch.int32)
         stats = self.spots.state if wait_stats is None else wait_stats
         work = Work(
-            kernels.num_send_blocks,
-            (rows.x, rows.layout_range, topk_idx, earlier, stats, num_tokens, offset),
+            (kernels.num_send_blocks, x, layout_range, topk_idx, earlier, stats, num_tokens, offset),
+            (num_tokens * kernels.num_receive_blocks, combined, topk_idx, topk_weights, earlier),
             stats,
-            num_tokens * kernels.num_receive_blocks,
-            (combined, topk_idx, rows.topk_weights, earlier),
-            (rows.layout_range, rows.layout_range, offset if rows.zero_copy else -1),
+            (layout_range, layout_range, offset if kind.zero_copy else -1),
         )
-        return combined, *self._make(COMBINE, kernels, way, work)
+        return combined, *self._make(COMBINE, kernels, kind.way, work)
 
     def clean(self) -> None:
         """A barrier over the ranks that are not masked. The host does not wait."""
@@ -255,64 +249,42 @@ class StreamedLowLatency:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
-    def _dispatch_kernels(
-        self,
-        geometry: Geometry,
-        form: Form,
-        has_hook: bool,
-        idx_dtype: torch.dtype,
-        is_aligned: bool,
-        has_recv_stats: bool,
-        has_wait_stats: bool,
-    ) -> Kernels:
-        setup, spots = self._dispatch_setup(geometry, form), self.spots
-        call, sizes, patience = (
-            setup.call,
-            setup.sizes,
-            Patience(spots.state if has_wait_stats else None, self._can_mask),
-        )
+    def _dispatch_kernels(self, kind: Dispatching, is_aligned: bool) -> Kernels:
+        setup, spots = self._dispatch_setup(kind.geometry, kind.form), self.spots
+        call, sizes, patience = setup.call, setup.sizes, self._patience(kind)
+        waiting = self._waiting(kind.way, patience)
         return Kernels(
             setup,
-            dispatch.sender(spots, call, sizes, idx_dtype, is_aligned, self._waiting(has_hook, patience)),
+            dispatch.sender(spots, call, sizes, kind.idx_dtype, is_aligned, waiting),
             words.waiter(spots, call, patience, is_dispatch=True),
-            dispatch.receiver(spots, call, sizes, form.scale_dtype, has_recv_stats),
+            dispatch.receiver(spots, call, sizes, kind.form.scale_dtype, kind.has_recv_stats),
             dispatch.num_send_blocks(sizes, 0),
-            dispatch.num_receive_blocks(sizes, geometry.num_ranks),
+            dispatch.num_receive_blocks(sizes, kind.geometry.num_ranks),
             self._copies.for_dispatch(call, sizes) if self._copies is not None else None,
         )
 
-    def _combine_kernels(
-        self,
-        geometry: Geometry,
-        use_logfmt: bool,
-        zero_copy: bool,
-        has_hook: bool,
-        idx_dtype: torch.dtype,
-        has_wait_stats: bool,
-        is_aligned: bool,
-        is_out_aligned: bool,
-    ) -> Kernels:
-        setup, spots = self._combine_setup(geometry, use_logfmt), self.spots
-        call, sizes, patience = (
-            setup.call,
-            setup.sizes,
-            Patience(spots.state if has_wait_stats else None, self._can_mask),
-        )
-        waiting = self._waiting(has_hook, patience)
-        receive, num_pieces = combine.receiver(spots, sizes, idx_dtype, is_out_aligned)
+    def _combine_kernels(self, kind: Combining, is_aligned: bool, is_out_aligned: bool) -> Kernels:
+        setup, spots = self._combine_setup(kind.geometry, kind.use_logfmt), self.spots
+        call, sizes, patience = setup.call, setup.sizes, self._patience(kind)
+        waiting, is_copied = self._waiting(kind.way, patience), not kind.zero_copy
+        receive, num_pieces = combine.receiver(spots, sizes, kind.idx_dtype, is_out_aligned)
         return Kernels(
             setup,
-            combine.sender(spots, call, sizes, idx_dtype, not zero_copy, is_aligned, waiting),
+            combine.sender(spots, call, sizes, kind.idx_dtype, is_copied, is_aligned, waiting),
             words.waiter(spots, call, patience, is_dispatch=False),
             receive,
-            combine.num_send_blocks(sizes, not zero_copy),
+            combine.num_send_blocks(sizes, is_copied),
             num_pieces,
             self._copies.for_combine(call, sizes) if self._copies is not None else None,
         )
 
-    def _waiting(self, has_hook: bool, patience: Patience) -> Patience | None:
+    def _patience(self, kind: Dispatching | Combining) -> Patience:
+        """How a call waits."""
+        return Patience(self.spots.state if kind.has_wait_stats else None, self._can_mask)
+
+    def _waiting(self, way: Way, patience: Patience) -> Patience | None:
         """How a send waits, if it does: far ranks have first to be carried what they wait for themselves."""
-        return None if has_hook or self._copies is not None else patience
+        return None if way.has_hook or self._copies is not None else patience
 
     def _dispatch_setup(self, geometry: Geometry, form: Form) -> _Setup:
         setup = self._setups.get((geometry, form))
@@ -322,7 +294,8 @@ class StreamedLowLatency:
             row = (geometry.row_bytes(form), geometry.scales_offset, geometry.places_offset(form))
             sizes = dispatch.Sizes(*_sizes_of(geometry), *row, form.use_fp8, form.round_scale)
             agreement = agreement_of(DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale))
-            setup = self._setups[geometry, form] = _Setup(_call(DISPATCH, plan, agreement), sizes, plan.num_sets)
+            call, results = _call(DISPATCH, plan, agreement), _results(geometry, form, self._device)
+            setup = self._setups[geometry, form] = _Setup(call, sizes, plan.num_sets, results)
         return setup
 
     def _combine_setup(self, geometry: Geometry, use_logfmt: bool) -> _Setup:
@@ -334,7 +307,7 @@ class StreamedLowLatency:
             agreement = agreement_of(COMBINE, geometry, torch.bfloat16, None, int(use_logfmt))
             offsets = tuple(plan.zero_copy_offset(index) for index in range(NUM_ZERO_COPY))
             call = _call(COMBINE, plan, agreement)
-            setup = self._setups[geometry, use_logfmt] = _Setup(call, sizes, plan.num_sets, offsets)
+            setup = self._setups[geometry, use_logfmt] = _Setup(call, sizes, plan.num_sets, (), offsets)
         return setup
 
     def _plan(self, where: str, num_bytes: int, geometry: Geometry, copied_bytes: int) -> Plan:
@@ -346,39 +319,48 @@ class StreamedLowLatency:
         """Launch a call: its send half, and its receive half unless there is a hook for that."""
         if self._masked_word.value != self._told:
             self._warn_of_masks()
-        num_sets = kernels.setup.num_sets
-        self._flights.make_way(METHODS[operation], num_sets, self.clean)
-        number = self._flights.send(METHODS[operation], num_sets)
-        if not way.has_hook:
-            self._flights.receive(number)
-        signals, stream = self._signals, self._stream
+        signals, stream, flights = self._signals, self._stream, self._flights
+        is_async, has_hook = way
+        where, num_sets = METHODS[operation], kernels.setup.num_sets
+        flights.make_way(where, num_sets, self.clean)
+        number = flights.send(where, num_sets)
+        if not has_hook:
+            flights.receive(number)
         signals.begin()
         try:
-            way_back = stream.enter(None, way.is_async)
+            way_back = stream.enter(None, is_async)
             try:
-                if way.is_async:
+                if is_async:
                     stream.hold(_tensors_of(work), stream.raw)
-                with signals.marked(f"{operation} send" if way.has_hook else operation):
-                    signals.is_announced = True
-                    signals.mark("send")
-                    kernels.send(work.num_send_blocks, *work.sent)
-                    if kernels.carrier is not None:
-                        signals.mark("carry")
-                        kernels.carrier.launch(*work.carried)
-                        if not way.has_hook:
-                            signals.mark("wait")
-                            kernels.wait(1, work.stats, 0)
-                    if not way.has_hook:
-                        signals.mark("receive")
-                        kernels.receive(work.num_receive_blocks, *work.received, 0)
-                        self._tell()
+                if signals.marks is None:
+                    self._launch(kernels, work, has_hook)
+                else:
+                    with signals.marks.call(f"{operation} send" if has_hook else operation):
+                        self._launch(kernels, work, has_hook)
             finally:
                 stream.exit(way_back)
         except BaseException as error:
             signals.spread(operation, error)
             raise
-        event = stream.leave(way.is_async)
-        return event, self._hook(operation, kernels, work, number) if way.has_hook else None
+        event = stream.leave(is_async)
+        return event, self._hook(operation, kernels, work, number) if has_hook else None
+
+    def _launch(self, kernels: Kernels, work: Work, has_hook: bool) -> None:
+        """The kernels of a call, but for those behind a hook."""
+        signals = self._signals
+        signals.is_announced = True
+        signals.mark("send")
+        kernels.send(*work.sent)
+        if kernels.carrier is not None:
+            signals.mark("carry")
+            kernels.carrier.launch(*work.carried)
+            if not has_hook:
+                signals.mark("wait")
+                kernels.wait(1, work.stats, 0)
+        if not has_hook:
+            signals.mark("receive")
+            kernels.receive(*work.received, 0)
+            self._tell()
 
     def _hook(self, operation: str, kernels: Kernels, work: Work, number: int) -> Hook:
         """The receive half of a call."""
@@ -396,7 +378,7 @@ class StreamedLowLatency:
                     signals.mark("wait")
                     kernels.wait(1, work.stats, age)
                     signals.mark("receive")
-                    kernels.receive(work.num_receive_blocks, *work.received, age)
+                    kernels.receive(*work.received, age)
                     self._tell()
                 stream.leave(False)
 
@@ -429,20 +411,24 @@ def _tensors_of(work: Work) -> list[torch.Tensor]:
     return [one for one in (*work.sent, *work.received) if isinstance(one, torch.Tensor)]
 
 
-def _empty_packed(geometry: Geometry, form: Form, device: torch.device) -> Packed:
+def _results(geometry: Geometry, form: Form, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What a dispatch returns, as `Packed` has it, but without memory.
+
+    `empty_like` of them takes little more than half as long as `empty` with a shape, a type and a device.
+    """
     num_local, num_rows = geometry.num_local_experts, geometry.num_rows
-    scales = None
-    if form.scale_dtype is not None:
-        columns = geometry.num_scales(form)
-        shape, strides = (num_local, num_rows, columns), (columns * num_rows, 1, num_rows)
-        scales = torch.empty_strided(shape, strides, dtype=form.scale_dtype, device=device)
-    return Packed(
+    results = [
         torch.empty((num_local, num_rows, geometry.hidden), dtype=form.dtype, device=device),
-        scales,
         torch.empty(num_local, dtype=torch.int32, device=device),
         torch.empty((num_local, num_rows), dtype=torch.int32, device=device),
         torch.empty((num_local, geometry.num_ranks), dtype=torch.int64, device=device),
-    )
+    ]
+    if form.scale_dtype is not None:
+        shape = (num_local, geometry.num_scales(form), num_rows)
+        results.append(torch.empty(shape, dtype=form.scale_dtype, device=device).transpose(1, 2))
+    for result in results:
+        result.untyped_storage().resize_(0)
+    return tuple(results)
 
 
 def _sizes_of(geometry: Geometry) -> tuple[int, int, int, int]:
