@@ -96,7 +96,7 @@ def moving() -> dict[str, str]:
         "HAS_RECORDS": True,
     }
     constants |= {"HAS_TOPK": True, "TOPK": 8, "LANES": 8}
-    ptx = {"put": ptx_of(put._put_kernel, pointers, constants, 16)}
+    ptx = {"put": ptx_of(put._put_kernel, pointers, constants | {"IS_WHOLE": False}, 16)}
     steered = pointers | {"node_slots": "*i32", "numbers": "*i32", "passed_on": "*i32", "plan": "*i64", "aimed": "*i64"}
     for name, has_records in (("steer", True), ("steer along a handle", False)):
         ptx[name] = ptx_of(steer._steer_kernel, steered, {"HAS_RECORDS": has_records, "TILE": 128, "LANES": 16}, 8)

@@ -16,6 +16,7 @@ from ..tuning import listed_size, load_tuning, wrong_file
 
 _FREE = Shape(num_blocks=264, words=4096, num_warps=16)
 _BOUNDED = Shape(num_blocks=20, words=4096, num_warps=16)
+_BOUNDED_PUT = Shape(num_blocks=20, words=4096, num_warps=32)
 _BOUNDED_PULL = Shape(num_blocks=20, words=4096, num_warps=32, num_registers=64)
 _MOST_WARPS = 32  # of a block, on all GPUs
 
@@ -37,7 +38,7 @@ class Shapes:
     put: Shape = _FREE
     pull: Shape = _FREE
     copy: Shape = _FREE
-    bounded_put: Shape = _BOUNDED
+    bounded_put: Shape = _BOUNDED_PUT
     bounded_pull: Shape = _BOUNDED_PULL
     bounded_copy: Shape = _BOUNDED
 

@@ -76,7 +76,7 @@ def launch_sum(
         min(shape.num_blocks, num_tokens * -(-hidden // block)),
         (out, *(*biases, out, out)[:2], slots, rows, places.state, num_tokens, row_vectors, places.num_ranks, *more),
         (out.dtype, rows.dtype),
-        num_warps=max(1, min(shape.num_warps, block // 32)),
+        num_warps=shape.warps_for(block * out.element_size(), vector),
         num_registers=shape.num_registers,
         NUM_BIASES=len(biases),
         BLOCK=block,

@@ -68,7 +68,7 @@ def push(
             places.rank,
         ),
         (word,),
-        num_warps=max(1, min(shape.num_warps, block // 32)),
+        num_warps=shape.warps_for(block * word.itemsize, vector),
         VECTOR=vector,
         BLOCK=block,
         LANES=next_power_of_2(places.num_ranks),

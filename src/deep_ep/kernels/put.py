@@ -22,6 +22,9 @@ from .exchange import STATE_FAILED, STATE_HELD, TABLE_ROOMS, TABLE_STARTS, Place
 _FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
 _ROOMS, _STARTS = tl.constexpr(TABLE_ROOMS), tl.constexpr(TABLE_STARTS)
 VECTOR_BYTES = 16  # what a thread moves at once, if rows are aligned to it
+_WARP = 32
+_MOST_RECORD_WARPS = 16  # with records a thread needs more registers than twice as many would leave it
+_MOST_UNROLLED = tl.constexpr(8)  # peers whose writes stand one behind the other, without a branch
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,10 @@ class Shape:
     words: int
     num_warps: int
     num_registers: int = 0
+
+    def warps_for(self, num_bytes: int, vector: int) -> int:
+        """Warps for a piece of so many bytes: no thread without a vector of it."""
+        return max(1, min(self.num_warps, num_bytes // (_WARP * vector)))
 
 
 def record_words(num_topk: int) -> int:
@@ -98,6 +105,7 @@ def put(
     row_words = x.size(1) * x.element_size() // word.itemsize
     vector = VECTOR_BYTES if is_aligned else word.itemsize
     block = min(shape.words * 4 // word.itemsize, next_power_of_2(row_words))
+    most_warps = shape.num_warps if send_head is None else _MOST_RECORD_WARPS
     launch(
         _put_kernel,
         min(shape.num_blocks, num_tokens * -(-row_words // block)),
@@ -121,7 +129,7 @@ def put(
             record_words(num_topk),
         ),
         (topk_idx.dtype,) if topk_idx is not None else (),
-        num_warps=max(1, min(shape.num_warps, block // 32)),
+        num_warps=min(most_warps, shape.warps_for(block * word.itemsize, vector)),
         num_registers=shape.num_registers,
         WORD_BYTES=word.itemsize,
         VECTOR=vector,
@@ -133,6 +141,7 @@ def put(
         HAS_TOPK=num_topk > 0,
         TOPK=next_power_of_2(num_topk),
         LANES=next_power_of_2(places.num_ranks),
+        IS_WHOLE=row_words <= block,
     )
 
 
@@ -171,6 +180,7 @@ def _put_kernel(
     HAS_TOPK: tl.constexpr,
     TOPK: tl.constexpr,
     LANES: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):
     """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece carries the small parts.
 
@@ -186,41 +196,26 @@ def _put_kernel(
         rooms = tl.load(table + _ROOMS * num_ranks + lanes, mask=is_rank, other=0)
         starts = tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0)
         row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
-        num_pieces = tl.cdiv(row_words, BLOCK)
+        num_pieces = 1 if IS_WHOLE else tl.cdiv(row_words, BLOCK)  # 1 is known: nothing is divided by it
         num_items = num_tokens * num_pieces
-        # The next item is on its way while this one is written: the peers' memory is far, and so is this rank's.
-        row = load_piece(x, row_words, tl.program_id(0), num_pieces, num_items, VECTOR, BLOCK)
-        slot = load_slots(slots, tl.program_id(0) // num_pieces, num_tokens, num_ranks, lanes)
-        if HAS_SCALES:
-            first = tl.program_id(0) // num_pieces
-            scale = load_columns(scales, first, num_tokens, scale_stride_t, scale_stride_s, num_scales, SCALES)
-        if HAS_TOPK:
-            first = tl.program_id(0) // num_pieces
-            ids = load_columns(topk_idx, first, num_tokens, num_topk, 1, num_topk, TOPK)
-            weights = load_columns(topk_weights, first, num_tokens, num_topk, 1, num_topk, TOPK)
-        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-            following = item + tl.num_programs(0)
-            next_row = load_piece(x, row_words, following, num_pieces, num_items, VECTOR, BLOCK)
-            next_slot = load_slots(slots, following // num_pieces, num_tokens, num_ranks, lanes)
-            if HAS_SCALES:
-                later = following // num_pieces
-                next_scale = load_columns(scales, later, num_tokens, scale_stride_t, scale_stride_s, num_scales, SCALES)
-            if HAS_TOPK:
-                later = following // num_pieces
-                next_ids = load_columns(topk_idx, later, num_tokens, num_topk, 1, num_topk, TOPK)
-                next_weights = load_columns(topk_weights, later, num_tokens, num_topk, 1, num_topk, TOPK)
+        # The next item is on its way while this one is written: memory is far, the peers' and this rank's.
+        start, step = tl.program_id(0), tl.num_programs(0)
+        sources = (x, slots, scales, topk_idx, topk_weights)
+        widths = (row_words, num_ranks, num_scales, num_topk, scale_stride_t, scale_stride_s)
+        sizes = (num_pieces, num_items, num_tokens)
+        coming = _load_item(sources, widths, sizes, start, VECTOR, BLOCK, HAS_SCALES, SCALES, HAS_TOPK, TOPK, LANES)
+        for item in range(start, num_items, step):
+            row, slot, scale, ids, weights = coming
+            coming = _load_item(
+                sources, widths, sizes, item + step, VECTOR, BLOCK, HAS_SCALES, SCALES, HAS_TOPK, TOPK, LANES
+            )
             token = item // num_pieces
             piece = item % num_pieces
             words = piece * BLOCK + tl.arange(0, BLOCK)
             places = tl.where(slot >= 0, slot + starts, -1)
             goes = (places >= 0) & (places < rooms)
-            targets = tl.where(goes, bases + places * row_words * WORD_BYTES, 0)
-            for turn in range(num_ranks):
-                peer = (rank + 1 + turn) % num_ranks  # not all ranks to the same one at once
-                target = tl.sum(tl.where(lanes == peer, targets, 0))
-                if target != 0:
-                    pointer = tl.multiple_of(target.to(x.dtype), VECTOR)
-                    tl.store(pointer + words, row, mask=words < row_words)
+            numbers = tl.where(goes, places + 1, 0).to(tl.int32)
+            write_row(row, words, row_words, numbers, bases, rank, num_ranks, WORD_BYTES, VECTOR)
             if HAS_SCALES or HAS_RECORDS:
                 if piece == 0:
                     if HAS_SCALES:
@@ -234,17 +229,72 @@ def _put_kernel(
                         tl.store(record, token, mask=goes)
                     if HAS_TOPK:
                         put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK)
-            row = next_row
-            slot = next_slot
-            if HAS_SCALES:
-                scale = next_scale
-            if HAS_TOPK:
-                ids = next_ids
-                weights = next_weights
 
 
 @triton.jit
-def load_piece(x, row_words, item, num_pieces, num_items, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+def write_row(row, words, row_words, numbers, bases, rank, num_ranks, WORD_BYTES: tl.constexpr, VECTOR: tl.constexpr):
+    """Write a piece of a row to all peers that take it, beginning behind this rank: not all to the same one at once.
+
+    A block has so little to do for a piece that what it computes on the way counts as much as what it writes.
+
+    Args:
+        row: [BLOCK], the piece.
+        words: [BLOCK], where it is in the row.
+        row_words: Words of a row.
+        numbers: [LANES] int32, its row at each peer, from 1 on; 0: it does not go there.
+        bases: [LANES] int64, where the rows of each peer begin.
+        rank: This rank, among the peers.
+        num_ranks: The peers.
+        WORD_BYTES: Of a word.
+        VECTOR: Bytes that rows are aligned to.
+    """
+    lanes = tl.arange(0, numbers.shape[0])
+    if numbers.shape[0] <= _MOST_UNROLLED:
+        for turn in tl.static_range(numbers.shape[0]):
+            peer = rank + 1 + turn
+            is_peer = lanes == tl.where(peer >= num_ranks, peer - num_ranks, peer)
+            _write_to(row, words, row_words, numbers, bases, is_peer & (turn < num_ranks), WORD_BYTES, VECTOR)
+    else:
+        for turn in range(num_ranks):
+            peer = rank + 1 + turn
+            is_peer = lanes == tl.where(peer >= num_ranks, peer - num_ranks, peer)
+            if tl.sum(tl.where(is_peer, numbers, 0)) > 0:
+                _write_to(row, words, row_words, numbers, bases, is_peer, WORD_BYTES, VECTOR)
+
+
+@triton.jit
+def _write_to(row, words, row_words, numbers, bases, is_peer, WORD_BYTES: tl.constexpr, VECTOR: tl.constexpr):
+    """Write a piece of a row to one peer, if it takes it."""
+    number = tl.sum(tl.where(is_peer, numbers, 0))
+    base = tl.sum(tl.where(is_peer, bases, 0))  # the same in every round of a loop: it is found once
+    address = base + (number - 1).to(tl.int64) * (row_words * WORD_BYTES)
+    pointer = tl.multiple_of(address.to(tl.pointer_type(row.dtype)), VECTOR)
+    tl.store(pointer + words, row, mask=words < tl.where(number > 0, row_words, 0))
+
+
+@triton.jit
+def _load_item(
+    sources, widths, sizes, item, VECTOR: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr,
+    SCALES: tl.constexpr, HAS_TOPK: tl.constexpr, TOPK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """A piece of a row, and what its token has beside it; nothing where there is no such item."""
+    x, slots, scales, topk_idx, topk_weights = sources
+    row_words, num_ranks, num_scales, num_topk, stride_t, stride_s = widths
+    num_pieces, num_items, num_tokens = sizes
+    token = item // num_pieces
+    row = _load_piece(x, row_words, item, num_pieces, num_items, VECTOR, BLOCK)
+    slot = load_slots(slots, token, num_tokens, num_ranks, tl.arange(0, LANES))
+    scale, ids, weights = slot, slot, slot
+    if HAS_SCALES:
+        scale = _load_columns(scales, token, num_tokens, stride_t, stride_s, num_scales, SCALES)
+    if HAS_TOPK:
+        ids = _load_columns(topk_idx, token, num_tokens, num_topk, 1, num_topk, TOPK)
+        weights = _load_columns(topk_weights, token, num_tokens, num_topk, 1, num_topk, TOPK)
+    return row, slot, scale, ids, weights
+
+
+@triton.jit
+def _load_piece(x, row_words, item, num_pieces, num_items, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     """A piece of a row; nothing where there is no such item."""
     words = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
     row = tl.multiple_of(x + tl.cast(item // num_pieces, tl.int64) * row_words, VECTOR)
@@ -259,7 +309,7 @@ def load_slots(slots, token, num_tokens, num_ranks, lanes):
 
 
 @triton.jit
-def load_columns(matrix, token, num_tokens, stride_t, stride_c, num_columns, COLUMNS: tl.constexpr):
+def _load_columns(matrix, token, num_tokens, stride_t, stride_c, num_columns, COLUMNS: tl.constexpr):
     """The few columns that a token has of a matrix; nothing where there is no such token."""
     columns = tl.arange(0, COLUMNS)
     width = tl.where(token < num_tokens, num_columns, 0)
@@ -402,7 +452,7 @@ def _source_of(rows, prefix, num_ranks, rank, LANES: tl.constexpr):
     Example: ends `[2, 2, 5]`: rows 0 and 1 came from rank 0, rows 2 to 4 from rank 2.
     """
     source = tl.zeros_like(rows)
-    step = tl.full((), LANES // 2, tl.int32)
+    step = tl.full((), LANES, tl.int32)  # half of it would do, but Triton 3.6 fails at a loop that never runs
     while step > 0:
         ahead = source + step
         end = tl.load(prefix + (ahead - 1) * num_ranks + rank, mask=ahead <= num_ranks, other=0)
