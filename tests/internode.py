@@ -141,7 +141,8 @@ def nodes_of(ranks_per_node: int, **more: str) -> dict[str, str]:
 def far_env(device: str, transport: str, num_ranks: int, ranks_per_node: int) -> dict[str, str]:
     """Ranks that share a GPU under NVSHMEM each need their part of it, and no network."""
     if device == "cpu":
-        return nodes_of(ranks_per_node, DEEP_EP_TRANSPORT="interpreted")
+        name = "interpreted" if transport == "message" else "interpreted-memory"
+        return nodes_of(ranks_per_node, DEEP_EP_TRANSPORT=name)
     alone = {
         "DEEP_EP_NVSHMEM_ROWS": "put" if transport == "nvshmem put" else "fetch",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // num_ranks),

@@ -62,7 +62,8 @@ TRANSPORT = Variable(
     str,
     "auto",
     "Transport of CPU ranks: `auto`, `solo`, `shm`, `message` (TCP, also between ranks of one host), or `interpreted` "
-    "(the GPU's kernels; for debugging). Of GPU ranks of different nodes: `auto`, `message` or `nvshmem`.",
+    "(the GPU's kernels; for debugging; `interpreted-memory`: nodes share the host's memory, as with NVSHMEM on one "
+    "host). Of GPU ranks of different nodes: `auto`, `message` or `nvshmem`.",
 )
 RANKS_PER_NODE = Variable(
     "DEEP_EP_RANKS_PER_NODE",

@@ -72,6 +72,8 @@ def signalling() -> dict[str, str]:
     bells = words | dict.fromkeys(("bells", "wanted", "seen"), "*i64")
     ptx["ring"] = ptx_of(rail._ring_kernel, bells, {"IS_BACK": False, "LANES": 32}, 1)
     ptx["await landed"] = ptx_of(rail._await_kernel, bells, {"LANES": 32}, 1)
+    meets = words | dict.fromkeys(("landed", "rail"), "*i64")
+    ptx["meet rail"] = ptx_of(rail._meet_rail_kernel, meets, {"IS_BACK": False, "LANES": 32}, 1)
     ptx["abort"] = ptx_of(exchange._abort_kernel, words, {"LANES": 32}, 1)
     return ptx
 
@@ -95,13 +97,13 @@ def moving() -> dict[str, str]:
         "SCALES": 64,
         "HAS_RECORDS": True,
     }
-    constants |= {"HAS_TOPK": True, "TOPK": 8, "LANES": 8}
-    ptx = {"put": ptx_of(put._put_kernel, pointers, constants | {"IS_WHOLE": False}, 16)}
+    constants |= {"HAS_TOPK": True, "TOPK": 8, "LANES": 8, "IS_WHOLE": False}
+    ptx = {"put": ptx_of(put._put_kernel, pointers, constants, 16)}
     steered = pointers | {"node_slots": "*i32", "numbers": "*i32", "passed_on": "*i32", "plan": "*i64", "aimed": "*i64"}
     for name, has_records in (("steer", True), ("steer along a handle", False)):
         ptx[name] = ptx_of(steer._steer_kernel, steered, {"HAS_RECORDS": has_records, "TILE": 128, "LANES": 16}, 8)
     landed = {name: value for name, value in constants.items() if name not in ("WORD_BYTES", "SCALE_BYTES")}
-    landed |= {"WORD": triton.language.int32, "SCALE_WORD": triton.language.int32, "NODES": 4}
+    landed |= {"WORD": triton.language.int32, "SCALE_WORD": triton.language.int32}
     words = {"plan": "*i64", "sources": "*i64"}
     for name, is_fetched in (("forward", False), ("forward fetched", True)):
         ptx[name] = ptx_of(relay._forward_kernel, pointers | words, landed | {"IS_FETCHED": is_fetched}, 16)
@@ -121,13 +123,13 @@ def moving() -> dict[str, str]:
     relayed = rows | {
         "passed_on": "*i32",
         "node_slots": "*i32",
-        "near_table": "*i64",
-        "node_table": "*i64",
+        "sources": "*i64",
         "plan": "*i64",
     }
-    some = {name: value for name, value in constants.items() if name != "NUM_BIASES"} | {"NODES": 2}
+    sums = constants | {"AT_ONCE": 4, "NODES_AT_ONCE": 2, "NODES": 2, "IS_FETCHED": True, "IS_WHOLE": False}
+    some = {name: sums[name] for name in ("BLOCK", "AT_ONCE", "LANES", "VECTOR", "WIDE", "IS_WHOLE")}
     ptx["sum for rail"] = ptx_of(relay_sums._sum_for_rail_kernel, relayed, some, 8)
-    ptx["sum nodes"] = ptx_of(relay_sums._sum_nodes_kernel, relayed, constants | {"NODES": 2, "NODES_AT_ONCE": 2}, 8)
+    ptx["sum nodes"] = ptx_of(relay_sums._sum_nodes_kernel, relayed, sums, 8)
     inbox = rows | {"inbox": "*u8"}
     ptx["sum_inbox"] = ptx_of(push._sum_inbox_kernel, inbox, constants, 8)
     rows_of = pointers | {"rows": "*i32", "source_idx": "*i32"}

@@ -27,7 +27,7 @@ SAYING = tuple(f"meet nodes says=True hears=False counts={has_counts}" for has_c
 HEARING = tuple(f"meet nodes says=False hears=True counts={has_counts}" for has_counts in (True, False))
 FINISHING = ("finish dispatch", "finish combine")
 WAITING = (*MEETINGS, *NODES, *HEARING, *FINISHING)
-SIGNALLING = (*WAITING, *SAYING, "ring", "await landed", "abort")
+SIGNALLING = (*WAITING, *SAYING, "ring", "await landed", "meet rail", "abort")
 BULK = (
     "put",
     "pull",
@@ -224,7 +224,7 @@ def test_a_barrier_stands_before_each_low_latency_signal(instructions: dict[str,
             has_barrier = False
 
 
-@pytest.mark.parametrize("kernel", [*WAITING, "await landed", *LL_WAITS, *LL_SENDS])
+@pytest.mark.parametrize("kernel", [*WAITING, "await landed", "meet rail", *LL_WAITS, *LL_SENDS])
 def test_no_barrier_stands_in_a_loop_that_polls(ptx: dict[str, str], kernel: str) -> None:
     """Warps may leave it at different times: who stayed would wait for the others for good."""
     polls = [loop for loop in loops(ptx[kernel]) if is_poll(loop)]

@@ -140,12 +140,26 @@ def test_the_outbox_is_free_when_all_that_was_rung_for_has_left(device: str) -> 
     assert boards.record(0) == [exchange.TIMEOUT, 0, 1, 0b10, 2, 0, 0]
 
 
-@pytest.mark.parametrize("is_fetched", [False, True])
-def test_where_the_sums_of_other_nodes_are(device: str, is_fetched: bool) -> None:
-    places = two_nodes(device)
-    table = torch.zeros_like(places.table)
-    sources = torch.tensor([20_000, 30_000], device=device) if is_fetched else None
-    rail.locate(places, ROWS, plan_of([[9, 9, 3, 0, 0], [0, 0, 4, 3, 5]], device), table, 10_000, sources)
-    expected = [30_000 + 5 * 16, 30_512 + 5 * 4] if is_fetched else [11_000 + 3 * 16, 11_512 + 3 * 4]
-    assert table[[0, 2], 1].tolist() == expected
-    assert table[exchange.TABLE_ROOMS].tolist() == [0, 4]
+@pytest.mark.parametrize("is_back", [False, True])
+def test_meet_rail_worked_example(device: str, is_back: bool) -> None:
+    """Rank 0 tells the rank of its rail on node 1, whose word is here already, and counts its rows: 4, or back 7."""
+    boards, far, other = Boards(2, device), far_of(device), far_of(device)
+    places = replace(boards.places[0], num_nodes=2)
+    places.state[exchange.STATE_EPOCH] = 5
+    far.words[MOST_CHUNKS * 8] = 5
+    words = torch.tensor([0, other.words.data_ptr()], device=device)
+    plan = plan_of([[9, 9, 3], [7, 9, 4]], device)
+    rail.meet_rail(places, far, words, ROWS, plan, 1, 3, is_back)
+    assert boards.record(0) is None
+    assert other.words.nonzero().tolist() == [[0]]
+    assert int(other.words[0]) == 5
+    assert int(places.host[exchange.STATE_RAIL_BYTES]) == (16 + 4) * (7 if is_back else 4)
+
+
+def test_who_does_not_come_to_the_meeting_of_a_rail_is_waited_for_up_to_the_limit(device: str) -> None:
+    boards, far, other = Boards(2, device), far_of(device), far_of(device)
+    places = replace(boards.places[0], num_nodes=2, limit_ns=1)
+    places.state[exchange.STATE_EPOCH] = 5
+    words = torch.tensor([0, other.words.data_ptr()], device=device)
+    rail.meet_rail(places, far, words, ROWS, plan_of([[0] * 3, [1] * 3], device), 1, 3)
+    assert boards.record(0) == [exchange.TIMEOUT, 5, 1, 0b10, 3, 0, 0]

@@ -77,13 +77,13 @@ def stand_in(has_small_copies: bool = True) -> None:
     if has_small_copies:
         geometry._LEAST_COPY_BYTES = 0
 
-    def memory(control: Any, group: Any, device: torch.device) -> tuple[Any, str]:
+    def memory(control: Any, group: Any, device: torch.device) -> Any:
         del group, device
         heaps = SharedHeaps(control)
         _nvshmem._put, _nvshmem._put_signal, _nvshmem._signal = heaps.put, heaps.put_signal, heaps.signal
-        return heaps, "a stand-in"
+        return engines._Whole(heaps, range(control.num_ranks))
 
-    engines._nvshmem_memory = memory
+    engines._whole_memory = memory
     for module in (carry, low_latency_carry):
         for name in ("fence", "quiet"):
             setattr(module, name, lambda: None)  # a store of this machine is seen behind those before it

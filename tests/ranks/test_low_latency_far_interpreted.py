@@ -43,8 +43,11 @@ def over_heaps(rank: int, num_ranks: int, function: Callable[..., Any], *args: A
     return function(rank, num_ranks, *args)
 
 
-def run_nodes(function: Callable[..., Any], num_ranks: int, ranks_per_node: int, *args: Any, **options: Any) -> list:
-    env = nodes_of(ranks_per_node, DEEP_EP_TRANSPORT="interpreted", DEEP_EP_DEVICE="cpu")
+def run_nodes(
+    function: Callable[..., Any], num_ranks: int, ranks_per_node: int, *args: Any, rows: str = "put", **options: Any
+) -> list:
+    """Run ranks whose words are carried, or with `rows="fetch"` written straight to far boards."""
+    env = nodes_of(ranks_per_node, DEEP_EP_TRANSPORT="interpreted", DEEP_EP_DEVICE="cpu", DEEP_EP_NVSHMEM_ROWS=rows)
     return run_ranks(over_heaps, num_ranks, function, *args, env=env, **options)
 
 
@@ -125,8 +128,9 @@ def told_by_far(rank: int, num_ranks: int) -> tuple[str, str, float]:
 
 
 @pytest.mark.alone
-def test_far_ranks_hear_of_a_failure_at_once() -> None:
-    for rank, (kind, text, elapsed) in enumerate(run_nodes(told_by_far, 4, 2)):
+@pytest.mark.parametrize("rows", ["put", "fetch"])
+def test_far_ranks_hear_of_a_failure_at_once(rows: str) -> None:
+    for rank, (kind, text, elapsed) in enumerate(run_nodes(told_by_far, 4, 2, rows=rows)):
         if rank:
             assert kind == "EPTimeout", text
             assert "from rank 0 " in text, (rank, text)

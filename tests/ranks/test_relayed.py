@@ -40,7 +40,8 @@ PATIENCE_SECS = 60.0  # for everything around a limit, on a busy machine
 def carried(rank: int, num_ranks: int, transport: str) -> None:
     """The transport that was asked for, and the bytes on the rail: every token once for each other node, and back."""
     buffer = make_buffer(num_nvl_bytes=1 << 20)
-    assert f"{transport.split()[0]} " in buffer.transport, buffer.transport
+    name = "interpreted-memory" if buffer.device.type == "cpu" and transport != "message" else transport.split()[0]
+    assert f"{name} " in buffer.transport, buffer.transport
     world = make_world(num_ranks, num_ranks // 2, num_tokens=7)
     node = rank // (num_ranks // 2)
     sent = int(world.layouts[rank].num_tokens_per_node[1 - node])
@@ -172,7 +173,7 @@ def test_a_silent_rank_is_named_on_all_nodes(device: str, transport: str, when: 
 
 
 def killed(rank: int, num_ranks: int) -> tuple[str, str]:
-    buffer = patient_buffer(20.0)
+    buffer = patient_buffer(8.0)
     world = make_world(num_ranks, 2)
     round_trip(buffer, world)
     if rank == 3:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -24,10 +25,10 @@ from ..transport.symm import NearMemory, SymmMemory, node_group, why_not
 
 if TYPE_CHECKING:
     from ..engine.streamed import StreamedEngine
-    from ..transport.nvshmem import NvshmemMemory
 
 NVSHMEM = "nvshmem"
 INTERPRETED = "interpreted"  # the name of the transport of CPU ranks that run the GPU's kernels
+INTERPRETED_MEMORY = "interpreted-memory"  # the same, where nodes share the memory of a host
 
 Engine: TypeAlias = "DirectEngine | StreamedEngine"
 
@@ -82,7 +83,7 @@ def make_engine(
     if topology is not None and topology.num_nodes > 1:
         if device.type == "cuda":
             service.pass_on(service.service_level(is_low_latency=bool(sizes.low_latency_bytes)))
-        if device.type != "cpu" or env.TRANSPORT.get() == INTERPRETED:
+        if device.type != "cpu" or env.TRANSPORT.get() in (INTERPRETED, INTERPRETED_MEMORY):
             return _relayed(control, group, device, sizes, device_limit_secs, topology, enable_shrink)
         return _rails(control, topology, sizes, enable_shrink)
     if device.type == "cuda":
@@ -140,18 +141,17 @@ def _relayed(
     from ..engine.low_latency.absent import AbsentLowLatency
     from ..engine.low_latency.copies import FarRanks
     from ..engine.low_latency.streamed import StreamedLowLatency
-    from ..engine.relays.couriers import Courier, KernelCourier, ThreadCourier
+    from ..engine.relays.couriers import Courier, ThreadCourier, make_nvshmem_courier
     from ..engine.relays.engine import RelayedEngine
     from ..engine.relays.far import Far
     from ..engine.shapes import load_shapes
     from ..kernels.exchange import Places
-    from ..transport import nvshmem
     from ..transport.courier import make_courier
     from ..transport.far import FarLayout
 
     _require_kernels(device.type)
     num_nodes, size = topology.num_nodes, topology.ranks_per_node
-    whole, why = _nvshmem_memory(control, group, device)
+    whole, pes, why = _whole_memory(control, group, device)
     near = NearMemory(whole, topology) if whole is not None else _near_memory(control, group, device, topology)
     window, shared = _device_window(control, near, sizes, num_nodes)
     layout = FarLayout(topology.num_ranks, num_nodes, Places.header_room(control.num_ranks, MAX_EXPERTS, num_nodes))
@@ -167,36 +167,51 @@ def _relayed(
     )
     places = engine.signals.places
     if whole is not None:
-        assert group is not None
-        pes = [nvshmem.pe_of(group, rank) for rank in range(control.num_ranks)]
-        kernels = KernelCourier(whole, part, layout, topology, places, control, pes)
-        courier: Courier = kernels
+        courier: Courier = make_nvshmem_courier(control, whole, part, layout, topology, places, far.places, pes)
     else:
         courier = ThreadCourier(make_courier(control, topology, layout, words), places, far.places, control)
     far.start(courier)
     engine.prepare()
     num_bytes = shared.low_latency_bytes
-    if num_bytes and whole is not None:
-        ranks = FarRanks(topology, pes, kernels.tell_failure)
+    if num_bytes and pes:
+        ranks = FarRanks(topology, pes, courier.tell_failure)
         engine.low_latency = StreamedLowLatency(engine.signals, window, stream, num_bytes, enable_shrink, ranks)
     elif num_bytes:
         engine.low_latency = AbsentLowLatency(why)
     control.gather(None, "compiling kernels")
     if whole is not None:
-        return engine, f"{NVSHMEM} ({num_nodes} nodes of {size}, {why})"
+        how = (
+            "its puts and signals between nodes" if courier.boards is None else "one memory, in which rows are fetched"
+        )
+        name = NVSHMEM if pes else INTERPRETED_MEMORY
+        return engine, f"{name} ({num_nodes} nodes of {size}, {how})"
     inside = "symm" if device.type == "cuda" else INTERPRETED
     return engine, f"{inside} inside a node, {MESSAGE} between {num_nodes} nodes (TCP by way of host memory: {why})"
 
 
-def _nvshmem_memory(
-    control: Control, group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[NvshmemMemory | None, str]:
-    """NVSHMEM's memory, if it can be had on all ranks and is wanted; else None. And why."""
+class _Whole(NamedTuple):
+    """Memory that the ranks of all nodes have.
+
+    Attributes:
+        memory: Where it comes from; None: there is none.
+        pes: NVSHMEM's number of each rank; empty: it is not NVSHMEM's.
+        why_not: Why there is none.
+    """
+
+    memory: DeviceMemory | None
+    pes: Sequence[int] = ()
+    why_not: str = ""
+
+
+def _whole_memory(control: Control, group: dist.ProcessGroup | None, device: torch.device) -> _Whole:
+    """NVSHMEM's memory, if it can be had on all ranks and is wanted."""
     from ..transport import nvshmem
 
     wish = env.TRANSPORT.get()
+    if wish == INTERPRETED_MEMORY:
+        return _Whole(InterpretedMemory(control))
     if device.type == "cpu" or wish == MESSAGE:
-        return None, f"{env.TRANSPORT.name}={wish}"
+        return _Whole(None, why_not=f"{env.TRANSPORT.name}={wish}")
     if wish not in ("auto", NVSHMEM):
         raise ValueError(
             f"{env.TRANSPORT.name}: {wish!r} is not one of auto, {MESSAGE}, {NVSHMEM}, for GPUs of several nodes"
@@ -210,9 +225,10 @@ def _nvshmem_memory(
     if reasons:
         if wish == NVSHMEM:
             warnings.warn(f"transport {NVSHMEM}: {reasons[0]}. {MESSAGE} is used instead", RuntimeWarning, stacklevel=5)
-        return None, f"no {NVSHMEM}: {reasons[0]}"
+        return _Whole(None, why_not=f"no {NVSHMEM}: {reasons[0]}")
     assert group is not None
-    return nvshmem.NvshmemMemory(control, group, device), "its puts and signals between nodes"
+    pes = [nvshmem.pe_of(group, rank) for rank in range(control.num_ranks)]
+    return _Whole(nvshmem.NvshmemMemory(control, group, device), pes)
 
 
 def _near_memory(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import env
-from ..buffers.engines import INTERPRETED, NVSHMEM
+from ..buffers.engines import INTERPRETED, INTERPRETED_MEMORY, NVSHMEM
 from ..errors import EPError
 from ..transport import MESSAGE, choose, nvshmem, symm
 from .report import TransportReport
@@ -68,7 +68,7 @@ def _some_group() -> Iterator[dist.ProcessGroup | None]:
 def _why_not_shm(group: dist.ProcessGroup | None) -> str | None:
     del group
     wish = env.TRANSPORT.get()
-    if wish in (MESSAGE, INTERPRETED):
+    if wish in (MESSAGE, INTERPRETED, INTERPRETED_MEMORY):
         return f"{env.TRANSPORT.name}={wish} asks for another"
     choose(_SOME_RANKS)
     return None

@@ -1,4 +1,4 @@
-"""The words of rows on the rail: bells that are rung for the courier, waits for what has landed, and where sums lie.
+"""The words of rows on the rail: bells that are rung for the courier, and waits for what has landed or may be fetched.
 
 Shape letters: N nodes, C chunks of the rows for a node. Far memory is laid out by `transport/far.py`: its offsets come
 as numbers. Every kernel here is one block of one warp: those that wait must not keep others out.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._triton import jit, launch, prepare, tl
+from ._triton import jit, launch, prepare, tl, triton
 from .exchange import (
     PLAN_BACK_START,
     PLAN_IN_START,
@@ -78,6 +78,9 @@ class FarRows(NamedTuple):
     landing: int
     widths: tuple[int, int, int]
     offsets: tuple[int, int, int]
+
+
+_NO_ROWS = FarRows(0, 0, (0, 0, 0), (0, 0, 0))
 
 
 def ring(
@@ -205,55 +208,69 @@ def _await(
     )
 
 
-def locate(
+def meet_rail(
     places: Places,
+    far: FarPlaces,
+    rail: torch.Tensor,
     rows: FarRows,
     plan: torch.Tensor,
-    table: torch.Tensor,
-    outbox: int,
-    sources: torch.Tensor | None = None,
+    operation: int,
+    step: int,
+    is_back: bool = False,
     *,
     run: Callable[..., None] = launch,
 ) -> None:
-    """Find the sums of every other node: in the landing, or in the outboxes that they are fetched from.
+    """Tell the ranks of this rail that this rank's rows may be fetched, and wait until theirs may be.
 
     Args:
         places: The words.
-        rows: How they lie.
+        far: The far words.
+        rail: [N] int64, addresses of the far words of this rail's ranks.
+        rows: How the rows lie.
         plan: [N, PLAN_WORDS] int64.
-        table: [TABLE_ROWS, N] int64, written: as a table of peers' sections, but of nodes. This one has no room there.
-        outbox: Its address.
-        sources: [N] int64, addresses of outboxes, where the sums of other nodes still are; None: they have landed.
+        operation: For the record of a failure.
+        step: Likewise.
+        is_back: As in `ring`.
         run: `launch`, or `prepare`.
     """
     run(
-        _locate_kernel,
+        _meet_rail_kernel,
         1,
         (
+            places.windows,
+            places.homes,
+            places.state,
+            places.host,
+            far.words[far.landed :],
+            rail,
             plan,
-            table,
-            sources if sources is not None else plan,
-            places.rank // places.num_near,
-            places.num_nodes,
-            outbox,
-            rows.landing,
-            *rows.widths,
-            *rows.offsets,
+            sum(rows.widths),
+            far.landed,
+            places.num_ranks,
+            places.rank,
+            places.num_near,
+            far.most_chunks,
+            step,
+            operation,
+            places.limit_ns,
         ),
         num_warps=1,
-        IS_FETCHED=sources is not None,
+        IS_BACK=is_back,
         LANES=num_lanes(places),
     )
 
 
-def prepare_all(places: Places, far: FarPlaces, plan: torch.Tensor, table: torch.Tensor) -> None:
-    """Compile and load the kernels of this file, so that no peer's limit passes while one is compiled."""
-    rows = FarRows(0, 0, (0, 0, 0), (0, 0, 0))
+def prepare_bells(places: Places, far: FarPlaces, plan: torch.Tensor) -> None:
+    """Compile and load what rings and waits, so that no peer's limit passes while a kernel is compiled."""
     for is_back in (False, True):
-        ring(places, far, rows, plan, 0, 1, is_back, run=prepare)
+        ring(places, far, _NO_ROWS, plan, 0, 1, is_back, run=prepare)
     await_landed(places, far, 0, 0, 0, run=prepare)
-    locate(places, rows, plan, table, 0, run=prepare)
-    locate(places, rows, plan, table, 0, plan, run=prepare)
+
+
+def prepare_meetings(places: Places, far: FarPlaces, plan: torch.Tensor) -> None:
+    """Likewise what meets."""
+    for is_back in (False, True):
+        meet_rail(places, far, plan, _NO_ROWS, plan, 0, 0, is_back, run=prepare)
 
 
 @jit
@@ -304,9 +321,55 @@ def _ring_kernel(
             tl.store(words + 2, (last - first) * width, mask=is_far)
             num_bytes += (last - first) * width
         store_release(bell, tl.zeros([LANES], tl.int64) + tl.load(state), is_far)
-        total = tl.load(state + _RAIL) + tl.sum(tl.where(is_far, num_bytes, 0))
-        tl.store(state + _RAIL, total)
-        tl.store(host + _RAIL, total)
+        _count(state, host, tl.sum(tl.where(is_far, num_bytes, 0)))
+
+
+@triton.jit
+def _count(state, host, num_bytes):
+    """Add to what this rank has given to its rail."""
+    total = tl.load(state + _RAIL) + num_bytes
+    tl.store(state + _RAIL, total)
+    tl.store(host + _RAIL, total)
+
+
+@jit
+def _meet_rail_kernel(
+    windows,
+    homes,
+    state,
+    host,
+    landed,
+    rail,
+    plan,
+    row_bytes: tl.int64,
+    landed_at: tl.int64,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    num_near: tl.int32,
+    most_chunks: tl.int32,
+    step: tl.int32,
+    operation: tl.int32,
+    limit_ns: tl.int64,
+    IS_BACK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One lane for each node, then one for each rank.
+
+    Example: two nodes of two ranks, rank 1, epoch 5: the line of node 0 at rank 3 becomes 5, and this rank waits until
+    its line of node 1 has come to 5.
+    """
+    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+        nodes = tl.arange(0, LANES)
+        node = rank // num_near
+        is_far = (nodes < num_ranks // num_near) & (nodes != node)
+        count = tl.load(plan + nodes * _PLAN + (_NUM_IN if IS_BACK else _NUM_OUT), mask=is_far, other=0)
+        _count(state, host, tl.sum(count) * row_bytes)
+        lines = words_at(tl.load(rail + nodes, mask=is_far, other=0)) + landed_at + node * most_chunks * _LINE
+        store_release(lines, tl.zeros([LANES], tl.int64) + tl.load(state), is_far)
+        _await_words(
+            windows, homes, state, host, landed, landed, _LINE, num_ranks, rank, num_near, most_chunks, 0, 1, 0, step,
+            operation, limit_ns, LANES, 1,
+        )  # fmt: skip
 
 
 @jit
@@ -335,68 +398,46 @@ def _await_kernel(
     Words of `seen` must come up to the epoch of the call or, for what has left, to those of `wanted`.
     """
     if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
-        lanes = tl.arange(0, LANES)
-        is_rank = lanes < num_ranks
-        is_far = is_rank & (lanes != rank) & (lanes % num_near == rank % num_near)  # the ranks of this rail
-        # A load that acquires cannot be masked: the other lanes look at their node's words, or at the last rank's.
-        writers = tl.minimum(lanes, num_ranks - 1)
-        nodes = writers // num_near
-        failures = words_at(tl.load(homes + writers)) + (num_ranks + writers) * _LINE
-        epoch = tl.load(state)
-        chunks = tl.minimum(tl.arange(0, _MOST_CHUNKS), num_chunks - 1) + chunk
-        places = (nodes[:, None] * most_chunks + chunks[None, :]) * line
-        targets = tl.where(is_left != 0, tl.load(wanted + places), epoch)
-        begin = tl.min(clock_ns(lanes))
+        _await_words(
+            windows, homes, state, host, wanted, seen, line, num_ranks, rank, num_near, most_chunks, chunk, num_chunks,
+            is_left, step, operation, limit_ns, LANES, _MOST_CHUNKS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _await_words(
+    windows, homes, state, host, wanted, seen, line, num_ranks, rank, num_near, most_chunks, chunk, num_chunks, is_left,
+    step, operation, limit_ns, LANES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """As `_await_kernel`: fail, if they do not come in time."""
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    is_far = is_rank & (lanes != rank) & (lanes % num_near == rank % num_near)  # the ranks of this rail
+    # A load that acquires cannot be masked: the other lanes look at their node's words, or at the last rank's.
+    writers = tl.minimum(lanes, num_ranks - 1)
+    nodes = writers // num_near
+    failures = words_at(tl.load(homes + writers)) + (num_ranks + writers) * _LINE
+    epoch = tl.load(state)
+    chunks = tl.minimum(tl.arange(0, CHUNKS), num_chunks - 1) + chunk
+    places = (nodes[:, None] * most_chunks + chunks[None, :]) * line
+    targets = tl.where(is_left != 0, tl.load(wanted + places), epoch)
+    begin = tl.min(clock_ns(lanes))
+    values = load_acquire(seen + places)
+    failed = load_acquire(failures)
+    num_missing = tl.sum(tl.sum((is_far[:, None] & (values < targets)).to(tl.int32), 1), 0)
+    num_failed = tl.sum((is_rank & (failed != 0)).to(tl.int32))
+    # One value for all lanes decides, else the lanes of a warp could part ways.
+    elapsed = tl.max(clock_ns(lanes)) - begin
+    while (num_missing > 0) & (num_failed == 0) & (elapsed < limit_ns):
         values = load_acquire(seen + places)
         failed = load_acquire(failures)
         num_missing = tl.sum(tl.sum((is_far[:, None] & (values < targets)).to(tl.int32), 1), 0)
         num_failed = tl.sum((is_rank & (failed != 0)).to(tl.int32))
-        # One value for all lanes decides, else the lanes of a warp could part ways.
         elapsed = tl.max(clock_ns(lanes)) - begin
-        while (num_missing > 0) & (num_failed == 0) & (elapsed < limit_ns):
-            values = load_acquire(seen + places)
-            failed = load_acquire(failures)
-            num_missing = tl.sum(tl.sum((is_far[:, None] & (values < targets)).to(tl.int32), 1), 0)
-            num_failed = tl.sum((is_rank & (failed != 0)).to(tl.int32))
-            elapsed = tl.max(clock_ns(lanes)) - begin
-        tl.debug_barrier()  # what one thread acquired, all may read
-        if num_failed > 0:
-            first = tl.min(tl.where(is_rank & (failed != 0), lanes, LANES))
-            spread(windows, homes, state, host, num_ranks, rank, first, LANES)
-        elif num_missing > 0:
-            subject = mask_of(is_far & (tl.sum((values < targets).to(tl.int32), 1) > 0), lanes)
-            fail(windows, state, host, num_ranks, rank, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)
-
-
-@jit
-def _locate_kernel(
-    plan,
-    table,
-    sources,
-    node: tl.int32,
-    num_nodes: tl.int32,
-    outbox: tl.int64,
-    landing: tl.int64,
-    width_0: tl.int64,
-    width_1: tl.int64,
-    width_2: tl.int64,
-    offset_0: tl.int64,
-    offset_1: tl.int64,
-    offset_2: tl.int64,
-    IS_FETCHED: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """One lane for each node."""
-    nodes = tl.arange(0, LANES)
-    is_node = nodes < num_nodes
-    row = plan + nodes * _PLAN
-    start = tl.load(row + (_TARGET_START if IS_FETCHED else _OUT_START), mask=is_node, other=0)
-    memory = tl.zeros([LANES], tl.int64) + outbox + landing
-    if IS_FETCHED:
-        memory = tl.load(sources + nodes, mask=is_node, other=0)
-    for section in tl.static_range(3):
-        width = width_0 if section == 0 else (width_1 if section == 1 else width_2)
-        offset = offset_0 if section == 0 else (offset_1 if section == 1 else offset_2)
-        tl.store(table + section * num_nodes + nodes, memory + offset + start * width, mask=is_node)
-    count = tl.load(row + _NUM_OUT, mask=is_node & (nodes != node), other=0)  # of its own node a rank has no such rows
-    tl.store(table + _ROOMS * num_nodes + nodes, count, mask=is_node)
+    tl.debug_barrier()  # what one thread acquired, all may read
+    if num_failed > 0:
+        first = tl.min(tl.where(is_rank & (failed != 0), lanes, LANES))
+        spread(windows, homes, state, host, num_ranks, rank, first, LANES)
+    elif num_missing > 0:
+        subject = mask_of(is_far & (tl.sum((values < targets).to(tl.int32), 1) > 0), lanes)
+        fail(windows, state, host, num_ranks, rank, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)

@@ -34,12 +34,11 @@ from .exchange import (
     TABLE_ROOMS,
     Places,
 )
-from .put import VECTOR_BYTES, Shape, put_topk, record_words, widest_word
+from .put import VECTOR_BYTES, Shape, load_slots, put_topk, record_words, widest_word, write_row
 
 _FAILED, _HELD, _ROOMS = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(TABLE_ROOMS)
 _NUM_IN, _IN_START = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_START)
 _BACK_START, _PLAN_WORDS = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
-_WARP = 32
 
 
 def relay_record_words(ranks_per_node: int, num_topk: int) -> int:
@@ -126,7 +125,7 @@ def forward(
             chunk,
             num_chunks,
         ),
-        num_warps=max(1, min(shape.num_warps, block // _WARP)),
+        num_warps=shape.warps_for(block * word.itemsize, vector),
         num_registers=shape.num_registers,
         WORD=_kernel_type(word),
         VECTOR=vector,
@@ -138,8 +137,8 @@ def forward(
         HAS_TOPK=num_topk > 0,
         TOPK=next_power_of_2(num_topk),
         IS_FETCHED=sources is not None,
-        NODES=next_power_of_2(plan.size(0)),
         LANES=next_power_of_2(ranks_per_node),
+        IS_WHOLE=row_words <= block,
     )
 
 
@@ -236,10 +235,10 @@ def _forward_kernel(
     HAS_TOPK: tl.constexpr,
     TOPK: tl.constexpr,
     IS_FETCHED: tl.constexpr,
-    NODES: tl.constexpr,
     LANES: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):
-    """Items are pieces of rows: piece c of the r-th row of this chunk, of all nodes, is item `r * pieces + c`.
+    """Node after node. Items are pieces of rows: piece c of the r-th row of its chunk is item `r * pieces + c`.
 
     Example: two nodes of two ranks, this is node 0; the plan's line of node 1 has 1 row from row 4 of the landing on,
     and its record says `[7, 5, -1]`: the row goes to row 5 of rank 0, `slots[4]` is `[5, -1]`, the source index is 7.
@@ -250,158 +249,156 @@ def _forward_kernel(
         lanes = tl.arange(0, LANES)
         is_lane = lanes < ranks_per_node
         near = table + first_rank + lanes
-        bases = tl.load(near, mask=is_lane, other=0)
-        scale_bases = tl.load(near + num_ranks, mask=is_lane, other=0)
-        record_bases = tl.load(near + 2 * num_ranks, mask=is_lane, other=0)
-        rooms = tl.load(near + _ROOMS * num_ranks, mask=is_lane, other=0)
-        ends, shifts, num_rows = in_bounds(plan, num_nodes, node, chunk, num_chunks, NODES)
-        outboxes, aheads = _origins(plan, sources, num_nodes, node, IS_FETCHED, NODES)
+        targets = (
+            tl.load(near, mask=is_lane, other=0),
+            tl.load(near + num_ranks, mask=is_lane, other=0),
+            tl.load(near + 2 * num_ranks, mask=is_lane, other=0),
+            tl.load(near + _ROOMS * num_ranks, mask=is_lane, other=0),
+        )
         row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
-        num_pieces = tl.cdiv(row_words, BLOCK)
-        num_items = num_rows * num_pieces
-        # The next item is on its way while this one is written: the landing may be the host's memory.
-        landed = landed_row(tl.program_id(0) // num_pieces, ends, shifts)
-        outbox, source = _origin(tl.program_id(0) // num_pieces, landed, ends, outboxes, aheads, IS_FETCHED)
-        row = _load_row(
-            outbox + rows_at, row_words, source, tl.program_id(0), num_pieces, num_items, WORD, VECTOR, BLOCK
-        )  # fmt: skip
-        slot, token, scale, ids, weights = _load_landed(
-            slots, outbox + scales_at, outbox + records_at, landed, source, tl.program_id(0), num_pieces, num_items,
-            num_slots, scale_words, num_topk, ranks_per_node, num_relay_words, lanes,
-            SCALE_WORD, HAS_SCALES, SCALES, HAS_RECORDS, HAS_TOPK, TOPK,
-        )  # fmt: skip
-        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-            following = item + tl.num_programs(0)
-            next_landed = landed_row(following // num_pieces, ends, shifts)
-            outbox, source = _origin(following // num_pieces, next_landed, ends, outboxes, aheads, IS_FETCHED)
-            next_row = _load_row(
-                outbox + rows_at, row_words, source, following, num_pieces, num_items, WORD, VECTOR, BLOCK
-            )  # fmt: skip
-            next_slot, next_token, next_scale, next_ids, next_weights = _load_landed(
-                slots, outbox + scales_at, outbox + records_at, next_landed, source, following, num_pieces, num_items,
-                num_slots, scale_words, num_topk, ranks_per_node, num_relay_words, lanes,
-                SCALE_WORD, HAS_SCALES, SCALES, HAS_RECORDS, HAS_TOPK, TOPK,
-            )  # fmt: skip
-            piece = item % num_pieces
-            words = piece * BLOCK + tl.arange(0, BLOCK)
-            goes = (slot >= 0) & (slot < rooms)
-            places = slot.to(tl.int64)
-            targets = tl.where(goes, bases + places * row_words * WORD_BYTES, 0)
-            for turn in range(ranks_per_node):
-                peer = (rank - first_rank + 1 + turn) % ranks_per_node  # not all ranks to the same one at once
-                target = tl.sum(tl.where(lanes == peer, targets, 0))
-                if target != 0:
-                    pointer = tl.multiple_of(target.to(tl.pointer_type(WORD)), VECTOR)
-                    tl.store(pointer + words, row, mask=words < row_words)
-            if HAS_SCALES or HAS_RECORDS:
-                if piece == 0:
-                    if HAS_SCALES:
-                        columns = tl.arange(0, SCALES)
-                        cells = (scale_bases + places * scale_words * SCALE_BYTES).to(tl.pointer_type(SCALE_WORD))
-                        is_cell = goes[:, None] & (columns < scale_words)[None, :]
-                        tl.store(cells[:, None] + columns[None, :], scale[None, :], mask=is_cell)
-                    if HAS_RECORDS:
-                        own = slots + landed * ranks_per_node + lanes
-                        tl.store(own, slot, mask=lanes < tl.where(landed < num_slots, ranks_per_node, 0))
-                        record = (record_bases + places * num_record_words * 4).to(tl.pointer_type(tl.int32))
-                        tl.store(record, token, mask=goes)
-                    if HAS_TOPK:
-                        ranks = first_rank + lanes
-                        put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, ranks, TOPK)
-            landed, row = next_landed, next_row
-            slot, token, scale, ids, weights = next_slot, next_token, next_scale, next_ids, next_weights
+        num_pieces = 1 if IS_WHOLE else tl.cdiv(row_words, BLOCK)
+        widths = (row_words, scale_words, num_topk, ranks_per_node, num_relay_words)
+        ranks = (rank, first_rank, num_ranks)
+        step = tl.num_programs(0)
+        num_before = tl.zeros((), tl.int32)
+        for other in range(num_nodes):
+            if other != node:
+                begin, num_rows, landed = chunk_of(plan, other, chunk, num_chunks)
+                memory = _memory(
+                    plan, sources, other, begin, landed, rows_at, scales_at, records_at, widths,
+                    WORD_BYTES, SCALE_BYTES, IS_FETCHED,
+                )  # fmt: skip
+                own = slots + landed * ranks_per_node
+                num_own = tl.minimum(num_slots - landed, num_rows)
+                num_items = num_rows * num_pieces
+                sizes = (num_pieces, num_items, num_own)
+                start = share_start(num_before, step)
+                num_before += num_items
+                # The next item is on its way while this one is written: the landing may be the host's memory.
+                coming = _load_landed(
+                    own, memory, widths, sizes, start, lanes, WORD, VECTOR, BLOCK, SCALE_WORD, HAS_SCALES, SCALES,
+                    HAS_RECORDS, HAS_TOPK, TOPK,
+                )  # fmt: skip
+                for item in range(start, num_items, step):
+                    landing = coming
+                    coming = _load_landed(
+                        own, memory, widths, sizes, item + step, lanes, WORD, VECTOR, BLOCK, SCALE_WORD, HAS_SCALES,
+                        SCALES, HAS_RECORDS, HAS_TOPK, TOPK,
+                    )  # fmt: skip
+                    _write_landed(
+                        landing, own, targets, widths, sizes, item, ranks, num_local, num_record_words, lanes,
+                        WORD, VECTOR, BLOCK, SCALE_WORD, HAS_SCALES, SCALES, HAS_RECORDS, HAS_TOPK, TOPK,
+                    )  # fmt: skip
 
 
 @triton.jit
-def in_bounds(plan, num_nodes, node, chunk, num_chunks, NODES: tl.constexpr):
-    """The rows of a chunk, of all other nodes one after the other.
-
-    Returns:
-        Where each node's end, how much further on they are in the landing, and how many there are.
-    """
-    nodes = tl.arange(0, NODES)
-    is_other = (nodes < num_nodes) & (nodes != node)
-    count = tl.load(plan + nodes * _PLAN_WORDS + _NUM_IN, mask=is_other, other=0)
-    start = tl.load(plan + nodes * _PLAN_WORDS + _IN_START, mask=is_other, other=0)
+def chunk_of(plan, node, chunk, num_chunks):
+    """A chunk of the rows that come from a node: behind how many others, how many, and where in the landing."""
+    line = plan + node * _PLAN_WORDS
+    count = tl.load(line + _NUM_IN)
     begin = count * chunk // num_chunks
-    num_rows = count * (chunk + 1) // num_chunks - begin
-    ends = tl.cumsum(num_rows)
-    return ends, start + begin - (ends - num_rows), tl.sum(num_rows).to(tl.int32)
+    num_rows = (count * (chunk + 1) // num_chunks - begin).to(tl.int32)
+    return begin, num_rows, tl.load(line + _IN_START) + begin
 
 
 @triton.jit
-def landed_row(row, ends, shifts):
-    """Where in the landing a row of this chunk is."""
-    nodes = tl.arange(0, ends.shape[0])
-    node = tl.sum((ends <= row).to(tl.int32))
-    return row + tl.sum(tl.where(nodes == node, shifts, 0))
+def share_start(num_before, step):
+    """The first item of this block, where so many items of other nodes came before: all blocks have as many in all."""
+    return (tl.program_id(0) + step - num_before % step) % step
 
 
 @triton.jit
-def _origins(plan, sources, num_nodes, node, IS_FETCHED: tl.constexpr, NODES: tl.constexpr):
-    """Of each node, its outbox, and how much further on rows are there than in the landing; zeros where they landed."""
-    nodes = tl.arange(0, NODES)
-    outboxes, aheads = tl.zeros([NODES], tl.int64), tl.zeros([NODES], tl.int64)
-    if IS_FETCHED:
-        is_other = (nodes < num_nodes) & (nodes != node)
-        outboxes = tl.load(sources + nodes, mask=is_other, other=0)
-        aheads = tl.load(plan + nodes * _PLAN_WORDS + _BACK_START, mask=is_other, other=0)
-        aheads -= tl.load(plan + nodes * _PLAN_WORDS + _IN_START, mask=is_other, other=0)
-    return outboxes, aheads
-
-
-@triton.jit
-def _origin(row, landed, ends, outboxes, aheads, IS_FETCHED: tl.constexpr):
-    """The outbox that a row of this chunk is in, and its place there; where it has landed, nothing is added to that."""
+def _memory(
+    plan, sources, node, begin, landed, rows_at, scales_at, records_at, widths,
+    WORD_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, IS_FETCHED: tl.constexpr,
+):  # fmt: skip
+    """Where the sections of a chunk begin: in the landing or, if they are fetched, in the outbox that they are in."""
+    row_words, scale_words, _, _, num_relay_words = widths
     outbox, source = tl.zeros((), tl.int64), landed
     if IS_FETCHED:
-        nodes = tl.arange(0, ends.shape[0])
-        node = tl.sum((ends <= row).to(tl.int32))
-        outbox = tl.sum(tl.where(nodes == node, outboxes, 0))
-        source += tl.sum(tl.where(nodes == node, aheads, 0))
-    return outbox, source
-
-
-@triton.jit
-def _load_row(
-    rows_at, row_words, landed, item, num_pieces, num_items,
-    WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A piece of a row that landed; nothing where there is no such item."""
-    words = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
-    address = rows_at + landed * row_words * (WORD.primitive_bitwidth // 8)
-    row = tl.multiple_of(address.to(tl.pointer_type(WORD)), VECTOR)
-    return tl.load(row + words, mask=words < tl.where(item < num_items, row_words, 0), other=0)
+        outbox = tl.load(sources + node)
+        source = tl.load(plan + node * _PLAN_WORDS + _BACK_START) + begin
+    rows = outbox + rows_at + source * row_words * WORD_BYTES
+    return (
+        rows,
+        outbox + scales_at + source * scale_words * SCALE_BYTES,
+        outbox + records_at + source * num_relay_words * 4,
+    )
 
 
 @triton.jit
 def _load_landed(
-    slots, scales_at, records_at, landed, source, item, num_pieces, num_items, num_slots, scale_words,
-    num_topk, ranks_per_node, num_relay_words, lanes,
-    SCALE_WORD: tl.constexpr, HAS_SCALES: tl.constexpr, SCALES: tl.constexpr, HAS_RECORDS: tl.constexpr,
-    HAS_TOPK: tl.constexpr, TOPK: tl.constexpr,
+    own, memory, widths, sizes, item, lanes,
+    WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, SCALE_WORD: tl.constexpr, HAS_SCALES: tl.constexpr,
+    SCALES: tl.constexpr, HAS_RECORDS: tl.constexpr, HAS_TOPK: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """All of a row that landed but its payload. Every piece needs the slots; the rest is read with the first only."""
+    """A piece of a row that landed, and what goes with it; nothing where there is no such item.
+
+    Every piece needs the slots; scales, ids and weights are read with the first only.
+    """
+    rows_at, scales_at, records_at = memory
+    row_words, scale_words, num_topk, ranks_per_node, num_relay_words = widths
+    num_pieces, num_items, num_own = sizes
+    place = item // num_pieces
     is_item = item < num_items
     is_first = is_item & (item % num_pieces == 0)
+    words = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
+    address = rows_at + tl.cast(place, tl.int64) * (row_words * (WORD.primitive_bitwidth // 8))
+    pointer = tl.multiple_of(address.to(tl.pointer_type(WORD)), VECTOR)
+    row = tl.load(pointer + words, mask=words < tl.where(is_item, row_words, 0), other=0)
     token, scale = tl.zeros((), tl.int32), tl.zeros([SCALES], SCALE_WORD)
     ids, weights = tl.zeros([TOPK], tl.int32), tl.zeros([TOPK], tl.float32)
     if HAS_SCALES:
         columns = tl.arange(0, SCALES)
-        address = scales_at + source * scale_words * (SCALE_WORD.primitive_bitwidth // 8)
+        address = scales_at + tl.cast(place, tl.int64) * (scale_words * (SCALE_WORD.primitive_bitwidth // 8))
         width = tl.where(is_first, scale_words, 0)
         scale = tl.load(address.to(tl.pointer_type(SCALE_WORD)) + columns, mask=columns < width, other=0)
     if HAS_RECORDS:
-        record = (records_at + source * num_relay_words * 4).to(tl.pointer_type(tl.int32))
+        record = (records_at + tl.cast(place, tl.int64) * (num_relay_words * 4)).to(tl.pointer_type(tl.int32))
         token = tl.load(record, mask=is_first, other=0)
         slot = tl.load(record + 1 + lanes, mask=lanes < tl.where(is_item, ranks_per_node, 0), other=-1)
     else:
-        width = tl.where(is_item & (landed < num_slots), ranks_per_node, 0)
-        slot = tl.load(slots + landed * ranks_per_node + lanes, mask=lanes < width, other=-1)
+        slot = load_slots(own, place, num_own, ranks_per_node, lanes)
     if HAS_TOPK:
         columns = tl.arange(0, TOPK)
         is_cell = columns < tl.where(is_first, num_topk, 0)
         cells = record + 1 + ranks_per_node + columns
         ids = tl.load(cells, mask=is_cell, other=-1)
         weights = tl.load(cells + num_topk, mask=is_cell, other=0).to(tl.float32, bitcast=True)
-    return slot, token, scale, ids, weights
+    return row, slot, token, scale, ids, weights
+
+
+@triton.jit
+def _write_landed(
+    landing, own, targets, widths, sizes, item, ranks, num_local, num_record_words, lanes,
+    WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, SCALE_WORD: tl.constexpr, HAS_SCALES: tl.constexpr,
+    SCALES: tl.constexpr, HAS_RECORDS: tl.constexpr, HAS_TOPK: tl.constexpr, TOPK: tl.constexpr,
+):  # fmt: skip
+    """Write what `_load_landed` has loaded to the ranks of the node, and its slots to where the handle will be."""
+    row, slot, token, scale, ids, weights = landing
+    bases, scale_bases, record_bases, rooms = targets
+    row_words, scale_words, num_topk, ranks_per_node, _ = widths
+    num_pieces, _, num_own = sizes
+    rank, first_rank, num_ranks = ranks
+    piece = item % num_pieces
+    goes = (slot >= 0) & (slot < rooms)
+    places = slot.to(tl.int64)
+    words, numbers = piece * BLOCK + tl.arange(0, BLOCK), tl.where(goes, slot + 1, 0)
+    word_bytes: tl.constexpr = WORD.primitive_bitwidth // 8
+    write_row(row, words, row_words, numbers, bases, rank - first_rank, ranks_per_node, word_bytes, VECTOR)
+    if HAS_SCALES or HAS_RECORDS:
+        if piece == 0:
+            if HAS_SCALES:
+                columns = tl.arange(0, SCALES)
+                cells = scale_bases + places * (scale_words * (SCALE_WORD.primitive_bitwidth // 8))
+                is_cell = goes[:, None] & (columns < scale_words)[None, :]
+                cells = cells.to(tl.pointer_type(SCALE_WORD))[:, None] + columns[None, :]
+                tl.store(cells, scale[None, :], mask=is_cell)
+            if HAS_RECORDS:
+                place = item // num_pieces
+                width = tl.where(place < num_own, ranks_per_node, 0)
+                tl.store(own + place * ranks_per_node + lanes, slot, mask=lanes < width)
+                record = (record_bases + places * num_record_words * 4).to(tl.pointer_type(tl.int32))
+                tl.store(record, token, mask=goes)
+            if HAS_TOPK:
+                put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, first_rank + lanes, TOPK)

@@ -10,48 +10,80 @@ No kernel here waits or signals; all of them do nothing once the buffer has fail
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from ._triton import jit, launch, next_power_of_2, tl, triton
-from .exchange import PLAN_IN_START, PLAN_WORDS, STATE_FAILED, STATE_HELD, TABLE_ROOMS, Places
+from .exchange import (
+    PLAN_IN_START,
+    PLAN_NUM_OUT,
+    PLAN_OUT_START,
+    PLAN_TARGET_START,
+    PLAN_WORDS,
+    STATE_FAILED,
+    STATE_HELD,
+    TABLE_ROOMS,
+)
 from .primitives import rounded
 from .pull import add_biases
 from .put import VECTOR_BYTES, Shape, load_slots, word_of
-from .relay import in_bounds, landed_row
+from .relay import chunk_of, share_start
 
 _FAILED, _HELD, _ROOMS = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(TABLE_ROOMS)
-_IN_START, _PLAN_WORDS = tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_WORDS)
-_MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
+_IN_START, _PLAN_WORDS, _NUM_OUT = tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_WORDS), tl.constexpr(PLAN_NUM_OUT)
+_OUT_START, _TARGET_START = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_TARGET_START)
+_MOST_AT_ONCE = 4  # rows of ranks that a block loads before it adds the first
+_MOST_UNROLLED = tl.constexpr(8)  # rows whose sum stands there without a loop: what they have in common is found once
+_MOST_NODES_AT_ONCE = 2  # likewise of nodes: both are held while the next ones are on their way
+
+
+class Node(NamedTuple):
+    """This node in a combine.
+
+    Attributes:
+        number: Which node it is.
+        table: [TABLE_ROWS, P] int64, of any stride: addresses of its ranks' sections, and their rows.
+        plan: [N, PLAN_WORDS] int64.
+        state: [STATE_WORDS] int64, see `exchange.py`.
+    """
+
+    number: int
+    table: torch.Tensor
+    plan: torch.Tensor
+    state: torch.Tensor
+
+
+class FarSums(NamedTuple):
+    """Where the sums of other nodes are, of one section.
+
+    Attributes:
+        begin: Address of the first one in the landing; with `sources`: bytes to it from where an outbox begins.
+        sources: [N] int64, addresses of the outboxes that they still are in; None: they have landed.
+    """
+
+    begin: int
+    sources: torch.Tensor | None
 
 
 def sum_for_rail(
-    places: Places,
-    shape: Shape,
-    section: int,
-    out: torch.Tensor,
-    passed_on: torch.Tensor,
-    plan: torch.Tensor,
-    node: int,
-    chunk: int,
-    num_chunks: int,
+    node: Node, shape: Shape, section: int, out: torch.Tensor, passed_on: torch.Tensor, chunk: int, num_chunks: int
 ) -> None:
     """Sum this node's rows of the tokens that other nodes sent to it by way of this rank.
 
     Args:
-        places: Holds the addresses and the rows of the P ranks of this node.
+        node: This node.
         shape: How to launch.
-        section: Which of their sections.
+        section: Which section of its ranks.
         out: [F or fewer, H], written where a row is another node's.
         passed_on: [F, P] int32, the row of each token at each rank of the node; -1: it has none.
-        plan: [N, PLAN_WORDS] int64.
-        node: This node.
         chunk: Which part of each node's rows.
         num_chunks: Of how many.
     """
     num_rows, hidden = min(out.size(0), passed_on.size(0)), out.size(1)
     if num_rows == 0 or hidden == 0:
         return
+    num_near, num_nodes = node.table.size(1), node.plan.size(0)
     vector, block, num_warps = _shape(shape, out)
     launch(
         _sum_for_rail_kernel,
@@ -59,14 +91,15 @@ def sum_for_rail(
         (
             out,
             passed_on,
-            places.table,
-            plan,
-            places.state,
+            node.table,
+            node.plan,
+            node.state,
             num_rows,
             hidden * out.element_size() // vector,
-            places.num_ranks,
-            plan.size(0),
-            node,
+            num_near,
+            node.table.stride(0),
+            num_nodes,
+            node.number,
             section,
             chunk,
             num_chunks,
@@ -75,41 +108,40 @@ def sum_for_rail(
         num_warps=num_warps,
         num_registers=shape.num_registers,
         BLOCK=block,
-        AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(places.num_ranks)),
-        LANES=next_power_of_2(places.num_ranks),
-        NODES=next_power_of_2(plan.size(0)),
+        AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(num_near)),
+        LANES=next_power_of_2(num_near),
         VECTOR=vector,
         WIDE=_wide(out),
+        IS_WHOLE=hidden <= block,
     )
 
 
 def sum_nodes(
-    near: Places,
-    nodes: Places,
+    node: Node,
+    far: FarSums,
     shape: Shape,
     section: int,
     out: torch.Tensor,
     node_slots: torch.Tensor,
     passed_on: torch.Tensor,
-    plan: torch.Tensor,
     biases: Sequence[torch.Tensor],
 ) -> None:
     """Sum what the nodes have of this rank's tokens: this node's rows are summed here, the others' sums are there.
 
     Args:
-        near: Holds the addresses and the rows of the P ranks of this node.
-        nodes: Holds those of the N nodes' sums; of this node none.
+        node: This node.
+        far: The sums of the others.
         shape: How to launch.
         section: Which section.
         out: [T, H], written.
         node_slots: [T, N] int32, where a token's sum lies among those of a node; -1: it was not there.
         passed_on: [F, P] int32, as above; this rank's own tokens are among them.
-        plan: [N, PLAN_WORDS] int64.
         biases: At most two tensors [T, H] of out's dtype, added first and in order.
     """
     num_tokens, hidden = out.shape
     if out.numel() == 0:
         return
+    num_near, num_nodes = node.table.size(1), node.plan.size(0)
     vector, block, num_warps = _shape(shape, out, *biases)
     launch(
         _sum_nodes_kernel,
@@ -119,16 +151,18 @@ def sum_nodes(
             *(*biases, out, out)[:2],
             node_slots,
             passed_on if passed_on.numel() else node_slots,
-            near.table,
-            nodes.table,
-            plan,
-            near.state,
+            node.table,
+            far.sources if far.sources is not None else node.plan,
+            node.plan,
+            node.state,
+            far.begin,
             num_tokens,
             passed_on.size(0),
             hidden * out.element_size() // vector,
-            near.num_ranks,
-            nodes.num_ranks,
-            nodes.rank,
+            num_near,
+            node.table.stride(0),
+            num_nodes,
+            node.number,
             section,
         ),
         (out.dtype,),
@@ -136,12 +170,14 @@ def sum_nodes(
         num_registers=shape.num_registers,
         NUM_BIASES=len(biases),
         BLOCK=block,
-        AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(near.num_ranks)),
-        NODES_AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(nodes.num_ranks)),
-        LANES=next_power_of_2(near.num_ranks),
-        NODES=next_power_of_2(nodes.num_ranks),
+        AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(num_near)),
+        NODES_AT_ONCE=min(_MOST_NODES_AT_ONCE, next_power_of_2(num_nodes)),
+        LANES=next_power_of_2(num_near),
+        NODES=next_power_of_2(num_nodes),
+        IS_FETCHED=far.sources is not None,
         VECTOR=vector,
         WIDE=_wide(out),
+        IS_WHOLE=hidden <= block,
     )
 
 
@@ -149,7 +185,8 @@ def _shape(shape: Shape, out: torch.Tensor, *more: torch.Tensor) -> tuple[int, i
     """Bytes of a vector, elements of a block, and warps."""
     _, is_aligned = word_of(out, *more)
     block = min(shape.words * 4 // out.element_size(), next_power_of_2(out.size(1)))
-    return VECTOR_BYTES if is_aligned else out.element_size(), block, max(1, min(shape.num_warps, block // 32))
+    vector = VECTOR_BYTES if is_aligned else out.element_size()
+    return vector, block, shape.warps_for(block * out.element_size(), vector)
 
 
 def _wide(out: torch.Tensor) -> tl.dtype:
@@ -166,6 +203,7 @@ def _sum_for_rail_kernel(
     num_slots: tl.int32,
     row_vectors: tl.int32,
     num_near: tl.int32,
+    table_stride: tl.int32,
     num_nodes: tl.int32,
     node: tl.int32,
     section: tl.int32,
@@ -174,11 +212,11 @@ def _sum_for_rail_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
     LANES: tl.constexpr,
-    NODES: tl.constexpr,
     VECTOR: tl.constexpr,
     WIDE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):
-    """Items are pieces of rows: piece c of the r-th row of this chunk, of all nodes, is item `r * pieces + c`.
+    """Node after node. Items are pieces of rows: piece c of the r-th row of its chunk is item `r * pieces + c`.
 
     Example: two nodes of two ranks, this is node 0; node 1 has 1 row, row 4 of those passed on, with slots `[2, 5]`:
     row 4 of `out` is row 2 of rank 0 plus row 5 of rank 1.
@@ -187,25 +225,34 @@ def _sum_for_rail_kernel(
         ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
         hidden = row_vectors * (VECTOR // ELEMENT_BYTES)  # so the compiler knows that vectors of elements are whole
         lanes = tl.arange(0, LANES)
-        is_lane = lanes < num_near
-        bases = tl.load(table + section * num_near + lanes, mask=is_lane, other=0)
-        rooms = tl.load(table + _ROOMS * num_near + lanes, mask=is_lane, other=0)
-        ends, shifts, num_rows = in_bounds(plan, num_nodes, node, chunk, num_chunks, NODES)
-        num_pieces = tl.cdiv(hidden, BLOCK)
-        num_items = num_rows * num_pieces
-        row = landed_row(tl.program_id(0) // num_pieces, ends, shifts)
-        slot = load_slots(passed_on, row, num_slots, num_near, lanes)
-        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-            next_row = landed_row((item + tl.num_programs(0)) // num_pieces, ends, shifts)
-            next_slot = load_slots(passed_on, next_row, num_slots, num_near, lanes)
-            if row < num_slots:
-                columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
-                has_row = (slot >= 0) & (slot < rooms)
-                rows = tl.where(has_row, bases + slot.to(tl.int64) * hidden * ELEMENT_BYTES, 0)
-                total = _sum_rows(out, rows, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE)
-                target = tl.multiple_of(out + row * hidden, VECTOR) + columns
-                tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
-            row, slot = next_row, next_slot
+        bases = tl.load(table + section * table_stride + lanes, mask=lanes < num_near, other=0)
+        rooms = tl.load(table + _ROOMS * table_stride + lanes, mask=lanes < num_near, other=0)
+        num_pieces = 1 if IS_WHOLE else tl.cdiv(hidden, BLOCK)
+        step = tl.num_programs(0)
+        num_before = tl.zeros((), tl.int32)
+        for other in range(num_nodes):
+            if other != node:
+                _, num_rows, landed = chunk_of(plan, other, chunk, num_chunks)
+                num_rows = tl.minimum(num_rows, num_slots - landed).to(tl.int32)
+                num_items = num_rows * num_pieces
+                slots, sums = passed_on + landed * num_near, out + landed * hidden
+                start = share_start(num_before, step)
+                num_before += tl.maximum(num_items, 0)
+                # While an item's rows are added, the next one's are on their way, and the slots of the one behind it.
+                slot = load_slots(slots, start // num_pieces, num_rows, num_near, lanes)
+                numbers, values = _ask(out, slot, bases, rooms, start, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR)
+                slot = load_slots(slots, (start + step) // num_pieces, num_rows, num_near, lanes)
+                for item in range(start, num_items, step):
+                    following = item + step
+                    next_numbers, next_values = _ask(
+                        out, slot, bases, rooms, following, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR
+                    )
+                    slot = load_slots(slots, (following + step) // num_pieces, num_rows, num_near, lanes)
+                    columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
+                    total = _sum_rows(out, numbers, bases, values, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE)
+                    target = tl.multiple_of(sums + tl.cast(item // num_pieces, tl.int64) * hidden, VECTOR) + columns
+                    tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
+                    numbers, values = next_numbers, next_values
 
 
 @jit
@@ -215,14 +262,16 @@ def _sum_nodes_kernel(
     bias_1,
     node_slots,
     passed_on,
-    near_table,
-    node_table,
+    table,
+    sources,
     plan,
     state,
+    far_begin: tl.int64,
     num_tokens: tl.int32,
     num_slots: tl.int32,
     row_vectors: tl.int32,
     num_near: tl.int32,
+    table_stride: tl.int32,
     num_nodes: tl.int32,
     node: tl.int32,
     section: tl.int32,
@@ -232,8 +281,10 @@ def _sum_nodes_kernel(
     NODES_AT_ONCE: tl.constexpr,
     LANES: tl.constexpr,
     NODES: tl.constexpr,
+    IS_FETCHED: tl.constexpr,
     VECTOR: tl.constexpr,
     WIDE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):
     """Items are pieces of rows: piece c of token t is item `t * pieces + c`.
 
@@ -244,74 +295,118 @@ def _sum_nodes_kernel(
         ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
         hidden = row_vectors * (VECTOR // ELEMENT_BYTES)
         lanes, nodes = tl.arange(0, LANES), tl.arange(0, NODES)
-        is_lane, is_node = lanes < num_near, nodes < num_nodes
-        bases = tl.load(near_table + section * num_near + lanes, mask=is_lane, other=0)
-        rooms = tl.load(near_table + _ROOMS * num_near + lanes, mask=is_lane, other=0)
-        far_bases = tl.load(node_table + section * num_nodes + nodes, mask=is_node, other=0)
-        far_rooms = tl.load(node_table + _ROOMS * num_nodes + nodes, mask=is_node, other=0)
+        bases = tl.load(table + section * table_stride + lanes, mask=lanes < num_near, other=0)
+        rooms = tl.load(table + _ROOMS * table_stride + lanes, mask=lanes < num_near, other=0)
+        far_bases, far_rooms = _locate(
+            plan, sources, far_begin, hidden * ELEMENT_BYTES, num_nodes, node, nodes, IS_FETCHED
+        )
         start = tl.load(plan + node * _PLAN_WORDS + _IN_START)
-        num_pieces = tl.cdiv(hidden, BLOCK)
+        num_pieces = 1 if IS_WHOLE else tl.cdiv(hidden, BLOCK)
         num_items = num_tokens * num_pieces
-        far, own, slot = _token_slots(
-            node_slots, passed_on, tl.program_id(0) // num_pieces, start, node, num_tokens, num_slots, num_near,
-            num_nodes, lanes, nodes,
-        )  # fmt: skip
-        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-            # The next token's slots are on their way while this one's rows are added.
-            next_far, next_own, next_slot = _token_slots(
-                node_slots, passed_on, (item + tl.num_programs(0)) // num_pieces, start, node, num_tokens, num_slots,
-                num_near, num_nodes, lanes, nodes,
-            )  # fmt: skip
-            token = item // num_pieces
+        # As above, one token more: its slots among the rows passed on are found by its slots at the nodes.
+        first, step = tl.program_id(0), tl.num_programs(0)
+        own_rows = (passed_on, start, num_slots, num_near)
+        own_far = load_slots(node_slots, first // num_pieces, num_tokens, num_nodes, nodes)
+        is_here, slot = _own_slots(own_rows, own_far, node, nodes, lanes)
+        numbers, values = _ask(out, slot, bases, rooms, first, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR)
+        far_numbers, far_values = _ask(
+            out, own_far, far_bases, far_rooms, first, num_pieces, hidden, NODES_AT_ONCE, BLOCK, VECTOR
+        )
+        far = load_slots(node_slots, (first + step) // num_pieces, num_tokens, num_nodes, nodes)
+        next_here, slot = _own_slots(own_rows, far, node, nodes, lanes)
+        later = load_slots(node_slots, (first + 2 * step) // num_pieces, num_tokens, num_nodes, nodes)
+        for item in range(first, num_items, step):
+            following = item + step
+            next_numbers, next_values = _ask(
+                out, slot, bases, rooms, following, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR
+            )
+            next_far_numbers, next_far_values = _ask(
+                out, far, far_bases, far_rooms, following, num_pieces, hidden, NODES_AT_ONCE, BLOCK, VECTOR
+            )
+            later_here, slot = _own_slots(own_rows, later, node, nodes, lanes)
+            far = later
+            later = load_slots(node_slots, (following + 2 * step) // num_pieces, num_tokens, num_nodes, nodes)
             columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
-            has_row = (slot >= 0) & (slot < rooms)
-            rows = tl.where(has_row, bases + slot.to(tl.int64) * hidden * ELEMENT_BYTES, 0)
-            is_there = (far >= 0) & (far < far_rooms)
-            sums = tl.where(is_there, far_bases + far.to(tl.int64) * hidden * ELEMENT_BYTES, 0)
-            begin = tl.cast(token, tl.int64) * hidden
+            begin = tl.cast(item // num_pieces, tl.int64) * hidden
             total = add_biases(bias_0 + begin, bias_1 + begin, columns, hidden, NUM_BIASES, VECTOR, WIDE)
-            mine = _sum_rows(out, rows, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE)
+            mine = _sum_rows(out, numbers, bases, values, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE)
             mine = rounded(mine, out.dtype.element_ty).to(WIDE)  # as if it had crossed
-            if NODES_AT_ONCE >= NODES:  # no loop: all rows, near and far, are on their way at once
-                values = _load_rows(out, sums, 0, columns, hidden, NODES_AT_ONCE, VECTOR)
-                total = _add_nodes(total, values, mine, own, node, 0, NODES_AT_ONCE, WIDE)
-            else:
-                for first in range(0, num_nodes, NODES_AT_ONCE):
-                    values = _load_rows(out, sums, first, columns, hidden, NODES_AT_ONCE, VECTOR)
-                    total = _add_nodes(total, values, mine, own, node, first, NODES_AT_ONCE, WIDE)
+            own = tl.where(is_here, node, -1)
+            total = _add_nodes(total, far_values, mine, own, 0, NODES_AT_ONCE, WIDE)
+            if NODES > NODES_AT_ONCE:
+                for other in range(NODES_AT_ONCE, num_nodes, NODES_AT_ONCE):
+                    more = _load_rows(out, far_numbers, far_bases, other, columns, hidden, NODES_AT_ONCE, VECTOR)
+                    total = _add_nodes(total, more, mine, own, other, NODES_AT_ONCE, WIDE)
             target = tl.multiple_of(out + begin, VECTOR) + columns
             tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
-            far, own, slot = next_far, next_own, next_slot
+            numbers, values, far_numbers, far_values = next_numbers, next_values, next_far_numbers, next_far_values
+            is_here, next_here = next_here, later_here
+
+
+@triton.jit
+def _own_slots(own_rows, node_slot, node, nodes, lanes):
+    """Whether a token goes to a rank of its own node, and its rows at the ranks there."""
+    passed_on, start, num_slots, num_near = own_rows
+    own = tl.sum(tl.where(nodes == node, node_slot, 0))
+    row = tl.where(own >= 0, own + start, num_slots)
+    return own >= 0, load_slots(passed_on, row, num_slots, num_near, lanes)
+
+
+@triton.jit
+def _locate(plan, sources, begin, row_bytes, num_nodes, node, nodes, IS_FETCHED: tl.constexpr):
+    """Where each other node's sums of this rank's tokens begin, and how many there are; of this node none."""
+    is_far = (nodes < num_nodes) & (nodes != node)
+    line = plan + nodes * _PLAN_WORDS
+    start = tl.load(line + (_TARGET_START if IS_FETCHED else _OUT_START), mask=is_far, other=0)
+    bases = begin + start * row_bytes
+    if IS_FETCHED:
+        bases += tl.load(sources + nodes, mask=is_far, other=0)
+    return bases, tl.load(line + _NUM_OUT, mask=is_far, other=0)
+
+
+@triton.jit
+def _ask(
+    like, slot, bases, rooms, item, num_pieces, hidden, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    """The numbers of an item's rows, from 1 on, 0 where there is none; and what the first `AT_ONCE` of them have."""
+    numbers = tl.where((slot >= 0) & (slot < rooms), slot + 1, 0)
+    columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
+    return numbers, _load_rows(like, numbers, bases, 0, columns, hidden, AT_ONCE, VECTOR)
 
 
 @triton.jit
 def _sum_rows(
-    like, rows, columns, hidden, count, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr
+    like, numbers, bases, values, columns, hidden, count, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of one piece of some rows, in order, of `count` that `rows` has the addresses of, as in `pull.add_to`."""
-    total = tl.zeros([columns.shape[0]], WIDE)
-    if rows.shape[0] <= AT_ONCE:  # no loop: the compiler does not ask for rows beyond one
-        total = _add_values(total, _load_rows(like, rows, 0, columns, hidden, AT_ONCE, VECTOR), AT_ONCE, WIDE)
+    """The sum of one piece of some rows, in order: of `values`, which are there, and of those behind them."""
+    total = _add_values(tl.zeros([columns.shape[0]], WIDE), values, AT_ONCE, WIDE)
+    if numbers.shape[0] <= _MOST_UNROLLED:
+        for first in tl.static_range(AT_ONCE, numbers.shape[0], AT_ONCE):
+            more = _load_rows(like, numbers, bases, first, columns, hidden, AT_ONCE, VECTOR)
+            total = _add_values(total, more, AT_ONCE, WIDE)
     else:
-        for first in range(0, count, AT_ONCE):
-            values = _load_rows(like, rows, first, columns, hidden, AT_ONCE, VECTOR)
-            total = _add_values(total, values, AT_ONCE, WIDE)
+        for first in range(AT_ONCE, count, AT_ONCE):
+            more = _load_rows(like, numbers, bases, first, columns, hidden, AT_ONCE, VECTOR)
+            total = _add_values(total, more, AT_ONCE, WIDE)
     return total
 
 
 @triton.jit
-def _load_rows(like, rows, first, columns, hidden, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr):
+def _load_rows(like, numbers, bases, first, columns, hidden, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr):
     """One piece of some rows, from the `first` one on. All are asked for before anybody waits for one of them.
 
     Where there is no row its values are -0.0, which changes no sum: 0.0 would make 0.0 of -0.0.
     """
-    lanes = tl.arange(0, rows.shape[0])
+    lanes = tl.arange(0, numbers.shape[0])
     nothing = (tl.zeros((), tl.float32) * -1.0).to(like.dtype.element_ty)  # as a literal it would lose its sign
     values = ()
     for turn in tl.static_range(AT_ONCE):
-        row = tl.sum(tl.where(lanes == first + turn, rows, 0))
-        pointer = tl.multiple_of(row.to(like.dtype), VECTOR)
-        value = tl.load(pointer + columns, mask=columns < tl.where(row != 0, hidden, 0), other=nothing)
+        number = tl.sum(tl.where(lanes == first + turn, numbers, 0))
+        base = tl.sum(tl.where(lanes == first + turn, bases, 0))
+        address = base + (number - 1).to(tl.int64) * (hidden * (like.dtype.element_ty.primitive_bitwidth // 8))
+        pointer = tl.multiple_of(address.to(like.dtype), VECTOR)
+        value = tl.load(pointer + columns, mask=columns < tl.where(number > 0, hidden, 0), other=nothing)
         values = values + (value,)  # type: ignore[assignment]
     return values
 
@@ -325,19 +420,8 @@ def _add_values(total, values, COUNT: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _add_nodes(total, values, mine, own, node, first, COUNT: tl.constexpr, WIDE: tl.constexpr):
-    """Add what nodes have, from the `first` one on: this node's is `mine`, if the token was here."""
+def _add_nodes(total, values, mine, own, first, COUNT: tl.constexpr, WIDE: tl.constexpr):
+    """Add what nodes have, from the `first` one on: what node `own` has is `mine`; -1: no node."""
     for turn in tl.static_range(COUNT):
-        total += tl.where((first + turn == node) & (own >= 0), mine, values[turn].to(WIDE))
+        total += tl.where(first + turn == own, mine, values[turn].to(WIDE))
     return total
-
-
-@triton.jit
-def _token_slots(
-    node_slots, passed_on, token, start, node, num_tokens, num_slots, num_near, num_nodes, lanes, nodes
-):  # fmt: skip
-    """Where a token's sums lie at the nodes, its place among this node's tokens, and its rows at the ranks here."""
-    far = load_slots(node_slots, token, num_tokens, num_nodes, nodes)
-    own = tl.sum(tl.where(nodes == node, far, 0))
-    row = tl.where(own >= 0, own + start, num_slots)
-    return far, own, load_slots(passed_on, row, num_slots, num_near, lanes)

@@ -1,9 +1,9 @@
-"""Couriers as the engine uses them: who carries a rank's far memory to other nodes."""
+"""Couriers as the engine uses them: who brings a rank's far memory to other nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -12,27 +12,55 @@ from ...control import Control
 from ...errors import EPTransportError
 from ...kernels import carry, rail
 from ...kernels.exchange import Places
-from ...kernels.rail import FarPlaces
+from ...kernels.rail import FarPlaces, FarRows
 from ...topology import Topology
 from ...transport.courier import MessageCourier
 from ...transport.device import DeviceMemory, Part
 from ...transport.far import DOORBELL_WORDS, MOST_CHUNKS, FarLayout
+from ..call import READY
 
 _TELLING_SECS = 1.0  # that a rank which has failed waits for the others to be told
 
 
+class Freight(NamedTuple):
+    """What a call has for other nodes.
+
+    Attributes:
+        memory: The piece that its rows are in.
+        rows: How they lie there.
+        plan: [N, PLAN_WORDS] int64, how many go where.
+        operation: Of the call.
+        num_blocks: Most blocks of a kernel.
+        is_back: The rows are sums, on their way back.
+    """
+
+    memory: torch.Tensor
+    rows: FarRows
+    plan: torch.Tensor
+    operation: int
+    num_blocks: int
+    is_back: bool = False
+
+
 class Courier(Protocol):
-    """Who carries far memory. Its methods are called in the stream, behind what they are about.
+    """Who brings far memory to other nodes. Its methods are called in the stream, behind what they are about.
 
     Attributes:
         num_chunks: Into how many chunks the rows for a node are cut.
-        has_kernels: It is launched: a meeting has two halves, and the courier goes between them.
+        has_kernels: Words are carried by kernels: a meeting has two halves, and the courier goes between them.
+        boards: Addresses of the far boards of all ranks, where this rank can write to them; None: words are written to
+            mirrors, and carried.
         sources: [N] int64, addresses of the outboxes of this rail, from which rows are fetched; None: they are carried.
     """
 
     num_chunks: int
     has_kernels: bool
+    boards: Sequence[int] | None
     sources: torch.Tensor | None
+
+    def prepare(self, plan: torch.Tensor) -> None:
+        """Compile and load what waits, so that no peer's limit passes while a kernel is compiled."""
+        ...
 
     def grow(self, num_bytes: int) -> Part | None:
         """A piece of memory for rows, on every rank. All ranks call it together, with the same number.
@@ -50,14 +78,12 @@ class Courier(Protocol):
         """Have what follows wait until the outbox may be written again."""
         ...
 
-    def carry_rows(self, memory: torch.Tensor, chunk: int, num_blocks: int) -> None:
-        """Carry the rows for which the doorbells of a chunk were rung.
+    def send(self, freight: Freight, chunk: int) -> None:
+        """Have the rows of a chunk, which are in the outbox, brought to the ranks of the rail."""
+        ...
 
-        Args:
-            memory: Where they are.
-            chunk: Which chunk.
-            num_blocks: Most blocks of a kernel.
-        """
+    def await_landed(self, freight: Freight, chunk: int, num_chunks: int = 1) -> None:
+        """Have what follows wait for chunks [chunk, chunk + num_chunks) of the other nodes."""
         ...
 
     def tell_failure(self) -> None:
@@ -85,6 +111,7 @@ class ThreadCourier:
 
     num_chunks = MOST_CHUNKS
     has_kernels = False
+    boards: Sequence[int] | None = None
     sources: torch.Tensor | None = None
 
     def __init__(self, thread: MessageCourier, places: Places, far: FarPlaces, control: Control):
@@ -92,6 +119,10 @@ class ThreadCourier:
         self._places = places
         self._far = far
         self._control = control
+
+    def prepare(self, plan: torch.Tensor) -> None:
+        """Bells, and waits."""
+        rail.prepare_bells(self._places, self._far, plan)
 
     def grow(self, num_bytes: int) -> Part | None:
         """Pinned memory, if kernels are to reach it."""
@@ -114,8 +145,13 @@ class ThreadCourier:
         """It says so."""
         rail.await_left(self._places, self._far, operation, step, self.num_chunks)
 
-    def carry_rows(self, memory: torch.Tensor, chunk: int, num_blocks: int) -> None:
-        """It looks by itself."""
+    def send(self, freight: Freight, chunk: int) -> None:
+        """Ring for it."""
+        rail.ring(self._places, self._far, freight.rows, freight.plan, chunk, self.num_chunks, freight.is_back)
+
+    def await_landed(self, freight: Freight, chunk: int, num_chunks: int = 1) -> None:
+        """It says so."""
+        rail.await_landed(self._places, self._far, freight.operation, READY, chunk, num_chunks)
 
     def tell_failure(self) -> None:
         """It looks by itself, but the process may be about to end."""
@@ -130,11 +166,19 @@ class ThreadCourier:
         self._thread.close()
 
 
-class KernelCourier:
-    """Kernels that carry over NVSHMEM, out of and into its symmetric memory.
+class _Hostless:
+    """What couriers have of which nothing runs on the host."""
 
-    Where all ranks can address each other's memory (one host, or NVLink between hosts), rows stay in the outbox, and
-    who relays them fetches them there: only words are carried.
+    def numbers(self) -> dict[str, int]:
+        """Nothing is counted there."""
+        return {}
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class KernelCourier(_Hostless):
+    """Kernels that carry over NVSHMEM, out of and into its symmetric memory.
 
     Args:
         memory: Where memory comes from.
@@ -142,11 +186,13 @@ class KernelCourier:
         layout: Of them.
         topology: Where this rank stands.
         places: The words of the node.
-        control: To settle on chunks.
+        far: The far words, for kernels.
         pes: NVSHMEM's number of each rank.
+        num_chunks: Into how many chunks the rows for a node are cut.
     """
 
     has_kernels = True
+    boards: Sequence[int] | None = None
     sources: torch.Tensor | None = None
 
     def __init__(
@@ -156,13 +202,16 @@ class KernelCourier:
         layout: FarLayout,
         topology: Topology,
         places: Places,
-        control: Control,
+        far: FarPlaces,
         pes: Sequence[int],
+        num_chunks: int,
     ):
+        self.num_chunks = num_chunks
         self._memory = memory
-        self._kept: list[torch.Tensor] = []
         self._layout = layout
         self._node = topology.node
+        self._places = places
+        self._far = far
         self._carry = carry.Courier(
             rank=topology.rank,
             num_ranks=topology.num_ranks,
@@ -173,25 +222,15 @@ class KernelCourier:
             state=places.state,
             pes=torch.tensor(list(pes), dtype=torch.int32, device=places.state.device),
         )
-        # Chunks are for a network, which works while rows are relayed. Where all is one memory they only cost launches.
-        is_fetched = env.NVSHMEM_ROWS.get() == "fetch"
-        said = control.gather((all(words.addresses), is_fetched), "looking for a network")
-        is_one_memory = all(addressable for addressable, _ in said)
-        self.num_chunks = 1 if is_one_memory else MOST_CHUNKS
-        self._is_fetched = is_one_memory and all(wish for _, wish in said)
-        self._rail = slice(topology.local_rank, None, topology.ranks_per_node)
+
+    def prepare(self, plan: torch.Tensor) -> None:
+        """Bells, waits, and what carries."""
+        rail.prepare_bells(self._places, self._far, plan)
         carry.prepare_all(self._carry)
 
     def grow(self, num_bytes: int) -> Part | None:
         """Symmetric memory."""
-        try:
-            part = self._memory.grow(num_bytes)
-        except EPTransportError:
-            return None
-        if self._is_fetched:  # those of a piece before stay: graphs may know them
-            self.sources = torch.tensor(part.addresses[self._rail], dtype=torch.int64, device=part.memory.device)
-            self._kept.append(self.sources)
-        return part
+        return _grown(self._memory, num_bytes)
 
     def carry_words(self, num_words: int) -> None:
         """Launch what carries the mirrors."""
@@ -200,20 +239,107 @@ class KernelCourier:
     def await_left(self, operation: int, step: int) -> None:
         """What was carried has arrived, before its word was set."""
 
-    def carry_rows(self, memory: torch.Tensor, chunk: int, num_blocks: int) -> None:
-        """Launch what puts the rows, unless they are fetched, and, behind it, what says that they are there."""
-        if self.sources is None:
-            bell, step = self._layout.doorbell(0, chunk), MOST_CHUNKS * DOORBELL_WORDS
-            carry.carry_rows(self._carry, bell, step, memory.data_ptr(), num_blocks)
+    def send(self, freight: Freight, chunk: int) -> None:
+        """Launch what puts the rows and, behind it, what says that they are there."""
+        rail.ring(self._places, self._far, freight.rows, freight.plan, chunk, self.num_chunks, freight.is_back)
+        bell, step = self._layout.doorbell(0, chunk), MOST_CHUNKS * DOORBELL_WORDS
+        carry.carry_rows(self._carry, bell, step, freight.memory.data_ptr(), freight.num_blocks)
         carry.signal_rows(self._carry, self._layout.landed_word(self._node, chunk))
+
+    def await_landed(self, freight: Freight, chunk: int, num_chunks: int = 1) -> None:
+        """Wait for their words."""
+        rail.await_landed(self._places, self._far, freight.operation, READY, chunk, num_chunks)
 
     def tell_failure(self) -> None:
         """Launch what carries a failure, if there is one by then."""
         carry.carry_words(self._carry, 0, is_failure_only=True)
 
-    def numbers(self) -> dict[str, int]:
-        """Nothing is counted on the host."""
-        return {}
 
-    def close(self) -> None:
-        """There is nothing to close."""
+class MemoryCourier(_Hostless):
+    """Nobody carries anything: all ranks can address each other's memory (one host, or NVLink between hosts).
+
+    Words are written straight to the far boards. Rows stay in the outbox, and who relays them fetches them there.
+    Chunks are for a network, which works while rows are relayed: here they would only cost launches.
+
+    Args:
+        memory: Where memory comes from.
+        words: Where the far words are on all ranks.
+        topology: Where this rank stands.
+        places: The words of the node.
+        far: The far words, for kernels.
+    """
+
+    num_chunks = 1
+    has_kernels = False
+    sources: torch.Tensor | None = None
+
+    def __init__(self, memory: DeviceMemory, words: Part, topology: Topology, places: Places, far: FarPlaces):
+        self.boards: Sequence[int] | None = words.addresses
+        self._words = words  # which has the peers' memory mapped
+        self._memory = memory
+        self._places = places
+        self._far = far
+        self._members = slice(topology.local_rank, None, topology.ranks_per_node)
+        self._rail = self._addresses(words)
+        self._kept: list[torch.Tensor] = []
+
+    def _addresses(self, part: Part) -> torch.Tensor:
+        """[N] int64, where the ranks of this rail have a piece."""
+        return torch.tensor(part.addresses[self._members], dtype=torch.int64, device=part.memory.device)
+
+    def prepare(self, plan: torch.Tensor) -> None:
+        """Meetings of the rail."""
+        rail.prepare_meetings(self._places, self._far, plan)
+
+    def grow(self, num_bytes: int) -> Part | None:
+        """Symmetric memory."""
+        part = _grown(self._memory, num_bytes)
+        if part is not None:
+            self.sources = self._addresses(part)
+            self._kept.append(self.sources)  # those of a piece before stay: graphs may know them
+        return part
+
+    def carry_words(self, num_words: int) -> None:
+        """They are there."""
+
+    def await_left(self, operation: int, step: int) -> None:
+        """Who has met all ranks in this call knows that they have fetched what was there in the last one."""
+
+    def send(self, freight: Freight, chunk: int) -> None:
+        """Say that rows may be fetched, and wait until those of the rail may be: with one chunk it is one meeting."""
+        del chunk
+        places, far, operation = self._places, self._far, freight.operation
+        rail.meet_rail(places, far, self._rail, freight.rows, freight.plan, operation, READY, freight.is_back)
+
+    def await_landed(self, freight: Freight, chunk: int, num_chunks: int = 1) -> None:
+        """`send` has."""
+
+    def tell_failure(self) -> None:
+        """They are told as the ranks of the node are."""
+
+
+def make_nvshmem_courier(
+    control: Control,
+    memory: DeviceMemory,
+    words: Part,
+    layout: FarLayout,
+    topology: Topology,
+    places: Places,
+    far: FarPlaces,
+    pes: Sequence[int],
+) -> KernelCourier | MemoryCourier:
+    """Who carries over NVSHMEM, if anybody must. All ranks call it together, and find the same."""
+    is_wanted = env.NVSHMEM_ROWS.get() == "fetch"
+    said = control.gather((all(words.addresses), is_wanted), "looking for a network")
+    is_one_memory = all(is_addressable for is_addressable, _ in said)
+    if is_one_memory and all(wish for _, wish in said):
+        return MemoryCourier(memory, words, topology, places, far)
+    num_chunks = 1 if is_one_memory else MOST_CHUNKS
+    return KernelCourier(memory, words, layout, topology, places, far, pes, num_chunks)
+
+
+def _grown(memory: DeviceMemory, num_bytes: int) -> Part | None:
+    try:
+        return memory.grow(num_bytes)
+    except EPTransportError:
+        return None

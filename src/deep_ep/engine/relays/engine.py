@@ -6,10 +6,10 @@ rank's rail there, which relays it to the ranks of its node; on the way back it 
     dispatch   positions, meet (all ranks of all nodes)
                steer, put (this node's ranks, and the outbox for others)
                for each chunk: ring                           | the courier carries
-               for each chunk: wait for it to land, forward
+               for each chunk: wait for it to land, forward   | or: meet the rail, forward
                finish (this node), unpack
     combine    copy in unless the rows lie in the window, meet
-               for each chunk: sum this node's rows, ring     | the courier carries
+               for each chunk: sum this node's rows, ring     | the courier carries, or: meet the rail
                finish (this node), wait for all chunks, sum what the nodes have
 
 Letters: R ranks are N nodes of P; T tokens, n rows received, F rows that this rank passes on inside its node.
@@ -26,7 +26,7 @@ import torch
 from ...errors import EPTransportError
 from ...event import EventHandle
 from ...handle import RailHandle
-from ...kernels import exchange, put, rail, relay, relay_sums, staging, steer
+from ...kernels import exchange, put, relay, relay_sums, staging, steer
 from ...kernels.exchange import Post
 from ...kernels.rail import FarRows
 from ...stream import LaunchStream
@@ -38,6 +38,7 @@ from ..parcel import Payload, Received, Routing
 from ..room import NO_SECTIONS, Frame, Sections
 from ..shapes import Shapes
 from ..streamed import StreamedEngine, check_scales
+from .couriers import Freight
 from .far import Far
 from .routes import Router, Routes
 
@@ -74,36 +75,34 @@ class RelayedEngine(StreamedEngine):
         self._topology = topology
         self.far = far
         places, device = self._places, self.window.device
-        num_nodes, num_near = topology.num_nodes, topology.ranks_per_node
         self._router = Router(topology, self._room, device)
-        # The same calls as inside a node, over other tables: of this node's ranks, and of the nodes.
-        table = torch.zeros(exchange.TABLE_ROWS, num_near, dtype=torch.int64, device=device)
-        self._near = replace(places, rank=topology.local_rank, num_ranks=num_near, num_nodes=1, table=table)
-        table = torch.zeros(exchange.TABLE_ROWS, num_nodes, dtype=torch.int64, device=device)
-        self._nodes = replace(places, rank=topology.node, num_ranks=num_nodes, num_nodes=1, table=table)
+        # The same calls as inside a node, over other tables: of this node's ranks, and of what `steer` aims at.
+        near = places.table[:, self._router.near]
+        self._node = relay_sums.Node(topology.node, near, self._router.plan, places.state)
         self._aimed = replace(places, table=torch.zeros_like(places.table))
         self._own = replace(places, rank=0, num_ranks=1, num_nodes=1)  # for a count of this rank alone
         self._guessed_passed_on = 0
-        self._point_to_mirrors()
-
-    def _point_to_mirrors(self) -> None:
-        """Have kernels say to a far rank's mirror what is for it, and look for what it says on the far board."""
-        layout, base = self.far.layout, self.far.places.words.data_ptr()
-        near = range(self._router.near.start, self._router.near.stop)
-        for rank in (rank for rank in range(self._topology.num_ranks) if rank not in near):
-            self._places.windows[0, rank] = base + 8 * layout.mirror(rank)
-            self._places.homes[rank] = base
-        self.signals.far_board = self.far.places.words
+        self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
 
     def prepare(self) -> None:
-        """Compile and load what signals, so that no peer's limit passes while a kernel is compiled."""
+        """Know the courier, and compile and load what signals: no peer's limit passes while a kernel is compiled."""
+        self._point_to_far()
         has_kernels = self.far.courier.has_kernels
         self.signals.tell_failure = self.far.courier.tell_failure
         if has_kernels:
             self.signals.carry = self.far.courier.carry_words
         exchange.prepare_nodes(self._places, [(True, False), (False, True)] if has_kernels else [(True, True)])
-        rail.prepare_all(self._places, self.far.places, self._router.plan, self._nodes.table)
+        self.far.courier.prepare(self._router.plan)
         staging.prepare_all(self._places)
+
+    def _point_to_far(self) -> None:
+        """Have kernels say what is for a far rank on its board, or to its mirror, and look for what it says here."""
+        layout, base, boards = self.far.layout, self.far.places.words.data_ptr(), self.far.courier.boards
+        near = range(self._router.near.start, self._router.near.stop)
+        for rank in (rank for rank in range(self._topology.num_ranks) if rank not in near):
+            self._places.windows[0, rank] = base + 8 * layout.mirror(rank) if boards is None else boards[rank]
+            self._places.homes[rank] = base
+        self.signals.far_board = self.far.places.words
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -242,11 +241,12 @@ class RelayedEngine(StreamedEngine):
         where = (plan, self._aimed.table, outbox.data_ptr(), rows.offsets)
         steer.steer(self._places, shape.num_blocks, course, topk_idx, topk_weights, num_local, *where)
         put.put(self._aimed, shape, *sent, course.slots, None, None, None, 0)
+        freight = Freight(outbox, rows, plan, index, shape.num_blocks)
         for chunk in range(courier.num_chunks):
-            self._ring(rows, chunk, shape.num_blocks)
+            courier.send(freight, chunk)
         for chunk in range(courier.num_chunks):
             self._reach(operation, "forward")
-            rail.await_landed(self._places, self.far.places, index, READY, chunk)
+            courier.await_landed(freight, chunk)
             relay.forward(
                 self._places, shape, plan, outbox[rows.landing :], rows.offsets, widths[0], widths[1],
                 course.passed_on, self._places.table, self._router.near.start, num_near, self._topology.node,
@@ -257,12 +257,6 @@ class RelayedEngine(StreamedEngine):
         outgoing = staging.Outgoing(*sent, course.slots, topk_idx, topk_weights, num_local, routing is not None)
         prefix = routes.prefix if routes.prefix is not None else course.slots
         staging.finish_dispatch(self._places, READY, index, outgoing, prefix, sections.parts)
-
-    def _ring(self, rows: FarRows, chunk: int, num_blocks: int, is_back: bool = False) -> None:
-        """Have the courier carry a chunk."""
-        courier = self.far.courier
-        rail.ring(self._places, self.far.places, rows, self._router.plan, chunk, courier.num_chunks, is_back)
-        courier.carry_rows(self.far.memory, chunk, num_blocks)
 
     def _receive(
         self,
@@ -303,27 +297,26 @@ class RelayedEngine(StreamedEngine):
         post = self._combine_post(operation, parts, handle)._replace(num_rows=parts[0].size(0))
         self._reach(operation, "meet")
         self.signals.meet(post._replace(bases=supply.bases, far_rows=capacity), nodes=self._router.nodes_of(handle))
-        self._near.table.copy_(self._places.table[:, self._router.near])
-        passed_on, shape = handle.send_nvl_head.contiguous(), self.shapes.for_pull(num_sms)
+        passed_on, shape, outbox = handle.send_nvl_head.contiguous(), self.shapes.for_pull(num_sms), self.far.memory
         courier.await_left(index, OFFERED)
-        outbox, node = self.far.memory, self._topology.node
+        freight = Freight(outbox, rows, self._router.plan, index, shape.num_blocks, is_back=True)
         for chunk in range(courier.num_chunks):
             self._reach(operation, "pull")
             for section, part in enumerate(parts):
                 out = _rows_of(outbox, rows, section, capacity, part)
-                where = (self._router.plan, node, chunk, courier.num_chunks)
-                relay_sums.sum_for_rail(self._near, shape, section, out, passed_on, *where)
-            self._ring(rows, chunk, shape.num_blocks, is_back=True)
-        rail.await_landed(self._places, self.far.places, index, READY, 0, courier.num_chunks)
-        rail.locate(self._places, rows, self._router.plan, self._nodes.table, outbox.data_ptr(), courier.sources)
+                relay_sums.sum_for_rail(self._node, shape, section, out, passed_on, chunk, courier.num_chunks)
+            courier.send(freight, chunk)
+        courier.await_landed(freight, 0, courier.num_chunks)
         self._reach(operation, "sum")
-        slots = (handle.send_rdma_head.contiguous(), passed_on, self._router.plan)
+        landing = outbox.data_ptr() + rows.landing if courier.sources is None else 0
+        node_slots = handle.send_rdma_head.contiguous()
         for section, out in enumerate(sums):
+            far = relay_sums.FarSums(landing + rows.offsets[section], courier.sources)
             some = biases if section == 0 else ()
-            relay_sums.sum_nodes(self._near, self._nodes, shape, section, out, *slots, some)
+            relay_sums.sum_nodes(self._node, far, shape, section, out, node_slots, passed_on, some)
         self._reach(operation, "finish")
-        nothing = passed_on.new_zeros(1)  # of use only where somebody is staged
-        staging.finish_combine(self._places, READY, index, parts, sums, biases, nothing, nothing, nothing)
+        nothing = (self._nothing,) * 3  # of use only where somebody is staged
+        staging.finish_combine(self._places, READY, index, parts, sums, biases, *nothing)
         return supply.path
 
     # Memory ----------------------------------------------------------------------------------------------------------
