@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from .tracing import traced
 
 _MOST_TOPK = 32
 _HANDLE_ITEMS = 5  # packed_recv_src_info, packed_recv_layout_range, M, hidden, num_experts
+
+_Kind = TypeVar("_Kind")
 
 
 class LowLatencyMethods:
@@ -78,7 +80,7 @@ class LowLatencyMethods:
         tensors = (x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         options = (use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook)
         key = (num_max_dispatch_tokens_per_rank, num_experts, options, *map(_look_of, tensors))
-        known = self._known_dispatches.get(key)
+        known = _look_up(self._known_dispatches, key)
         if known is None:
             known = self._check_dispatch(num_max_dispatch_tokens_per_rank, num_experts, *options, *tensors)
             self._known_dispatches[key] = known
@@ -157,7 +159,7 @@ class LowLatencyMethods:
         options = (use_logfmt, zero_copy, async_finish, return_recv_hook)
         items = handle if isinstance(handle, (tuple, list)) else ()
         key = (options, *map(_look_of, (*tensors, *items[:2])), *items[2:])
-        known = self._known_combines.get(key)
+        known = _look_up(self._known_combines, key)
         if known is None:
             known = self._check_combine(handle, use_logfmt, zero_copy, async_finish, return_recv_hook, *tensors)
             self._known_combines[key] = known
@@ -326,6 +328,14 @@ class LowLatencyMethods:
                 hook()
 
         return receive
+
+
+def _look_up(known: dict[tuple, _Kind], key: tuple) -> _Kind | None:
+    """What is known of a call."""
+    try:
+        return known.get(key)
+    except TypeError:  # something in it cannot be a key: it is not what it should be, as the checks will say
+        return None
 
 
 def _look_of(value: Any) -> Any:
