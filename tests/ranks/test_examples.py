@@ -31,12 +31,12 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
 def test_training_step_under_run_ranks(device: str, num_ranks: int) -> None:
     assert max(run_ranks(training_step.step, num_ranks)) < 1e-3
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])  # every size is under run_ranks, above
+@pytest.mark.parametrize("num_ranks", [1, 3])  # more sizes are under run_ranks, above
 @pytest.mark.cpu_only
 def test_training_step_under_torchrun(device: str, num_ranks: int) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))

@@ -224,8 +224,6 @@ def silence(rank: int, num_ranks: int, operation: str) -> tuple[float, list[tupl
         def call() -> None:
             if operation == "combine":
                 buffer.combine(recv_x, handle)
-            elif operation == "cached dispatch":
-                buffer.dispatch(recv_x[:5].clone(), handle=handle)
             else:
                 buffer.dispatch(**arguments(buffer))
             buffer.check()
@@ -239,7 +237,7 @@ def silence(rank: int, num_ranks: int, operation: str) -> tuple[float, list[tupl
     return secs, errors
 
 
-@pytest.mark.parametrize("operation", ["dispatch", "cached dispatch", "combine"])
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])  # a cached dispatch meets as a combine does
 @pytest.mark.alone
 def test_a_rank_that_never_comes_is_named_at_the_limit(operation: str) -> None:
     for rank, (secs, errors) in enumerate(run_ranks(silence, 3, operation, env=INTERPRETED)):

@@ -164,6 +164,8 @@ def unchecked(buffer: Buffer, world: World) -> None:
 def test_a_silent_rank_is_named_on_all_nodes(device: str, transport: str, when: str) -> None:
     if device == "cpu" and when == "inside":
         pytest.skip("the limit would have to be long in the interpreter")
+    if device == "cpu" and transport != "message":
+        pytest.skip("a rank that is killed is silent, too, where there is no connection: below")
     limit_secs = 8.0 if device == "cpu" else 4.0
     results = run_ranks(silent, 4, when, limit_secs, env=far_env(device, transport, 4, 2))
     for rank, (kind, text, elapsed) in enumerate(results[:3]):
