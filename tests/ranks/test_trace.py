@@ -21,6 +21,7 @@ from deep_ep import Buffer, Config
 from deep_ep.report.figures import count
 from deep_ep.report.load import LoadedTrace, Slice, load
 from deep_ep.trace import CALL, COMM, DEVICE
+from internode import far_env
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -205,6 +206,29 @@ def test_chunks_on_the_rail(tmp_path: Path):
         # A dispatch does not wait for all rows of the rail before it passes on the first.
         assert by_name["fan out chunk 0"].begin_us < by_name[f"chunk {num_chunks - 1} arrives"].end_us
         assert {f"take chunk {number}" for number in range(num_chunks)} <= set(parts_of(trace, rank, combine))
+
+
+def relayed_calls(rank: int, num_ranks: int, folder: Path) -> None:
+    x, topk_idx, topk_weights = inputs(rank, num_ranks, 4)
+    buffer = make_buffer(folder)
+    recv_x, *_, handle, _ = buffer.dispatch(x, **routing_of(buffer, topk_idx, topk_weights))
+    buffer.dispatch(x, handle=handle)
+    buffer.combine(recv_x, handle)
+    buffer.destroy()
+
+
+def test_steps_across_nodes_on_the_device(device: str, transport: str, tmp_path: Path):
+    """A first dispatch meets twice: it has guessed no room."""
+    run_ranks(relayed_calls, 2, tmp_path, env=far_env(device, transport, 2, 1))
+    trace, num_chunks = load(tmp_path), 4 if transport == "message" else 1
+    assert list(partial_overlaps(trace)) == []
+    relayed, summed = ["rail", "forward"] * num_chunks, ["pull", "rail"] * num_chunks
+    for rank in range(2):
+        first, cached, combine = calls_of(trace, rank, DEVICE)
+        move = ["put", *relayed, "finish"]
+        assert parts_of(trace, rank, first) == ["meet", *move, "offer", *move]
+        assert parts_of(trace, rank, cached) == ["meet", *move]
+        assert parts_of(trace, rank, combine) == ["meet", *summed, "sum", "finish"]
 
 
 def late_rank(rank: int, num_ranks: int, folder: Path) -> None:

@@ -16,7 +16,8 @@ import torch
 from ..stream import LaunchStream, Mark
 from ..trace import CALL, DEVICE, RECEIVE, SEND, WAIT, Slice, Trace
 
-_KINDS = {"put": SEND, "send": SEND, "pull": RECEIVE, "receive": RECEIVE}  # all others wait for peers
+_KINDS = {"put": SEND, "push": SEND, "send": SEND}  # those that are in neither list wait for peers
+_KINDS |= dict.fromkeys(("pull", "receive", "forward", "sum"), RECEIVE)
 
 
 class _Marked:

@@ -242,11 +242,14 @@ class RelayedEngine(StreamedEngine):
         steer.steer(self._places, shape.num_blocks, course, topk_idx, topk_weights, num_local, *where)
         put.put(self._aimed, shape, *sent, course.slots, None, None, None, 0)
         freight = Freight(outbox, rows, plan, index, shape.num_blocks)
+        self.signals.mark("rail")
         for chunk in range(courier.num_chunks):
             courier.send(freight, chunk)
         for chunk in range(courier.num_chunks):
-            self._reach(operation, "forward")
+            if chunk:
+                self.signals.mark("rail")
             courier.await_landed(freight, chunk)
+            self._reach(operation, "forward")
             relay.forward(
                 self._places, shape, plan, outbox[rows.landing :], rows.offsets, widths[0], widths[1],
                 course.passed_on, self._places.table, self._router.near.start, num_near, self._topology.node,
@@ -305,6 +308,7 @@ class RelayedEngine(StreamedEngine):
             for section, part in enumerate(parts):
                 out = _rows_of(outbox, rows, section, capacity, part)
                 relay_sums.sum_for_rail(self._node, shape, section, out, passed_on, chunk, courier.num_chunks)
+            self.signals.mark("rail")
             courier.send(freight, chunk)
         courier.await_landed(freight, 0, courier.num_chunks)
         self._reach(operation, "sum")
