@@ -39,6 +39,14 @@ BULK = (
     "sum for rail",
     "sum nodes",
 )
+AHEAD = (
+    "put",
+    "copy_in",
+    "forward",
+    "forward fetched",
+    "sum for rail",
+    "sum nodes",
+)  # they ask for rows one round early
 SENDING = (*BULK, "unpack", "unpack across nodes")
 STEERING = ("steer", "steer along a handle")
 
@@ -181,6 +189,17 @@ def test_warps_that_move_rows_do_not_wait_for_each_other(instructions: dict[str,
 def test_rows_are_moved_in_vectors_of_16_bytes(instructions: dict[str, list[str]], kernel: str) -> None:
     for direction in ("ld.global", "st.global"):
         assert any(one.startswith(direction) and one.endswith("v4.b32") for one in instructions[kernel]), direction
+
+
+@pytest.mark.parametrize("kernel", AHEAD)
+def test_rows_are_loaded_in_the_loop_that_stores_them(ptx: dict[str, str], kernel: str) -> None:
+    """A compiler that takes what is loaded ahead for the same in all rounds would move one row again and again."""
+
+    def moves(loop: list[str], direction: str) -> bool:
+        return any(one.startswith(direction) and one.endswith("v4.b32") for one in loop)
+
+    innermost = min((loop for loop in loops(ptx[kernel]) if moves(loop, "st.global")), key=len)
+    assert moves(innermost, "ld.global")
 
 
 # Low latency ---------------------------------------------------------------------------------------------------------
