@@ -93,8 +93,9 @@ def make_engine(
         memory: DeviceMemory = SymmMemory(control, group, device)
         how = "solo (a group of one rank)" if control.num_ranks == 1 else "symm (CUDA symmetric memory of one node)"
         return _streamed(control, memory, CudaStream(device), sizes, device_limit_secs, enable_shrink), how
-    if env.TRANSPORT.get() == INTERPRETED:
-        memory, how = InterpretedMemory(control), f"{INTERPRETED} ({env.TRANSPORT.name}={INTERPRETED})"
+    wish = env.TRANSPORT.get()
+    if wish in (INTERPRETED, INTERPRETED_MEMORY):
+        memory, how = InterpretedMemory(control), f"{INTERPRETED} ({env.TRANSPORT.name}={wish})"
         return _streamed(control, memory, LaunchStream(), sizes, device_limit_secs, enable_shrink), how
     choice = choose(control.num_ranks)
     engine = DirectEngine(choice.make_window(control, sizes), CommStream(f"deep_ep-comm-{control.rank}"))
@@ -195,7 +196,7 @@ class _Whole(NamedTuple):
     Attributes:
         memory: Where it comes from; None: there is none.
         pes: NVSHMEM's number of each rank; empty: it is not NVSHMEM's.
-        why_not: Why there is none.
+        why_not: Why it is not.
     """
 
     memory: DeviceMemory | None
@@ -208,10 +209,11 @@ def _whole_memory(control: Control, group: dist.ProcessGroup | None, device: tor
     from ..transport import nvshmem
 
     wish = env.TRANSPORT.get()
-    if wish == INTERPRETED_MEMORY:
-        return _Whole(InterpretedMemory(control))
+    why_not = f"{env.TRANSPORT.name}={wish}"
+    if device.type == "cpu" and wish == INTERPRETED_MEMORY:
+        return _Whole(InterpretedMemory(control), why_not=why_not)
     if device.type == "cpu" or wish == MESSAGE:
-        return _Whole(None, why_not=f"{env.TRANSPORT.name}={wish}")
+        return _Whole(None, why_not=why_not)
     if wish not in ("auto", NVSHMEM):
         raise ValueError(
             f"{env.TRANSPORT.name}: {wish!r} is not one of auto, {MESSAGE}, {NVSHMEM}, for GPUs of several nodes"
