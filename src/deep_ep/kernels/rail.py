@@ -24,7 +24,6 @@ from .exchange import (
     STATE_FAILED,
     STATE_HELD,
     STATE_RAIL_BYTES,
-    TABLE_ROOMS,
     TIMEOUT,
     Places,
     fail,
@@ -39,7 +38,7 @@ BELL_LEFT = 15  # the word of a doorbell that says what has left
 _FAILED, _HELD, _RAIL = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_RAIL_BYTES)
 _NUM_IN, _IN_START, _NUM_OUT = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_NUM_OUT)
 _OUT_START, _TARGET_START = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_TARGET_START)
-_BACK_START, _PLAN, _ROOMS = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS), tl.constexpr(TABLE_ROOMS)
+_BACK_START, _PLAN = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
 _TIMEOUT, _LINE = tl.constexpr(TIMEOUT), tl.constexpr(8)
 _MOST_CHUNKS = tl.constexpr(4)  # that one look takes in; the last one is looked at again where there are fewer
 _BELL_PIECE, _BELL_SECTIONS = tl.constexpr(1), tl.constexpr(2)

@@ -92,7 +92,7 @@ class Flights:
         """
         if self._pending:
             self.require_room(where, num_sets)
-        elif self._overwrites(num_sets):
+        elif self.needs_barrier(num_sets):
             barrier()
 
     def age(self, number: int) -> int:

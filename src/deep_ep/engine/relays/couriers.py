@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,16 +47,22 @@ class Courier(Protocol):
 
     Attributes:
         num_chunks: Into how many chunks the rows for a node are cut.
-        has_kernels: Words are carried by kernels: a meeting has two halves, and the courier goes between them.
         boards: Addresses of the far boards of all ranks, where this rank can write to them; None: words are written to
             mirrors, and carried.
         sources: [N] int64, addresses of the outboxes of this rail, from which rows are fetched; None: they are carried.
     """
 
     num_chunks: int
-    has_kernels: bool
     boards: Sequence[int] | None
     sources: torch.Tensor | None
+
+    @property
+    def carry_words(self) -> Callable[[int], None] | None:
+        """Launches what carries so many words of the header that the mirrors have; None: there is nothing to launch.
+
+        A meeting then has two halves, and this goes between them.
+        """
+        ...
 
     def prepare(self, plan: torch.Tensor) -> None:
         """Compile and load what waits, so that no peer's limit passes while a kernel is compiled."""
@@ -68,10 +74,6 @@ class Courier(Protocol):
         Returns:
             None: some rank cannot have it.
         """
-        ...
-
-    def carry_words(self, num_words: int) -> None:
-        """Carry what the mirrors say: so many words of the header."""
         ...
 
     def await_left(self, operation: int, step: int) -> None:
@@ -110,7 +112,7 @@ class ThreadCourier:
     """
 
     num_chunks = MOST_CHUNKS
-    has_kernels = False
+    carry_words: Callable[[int], None] | None = None  # it looks by itself
     boards: Sequence[int] | None = None
     sources: torch.Tensor | None = None
 
@@ -137,9 +139,6 @@ class ThreadCourier:
         assert memory is not None
         self._thread.add_rows(memory)
         return Part(memory, (), memory)
-
-    def carry_words(self, num_words: int) -> None:
-        """It looks by itself."""
 
     def await_left(self, operation: int, step: int) -> None:
         """It says so."""
@@ -191,7 +190,6 @@ class KernelCourier(_Hostless):
         num_chunks: Into how many chunks the rows for a node are cut.
     """
 
-    has_kernels = True
     boards: Sequence[int] | None = None
     sources: torch.Tensor | None = None
 
@@ -270,7 +268,7 @@ class MemoryCourier(_Hostless):
     """
 
     num_chunks = 1
-    has_kernels = False
+    carry_words: Callable[[int], None] | None = None  # they are there
     sources: torch.Tensor | None = None
 
     def __init__(self, memory: DeviceMemory, words: Part, topology: Topology, places: Places, far: FarPlaces):
@@ -298,9 +296,6 @@ class MemoryCourier(_Hostless):
             self.sources = self._addresses(part)
             self._kept.append(self.sources)  # those of a piece before stay: graphs may know them
         return part
-
-    def carry_words(self, num_words: int) -> None:
-        """They are there."""
 
     def await_left(self, operation: int, step: int) -> None:
         """Who has met all ranks in this call knows that they have fetched what was there in the last one."""

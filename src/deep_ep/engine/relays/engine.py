@@ -10,7 +10,7 @@ rank's rail there, which relays it to the ranks of its node; on the way back it 
                finish (this node), unpack
     combine    copy in unless the rows lie in the window, meet
                for each chunk: sum this node's rows, ring     | the courier carries, or: meet the rail
-               finish (this node), wait for all chunks, sum what the nodes have
+               wait for all chunks, sum what the nodes have, finish (this node)
 
 Letters: R ranks are N nodes of P; T tokens, n rows received, F rows that this rank passes on inside its node.
 """
@@ -87,12 +87,11 @@ class RelayedEngine(StreamedEngine):
     def prepare(self) -> None:
         """Know the courier, and compile and load what signals: no peer's limit passes while a kernel is compiled."""
         self._point_to_far()
-        has_kernels = self.far.courier.has_kernels
-        self.signals.tell_failure = self.far.courier.tell_failure
-        if has_kernels:
-            self.signals.carry = self.far.courier.carry_words
-        exchange.prepare_nodes(self._places, [(True, False), (False, True)] if has_kernels else [(True, True)])
-        self.far.courier.prepare(self._router.plan)
+        courier = self.far.courier
+        self.signals.tell_failure, self.signals.carry = courier.tell_failure, courier.carry_words
+        is_whole = courier.carry_words is None
+        exchange.prepare_nodes(self._places, [(True, True)] if is_whole else [(True, False), (False, True)])
+        courier.prepare(self._router.plan)
         staging.prepare_all(self._places)
 
     def _point_to_far(self) -> None:
