@@ -100,7 +100,8 @@ class Arena:
         self.limit_bytes = limit_bytes
         self._on_map = on_map
         self._segments: list[Segment] = []
-        self._freed: deque[Span] = deque()
+        self._regions: dict[int, tuple[weakref.ref, Span]] = {}
+        self._freed: deque[weakref.ref] = deque()
         self._lock = threading.Lock()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
@@ -127,8 +128,10 @@ class Arena:
             return None
         segment, span = found
         view = segment.mapping.view(Span(span.start, span.start + num_bytes))
-        # The finalizer may run on any thread, inside garbage collection: it only appends.
-        weakref.finalize(view, self._freed.append, span).atexit = False
+        # A region may die on any thread, inside garbage collection, and beside an interrupt: so nothing happens then
+        # but that its reference is appended, by code that is not Python's.
+        died = weakref.ref(view, self._freed.append)
+        self._regions[id(died)] = died, span
         return view
 
     def base_of(self, tensor: torch.Tensor) -> Base | None:
@@ -158,7 +161,7 @@ class Arena:
 
     def _reclaim(self) -> None:
         while self._freed:
-            span = self._freed.popleft()
+            _, span = self._regions.pop(id(self._freed.popleft()))
             next(s for s in self._segments if s.span.start <= span.start < s.span.stop).free.add(span)
 
     def _take(self, num_bytes: int) -> tuple[Segment, Span] | None:

@@ -180,7 +180,8 @@ class DeviceArena:
     def __init__(self, limit_bytes: int):
         self.limit_bytes = limit_bytes
         self._segments: list[_Segment] = []
-        self._freed: deque[tuple[int, Span]] = deque()
+        self._regions: dict[int, tuple[weakref.ref, int, Span]] = {}
+        self._freed: deque[weakref.ref] = deque()
         self._streams: dict[int, set[Any]] = {}  # that use a region, by its address
         self._used: list[_Used] = []
         self._captured: list[torch.Tensor] = []
@@ -260,7 +261,7 @@ class DeviceArena:
 
     def num_bytes(self) -> dict[str, int]:
         """Bytes `used` by regions, `committed` and `reserved` (which are the same: device memory is taken whole)."""
-        freed = sum(span.num_bytes for _, span in tuple(self._freed))
+        freed = sum(self._regions[id(died)][2].num_bytes for died in tuple(self._freed))
         reserved = sum(segment.room_bytes for segment in self._segments)
         if self._records is not None:
             freed += whole_units(self._records.numel())  # they are nobody's result
@@ -281,7 +282,7 @@ class DeviceArena:
             self._used = [used for used in self._used if not all(event.query() for event in used.events)]
         events: dict[Any, Any] = {}
         while self._freed:
-            index, span = self._freed.popleft()
+            _, index, span = self._regions.pop(id(self._freed.popleft()))
             segment = self._segments[index]
             segment.free.add(span)
             streams = self._streams.pop(segment.address + span.start, set())
@@ -301,8 +302,10 @@ class DeviceArena:
             region = (ctypes.c_ubyte * num_bytes).from_address(address)
             region.owner = segment.owner
             tensor = torch.frombuffer(region, dtype=torch.uint8)
-        # The finalizer may run on any thread, inside garbage collection or a capture: it only appends.
-        weakref.finalize(region, self._freed.append, (segment.number, span)).atexit = False
+        # A region may die on any thread, inside garbage collection or a capture, and beside an interrupt: so nothing
+        # happens then but that its reference is appended, by code that is not Python's.
+        died = weakref.ref(region, self._freed.append)
+        self._regions[id(died)] = died, segment.number, span
         return tensor
 
     def _take(self, num_bytes: int, avoided: Iterable[_Used]) -> tuple[_Segment, Span] | None:
