@@ -6,17 +6,93 @@ A process that ends first finishes what is queued, since peers need it; every jo
 
 from __future__ import annotations
 
+import atexit
+import functools
+import queue
 import sys
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .event import EventHandle, EventOverlap, event_of
+
+
+class _Worker:
+    """The thread of a stream, and its queue. It does not hold the stream, which may be forgotten while jobs are queued.
+
+    The queue is a `SimpleQueue`, which takes no lock that Python code can hold: whatever interrupts a thread while it
+    puts something there (a signal, garbage collection) may do so, too.
+
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.jobs: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self.unfinished: deque[None] = deque()  # an entry for each job: both ends may change at the same time
+        self.is_stopped = False
+        self._thread: threading.Thread | None = None
+        self._turn = threading.Lock()
+
+    def start(self) -> None:
+        """Start the thread, if there is none yet."""
+        if self._thread is None:
+            _running.add(self)
+            _stop_at_exit()
+            # A daemon: an interpreter that ends first waits for other threads, and this one has no end of its own.
+            thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+            thread.start()
+            # An interrupt in between leaves a thread too many. They take turns.
+            self._thread = thread
+
+    def stop(self) -> None:
+        """Have the thread end behind what is queued. Takes no lock and does not wait."""
+        if not self.is_stopped:
+            self.is_stopped = True
+            self.jobs.put(None)
+
+    def join(self) -> None:
+        """Wait for the thread to end, which was stopped."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        is_stopped = False
+        while not is_stopped:
+            with self._turn:
+                is_stopped = not self._run_next()
+        self.jobs.put(None)  # for a thread too many
+
+    def _run_next(self) -> bool:
+        """Do the next job. Whether there was one, and not the end."""
+        item = self.jobs.get()
+        if item is None:
+            return False
+        job, work = item
+        result, error = None, None
+        if job.set_running_or_notify_cancel():
+            try:
+                result = _without_autograd(work)
+            except BaseException as raised:
+                error = raised
+        # What a job holds lives no longer than its caller wants it to. And who has heard of it finds the stream idle,
+        # if it was the last one.
+        del item, work
+        self.unfinished.pop()
+        if error is not None:
+            job.set_exception(error)
+        elif not job.cancelled():
+            job.set_result(result)
+        del job, result, error  # the error's traceback has this frame
+        return True
 
 
 class CommStream:
@@ -27,51 +103,76 @@ class CommStream:
     """
 
     def __init__(self, name: str):
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._worker = _Worker(name)
         self._last: Future | None = None
+        weakref.finalize(self, self._worker.stop).atexit = False  # it only puts something into the queue
 
     def submit(self, work: Callable[[], Any]) -> Future:
-        """Queue `work` behind everything submitted before. Its result, or what it raised, is in the future."""
-        self._last = self._executor.submit(_without_autograd, work)
-        return self._last
+        """Queue `work` behind everything submitted before. Its result, or what it raised, is in the future.
 
-    def run(self, work: Callable[[], Any]) -> Any:
+        Raises:
+            RuntimeError: The stream has been stopped.
+        """
+        worker = self._worker
+        if worker.is_stopped:
+            raise RuntimeError(f"stream {worker.name}: it has been stopped")
+        worker.start()
+        job: Future = Future()
+        try:
+            worker.unfinished.append(None)
+            worker.jobs.put((job, work))
+        except BaseException:
+            job.cancel()  # an interrupt: whether it has been queued or not, it shall not run
+            raise
+        self._last = job
+        return job
+
+    def run(self, work: Callable[[], Any], on_abandon: Callable[[BaseException], None] | None = None) -> Any:
         """Do `work` behind everything submitted before, and wait for it.
 
         If nothing is queued it runs right here: two changes of threads cost as much as a small call. The caller makes
         sure that nobody submits meanwhile, so jobs still run one after the other.
+
+        Args:
+            work: What to do.
+            on_abandon: Called if an exception (Ctrl-C) ends the wait while the work is under way on the other thread,
+                which goes on with it. Work that has not begun by then never will.
         """
         if self.query():
             return _without_autograd(work)
-        return self.submit(work).result()
+        job = self.submit(work)
+        try:
+            return job.result()
+        except BaseException as error:
+            if not job.cancel() and not job.done() and on_abandon is not None:
+                on_abandon(error)
+            raise
 
     def stop(self) -> None:
         """Let the queued jobs finish, then end the thread."""
-        self._executor.shutdown(wait=True)
-
-    def finish_with(self, work: Callable[[], Any]) -> None:
-        """Do `work` behind the queued jobs and end the thread, without waiting for either."""
-        try:
-            self.submit(work)
-        except RuntimeError:  # the thread has ended, or the interpreter is ending: nothing is queued any more
-            work()
-        self._executor.shutdown(wait=False)
+        self._worker.stop()
+        self._worker.join()
 
     # What a torch.cuda.Stream offers, for callers that use `get_comm_stream()`
 
     def synchronize(self) -> None:
         """Block until everything submitted so far is done."""
-        if self._last is not None:
-            wait([self._last])
+        if self._worker.is_stopped:
+            self._worker.join()
+        elif not self.query():
+            self.submit(_nothing).result()
 
     def query(self) -> bool:
         """Whether everything submitted so far is done."""
-        return self._last is None or self._last.done()
+        return not self._worker.unfinished
 
     def record_event(self, event: EventHandle | None = None) -> EventHandle:
-        """An event that completes with everything submitted so far."""
+        """An event that completes with everything submitted so far, and raises what the last job raised."""
         event = event or EventHandle()
-        event.completion = self._last
+        last = self._last
+        if last is not None and last.cancelled():  # it is over, but what was queued before it may not be
+            last = self.submit(_nothing) if not self.query() and not self._worker.is_stopped else None
+        event.completion = last
         return event
 
     def wait_event(self, event: EventHandle | EventOverlap) -> None:
@@ -84,6 +185,25 @@ class CommStream:
         """Have later jobs wait for everything submitted to another comm stream so far."""
         if stream is not self and hasattr(stream, "record_event"):
             self.wait_event(stream.record_event())
+
+
+def _nothing() -> None:
+    """A job that only marks a place in the queue."""
+
+
+_running: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+@functools.cache
+def _stop_at_exit() -> None:
+    atexit.register(_stop_all)
+
+
+def _stop_all() -> None:
+    """Finish what is queued before the interpreter ends: peers need it, and every job has its limit."""
+    for worker in list(_running):
+        worker.stop()
+        worker.join()
 
 
 def _without_autograd(work: Callable[[], Any]) -> Any:

@@ -449,30 +449,3 @@ def test_a_forgotten_stream_ends_its_thread_after_its_jobs():
     thread.join(PATIENCE_SECS)
     assert not thread.is_alive()
     assert seen == ["job"]
-
-
-def test_finish_with_does_the_work_last_and_does_not_wait():
-    stream, gate, seen = CommStream("test-stream"), Gate(), []
-    thread = thread_of(stream)
-    stream.submit(gate)
-    stream.submit(lambda: seen.append("job"))
-    stream.finish_with(lambda: seen.append("last"))
-    assert seen == []
-    gate.open()
-    thread.join(PATIENCE_SECS)
-    assert not thread.is_alive()
-    assert seen == ["job", "last"]
-
-
-def test_finish_with_on_an_unused_stream_does_the_work():
-    done = threading.Event()
-    CommStream("test-stream").finish_with(done.set)
-    assert done.wait(PATIENCE_SECS)
-
-
-def test_finish_with_on_a_stopped_stream_does_the_work_at_once():
-    stream, seen = CommStream("test-stream"), []
-    stream.submit(lambda: seen.append("job"))
-    stream.stop()
-    stream.finish_with(lambda: seen.append("last"))
-    assert seen == ["job", "last"]
