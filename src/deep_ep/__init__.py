@@ -3,7 +3,7 @@
 from ._C import check_nccl_so, find_cuda_home, init_jit
 from .buffers.legacy import Buffer, topk_idx_t
 from .config import Config
-from .errors import EPClosed, EPError, EPOverflow, EPTimeout, EPTransportError, EPUnsupported
+from .errors import EPClosed, EPError, EPOverflow, EPPeerFailed, EPTimeout, EPTransportError, EPUnsupported
 from .event import EventHandle, EventOverlap
 from .topology import get_logical_domain_size, get_physical_domain_size
 
@@ -15,6 +15,7 @@ __all__ = [
     "EPClosed",
     "EPError",
     "EPOverflow",
+    "EPPeerFailed",
     "EPTimeout",
     "EPTransportError",
     "EPUnsupported",

@@ -34,5 +34,23 @@ class EPClosed(EPError):
     """The buffer was destroyed, or closed by an earlier failure."""
 
 
+class EPPeerFailed(EPError):
+    """Another rank failed, or refused the call, first.
+
+    Attributes:
+        rank: The rank that had the first cause, whichever rank this one heard of it from.
+        cause: What happened there, by its own account, as it follows the rank in a sentence.
+    """
+
+    def __init__(self, rank: int, cause: str, where: str, me: str):
+        super().__init__(f"{where}: rank {rank} {cause} ({me})")
+        self.rank = rank
+        self.cause = cause
+
+
 class EPOverflow(EPError):
-    """More rows come to a rank than it made room for. All ranks raise, nothing was sent, the buffer stays usable."""
+    """More rows come to a rank than it made room for. All ranks raise, and nothing was sent.
+
+    On the CPU the buffer stays usable; the handle of the refused dispatch does not. On a GPU the buffer is closed: the
+    ranks' hosts have queued calls behind this one, and do not know of it.
+    """

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .errors import EPOverflow
+
 
 class Handle(NamedTuple):
     """The handle of a dispatch inside one node. T tokens sent, n rows received, R ranks, C channels.
@@ -154,6 +156,36 @@ def _rail_shapes(handle: RailHandle, num_ranks: int, num_nodes: int) -> dict[str
         "send_rdma_head": ((num_tokens, num_nodes), torch.int32),
         "send_nvl_head": ((_length(handle.send_nvl_head), num_ranks // num_nodes), torch.int32),
     }
+
+
+_REFUSED = -1  # in the place of a count, or of the number that tells dispatches apart
+
+
+def mark_refused(handle: Handle | RailHandle) -> None:
+    """Mark the handle of a dispatch that all ranks have refused: its caller may have it already."""
+    _mark_of(handle).fill_(_REFUSED)
+
+
+def is_refused(handle: Handle | RailHandle) -> bool:
+    """Whether a handle is of such a dispatch. Its tensors must have been filled."""
+    return bool(_mark_of(handle)[0, 0] == _REFUSED)
+
+
+def require_filled(handle: Handle | RailHandle, where: str) -> None:
+    """Refuse a call that follows such a handle.
+
+    Raises:
+        EPOverflow: The dispatch was refused.
+    """
+    if is_refused(handle):
+        raise EPOverflow(
+            f"{where}: the dispatch that made this handle was refused, since more rows came than its num_worst_tokens "
+            "allows: no rows were sent. Dispatch again with a larger num_worst_tokens; tokens x ranks always suffices"
+        )
+
+
+def _mark_of(handle: Handle | RailHandle) -> torch.Tensor:
+    return handle.rank_prefix_matrix if isinstance(handle, Handle) else handle.recv_rdma_channel_prefix_matrix
 
 
 def check_rows(handle: Handle, rank: int, where: str) -> None:

@@ -62,11 +62,11 @@ def test_last_words_come_before_what_was_queued(links: tuple[Link, Link]) -> Non
     for index in range(3):
         one.send(ROWS, 1, index, Pool().take(1_000_000))
     one.drop_queued()
-    one.send(FAILED, 0, 0, Pool().filled(b"an accident"))
+    one.send(FAILED, 0, 5, Pool().filled(b"an accident"))
     while one.num_queued or other.failure is None:
         one.flush()
         other.fill()
-    assert other.failure == "an accident"
+    assert other.failure == (5, "an accident")
     assert len(other.inbox) <= 1
 
 

@@ -13,6 +13,7 @@ from deep_ep.topology import Topology
 from deep_ep.transport.links import Link, Pool
 from deep_ep.transport.mesh import Grounds, Mesh
 from deep_ep.transport.sparse import GRAIN_BYTES
+from deep_ep.transport.window import Failure
 
 pytestmark = pytest.mark.cpu_only
 
@@ -107,10 +108,10 @@ def test_what_is_queued_for_a_lost_rank_is_dropped_and_frames_stay_whole() -> No
 
 def test_failing_leaving_and_breaking_off_are_told_apart(pair: tuple[Mesh, Mesh]) -> None:
     one, other = pair
-    one.fail("an accident")
-    one.fail("another")
+    one.fail(Failure(5, "an accident"))
+    one.fail(Failure(6, "another"))
     wait_until(lambda: other.senders[0].failure() is not None)
-    assert other.senders[0].failure() == "an accident"
+    assert other.senders[0].failure() == (5, "an accident")
     send(one, 1, 4_000_000)
     one.close()  # behind everything queued
     wait_until(lambda: other.senders[0].link.ending is not None)

@@ -1,4 +1,4 @@
-"""Calls as their callers see them, in a trace."""
+"""What all calls of a buffer have around them: the lock, the trace, and a word to the peers if they are left early."""
 
 from __future__ import annotations
 
@@ -6,18 +6,30 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from ..trace import NO_SLICE
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def traced(method: F) -> F:
-    """A method of a buffer whose `_trace` shows how long the caller was in it, if there is one."""
+def call(method: F) -> F:
+    """A method of a buffer that all ranks call together.
+
+    One thread at a time makes it (autograd calls from threads of its own). If an exception leaves it before anything
+    was sent, be it a wrong argument or Ctrl-C, the peers are told, so that they do not wait for this rank. A trace
+    shows how long the caller was in it.
+    """
     name = method.__name__
 
     @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._trace is None:
-            return method(self, *args, **kwargs)
-        with self._trace.caller_slice(name):
-            return method(self, *args, **kwargs)
+    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trace = self._trace
+        with self._lock, trace.caller_slice(name) if trace is not None else NO_SLICE:
+            engine = self._engine
+            engine.expect_call()
+            try:
+                return method(self, *args, **kwargs)
+            except BaseException as error:
+                engine.leave(error, name)
+                raise
 
-    return cast(F, call)
+    return cast(F, made)

@@ -24,9 +24,9 @@ from ..topology import Topology, find_topology
 from ..trace import Trace, open_trace
 from ..transport import WindowSizes
 from . import checks, registry
+from .calling import call
 from .engines import Engine, find_device, forced_ranks_per_node, make_engine
 from .low_latency import LowLatencyMethods
-from .tracing import traced
 
 topk_idx_t = torch.int64
 
@@ -265,7 +265,7 @@ class Buffer(LowLatencyMethods):
 
     # Dispatch and combine --------------------------------------------------------------------------------------------
 
-    @traced
+    @call
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -328,54 +328,53 @@ class Buffer(LowLatencyMethods):
         assert handle is None or (topk_idx is None and topk_weights is None), (
             "dispatch: `handle` and top-k arguments exclude each other: a cached dispatch moves only x"
         )
-        with self._lock:
-            engine = self._require_engine(where)
-            engine.tune(given)
-            if handle is not None:
-                parsed = self._parse(handle, where)
-                if parsed.num_tokens != payload.x.size(0):
-                    raise ValueError(
-                        f"{where}: `x` must have the handle's {parsed.num_tokens} tokens, it has {payload.x.size(0)}"
-                    )
-                received, event = engine.cached_dispatch(payload, parsed, order, num_sms)
-                recv_x = received.x if received.scales is None else (received.x, received.scales)
-                return recv_x, None, None, None, None, EventOverlap(event)
-            routing = checks.check_routing(
-                where,
-                payload.x.size(0),
-                self.group_size,
-                num_tokens_per_rank,
-                is_token_in_rank,
-                num_tokens_per_expert,
-                topk_idx,
-                topk_weights,
-                self.device,
-                self._topology.num_nodes,
-                num_tokens_per_rdma_rank,
-            )
-            expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1)
-            num_worst_tokens = checks.check_int(where, "num_worst_tokens", num_worst_tokens, 0)
-            expert_list: list[int] = []
-            if num_worst_tokens:
-                if topk_idx is None:
-                    raise ValueError(f"{where}: `num_worst_tokens` needs `topk_idx` and `topk_weights`")
-                received, event = engine.worst_case_dispatch(
-                    payload, routing, num_worst_tokens, config.num_channels, order, num_sms
+        engine = self._require_engine(where)
+        engine.tune(given)
+        if handle is not None:
+            parsed = self._parse(handle, where)
+            if parsed.num_tokens != payload.x.size(0):
+                raise ValueError(
+                    f"{where}: `x` must have the handle's {parsed.num_tokens} tokens, it has {payload.x.size(0)}"
                 )
-            else:
-                received, counts, event = engine.dispatch(payload, routing, config.num_channels, order, num_sms)
-                expert_list = [-(-count // expert_alignment) * expert_alignment for count in counts]
-            self._last_rows = (payload.x.size(1), payload.x.dtype)
-            return (
-                received.x if received.scales is None else (received.x, received.scales),
-                received.topk_idx,
-                received.topk_weights,
-                expert_list,
-                tuple(received.handle),
-                EventOverlap(event),
+            received, event = engine.cached_dispatch(payload, parsed, order, num_sms)
+            recv_x = received.x if received.scales is None else (received.x, received.scales)
+            return recv_x, None, None, None, None, EventOverlap(event)
+        routing = checks.check_routing(
+            where,
+            payload.x.size(0),
+            self.group_size,
+            num_tokens_per_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            self.device,
+            self._topology.num_nodes,
+            num_tokens_per_rdma_rank,
+        )
+        expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1)
+        num_worst_tokens = checks.check_int(where, "num_worst_tokens", num_worst_tokens, 0)
+        expert_list: list[int] = []
+        if num_worst_tokens:
+            if topk_idx is None:
+                raise ValueError(f"{where}: `num_worst_tokens` needs `topk_idx` and `topk_weights`")
+            received, event = engine.worst_case_dispatch(
+                payload, routing, num_worst_tokens, config.num_channels, order, num_sms
             )
+        else:
+            received, counts, event = engine.dispatch(payload, routing, config.num_channels, order, num_sms)
+            expert_list = [-(-count // expert_alignment) * expert_alignment for count in counts]
+        self._last_rows = (payload.x.size(1), payload.x.dtype)
+        return (
+            received.x if received.scales is None else (received.x, received.scales),
+            received.topk_idx,
+            received.topk_weights,
+            expert_list,
+            tuple(received.handle),
+            EventOverlap(event),
+        )
 
-    @traced
+    @call
     def combine(
         self,
         x: torch.Tensor,
@@ -410,17 +409,16 @@ class Buffer(LowLatencyMethods):
         order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
         given = checks.check_config(where, config)
         num_sms = Buffer._bound(given)
-        with self._lock:
-            engine = self._require_engine(where)
-            engine.tune(given)
-            parsed = self._parse(handle, where)
-            shape, device = (parsed.num_rows, None), self.device
-            checks.check_tensor(where, "x", x, shape, checks.COMBINE_DTYPES, device=device)
-            if topk_weights is not None:
-                checks.check_tensor(where, "topk_weights", topk_weights, shape, (torch.float32,), device=device)
-            biases = checks.check_biases(where, bias, x, parsed.num_tokens)
-            combined, event = engine.combine(x, parsed, topk_weights, biases, order, num_sms)
-            return combined.x, combined.topk_weights, EventOverlap(event)
+        engine = self._require_engine(where)
+        engine.tune(given)
+        parsed = self._parse(handle, where)
+        shape, device = (parsed.num_rows, None), self.device
+        checks.check_tensor(where, "x", x, shape, checks.COMBINE_DTYPES, device=device)
+        if topk_weights is not None:
+            checks.check_tensor(where, "topk_weights", topk_weights, shape, (torch.float32,), device=device)
+        biases = checks.check_biases(where, bias, x, parsed.num_tokens)
+        combined, event = engine.combine(x, parsed, topk_weights, biases, order, num_sms)
+        return combined.x, combined.topk_weights, EventOverlap(event)
 
     def internode_dispatch(
         self,

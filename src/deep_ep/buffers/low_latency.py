@@ -12,8 +12,8 @@ from ..engine.low_latency.geometry import MOST_TOKENS, Form, Geometry
 from ..event import EventOverlap
 from ..trace import NO_SLICE, Trace
 from . import checks
+from .calling import call
 from .engines import Engine
-from .tracing import traced
 
 _MOST_TOPK = 32
 _HANDLE_ITEMS = 5  # packed_recv_src_info, packed_recv_layout_range, M, hidden, num_experts
@@ -37,7 +37,7 @@ class LowLatencyMethods:
     def _require_engine(self, where: str) -> Engine:
         raise NotImplementedError
 
-    @traced
+    @call
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -84,8 +84,7 @@ class LowLatencyMethods:
         if known is None:
             known = self._check_dispatch(num_max_dispatch_tokens_per_rank, num_experts, *options, *tensors)
             self._known_dispatches[key] = known
-        with self._lock:
-            packed, event, hook = self._require_low_latency("low_latency_dispatch").dispatch(known, *tensors)
+        packed, event, hook = self._require_low_latency("low_latency_dispatch").dispatch(known, *tensors)
         recv_x, num_rows, src_info, layout_range, scales = packed
         _, num_experts, max_tokens, hidden, _ = known.geometry
         return (
@@ -124,7 +123,7 @@ class LowLatencyMethods:
         self._check_stats(where, "dispatch_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
         return Dispatching(geometry, form, way, topk_idx.dtype, recv_stats is not None, wait_stats is not None)
 
-    @traced
+    @call
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -164,9 +163,8 @@ class LowLatencyMethods:
             known = self._check_combine(handle, use_logfmt, zero_copy, async_finish, return_recv_hook, *tensors)
             self._known_combines[key] = known
         rows = Rows(x, topk_idx, topk_weights, *handle[:2])
-        with self._lock:
-            engine = self._require_low_latency("low_latency_combine")
-            combined, event, hook = engine.combine(known, rows, out, combine_wait_recv_cost_stats)
+        engine = self._require_low_latency("low_latency_combine")
+        combined, event, hook = engine.combine(known, rows, out, combine_wait_recv_cost_stats)
         overlap = EventOverlap() if event is None else EventOverlap(event, (*rows, combined))
         return combined, overlap, hook if hook is None else self._locked(hook)
 
@@ -215,6 +213,7 @@ class LowLatencyMethods:
         with self._lock:
             return self._require_low_latency(where).combine_buffer(src_info, geometry)
 
+    @call
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """A barrier over all ranks that are not masked. There is nothing to clean: words are never used twice.
 
@@ -227,8 +226,7 @@ class LowLatencyMethods:
         """
         where = "clean_low_latency_buffer"
         self._geometry(where, num_max_dispatch_tokens_per_rank, hidden, num_experts, 0, 0)
-        with self._lock:
-            self._require_low_latency(where).clean()
+        self._require_low_latency(where).clean()
 
     # Rank masks ------------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,20 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import env
-from ..errors import EPClosed, EPError, EPOverflow
+from ..errors import EPClosed, EPError, EPOverflow, EPPeerFailed, EPTransportError, EPUnsupported
 from ..trace import NO_SLICE, WAIT, Slice
-from ..transport import HEADER, OFFER, POSTED_BYTES, Arena, Base, EPPeerFailed, PrivateMemory, Window, ordinary_tensor
+from ..transport import (
+    HEADER,
+    NORMAL,
+    OFFER,
+    POSTED_BYTES,
+    Arena,
+    Base,
+    PrivateMemory,
+    Refusal,
+    Window,
+    ordinary_tensor,
+)
 from .stats import Stats
 
 # Steps of a call, in order. Those of round j are `READY + 2j` and `TAKEN + 2j`.
@@ -261,6 +272,17 @@ class Call:
         return rows
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether an exception, raised before a call was announced, is about the call, which may be corrected and made."""
+    return isinstance(error, (ValueError, TypeError, AssertionError, EPError))
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception, for the error of another rank."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class Chain:
     """The calls of a buffer, one after the other. Only the comm stream moves it on.
 
@@ -272,7 +294,10 @@ class Chain:
             memory fresh from the system costs more to touch for the first time than a sum costs to write.
         posted_bytes: Most bytes of rows that a small call posts.
         stats: What was counted so far.
+        is_calling: The engine answers for the call that is being made: whatever exception leaves it, the peers know.
     """
+
+    is_calling = False
 
     def __init__(self, window: Window):
         self.window = window
@@ -299,7 +324,29 @@ class Chain:
     def require_working(self) -> None:
         """Refuse to go on after a failure."""
         if self.window.failure is not None:
+            self.window.fail("")  # if an interrupt kept the peers from being told, they are now
             raise EPClosed(f"Buffer: closed by an earlier failure ({self.window.failure}). Make a new buffer")
+
+    def leave(self, error: BaseException, call: Call | None) -> None:
+        """Say to the peers how an exception has ended a call of this rank: no call is left half made.
+
+        A call that was not announced, because the caller's arguments are wrong, is refused, and may be made again. All
+        else closes the buffer on all ranks.
+
+        Args:
+            error: What went wrong.
+            call: The call; None: it was not announced.
+        """
+        if self.window.failure is not None:
+            return
+        if call is None and is_refusal(error):
+            self.refuse(reason_of(error))
+        else:
+            self.fail(error, call)
+
+    def refuse(self, reason: str) -> Refusal:
+        """Tell the peers that this rank does not make the next call. On the comm stream."""
+        return self.window.refuse(NORMAL, self._epoch + 1, reason)
 
     def fail(self, error: BaseException, call: Call | None) -> None:
         """Whatever goes wrong in a call goes wrong for all ranks: tell them, and close.
@@ -313,12 +360,12 @@ class Chain:
         if isinstance(error, EPOverflow):
             return  # all ranks refuse the call alike
         if isinstance(error, EPPeerFailed):
-            self.window.fail(error.cause)
-        elif isinstance(error, EPError) and call is not None:
-            self.window.fail(str(error))
+            self.window.fail(error.cause, error.rank)
+        elif isinstance(error, EPError) and not isinstance(error, (EPTransportError, EPUnsupported)):
+            self.window.fail(f"reported: {error}")  # what this rank noticed of others
         else:
             where = f"{call}: " if call is not None else ""
-            self.window.fail(f"{where}{type(error).__name__}: {error}")
+            self.window.fail(f"failed: {where}{reason_of(error)}")
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in private memory: recycled if it is large."""

@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..handle import require_filled
 from ..kernels.reduce import reduce_rows, sum_rows
 from ..kernels.rows import as_bytes, row_bytes
 from ..trace import RECEIVE, SEND
 from .call import OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
+from .parcel import apart
 from .posted import Block, fetch_rows, post_rows, section_starts
 from .staging import Staging, token_blocks
 
 
-@dataclass(frozen=True)
-class Combined:
+class Combined(NamedTuple):
     """Where the sums go. Made by the caller's thread, filled on the comm stream; private memory.
 
     Attributes:
@@ -46,7 +47,10 @@ class Combine:
 
     Attributes:
         call: The call, once it is announced.
+        is_complete: It has ended well.
     """
+
+    is_complete = False
 
     def __init__(
         self,
@@ -66,17 +70,23 @@ class Combine:
         self._ends: list[list[int]] = []  # the handle's `rank_prefix_matrix`
         self.call: Call | None = None
 
-    def make_room(self) -> Combined:
-        """Allocate what the call returns."""
+    def make_room(self, is_async: bool = False) -> Combined:
+        """Allocate what the call returns.
+
+        Args:
+            is_async: The caller has it before it is filled.
+        """
         num_tokens, weights = self._handle.num_tokens, self._topk_weights
-        self._combined = Combined(
+        combined = Combined(
             self._chain.result((num_tokens, self._x.size(1)), self._x.dtype),
             self._chain.result((num_tokens, weights.size(1)), weights.dtype) if weights is not None else None,
         )
-        return self._combined
+        self._combined = Combined(*apart(combined)) if is_async else combined
+        return combined
 
     def sum_rows(self) -> None:
         """Offer this rank's rows, sum its tokens out of the peers', wait until everybody has done so."""
+        require_filled(self._handle, "combine")
         self._ends = self._handle.rank_prefix_matrix.tolist()
         num_rows = self._ends[-1][self._window.rank]
         is_posted = section_starts(num_rows, self._widths())[-1] <= self._chain.posted_bytes

@@ -6,24 +6,28 @@ with the event that says when it is filled. `num_sms` is for GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from .. import layout
 from ..config import Config
+from ..errors import EPClosed, EPOverflow
 from ..event import EventHandle
-from ..handle import Handle, check_rows
+from ..handle import Handle, check_rows, is_refused
 from ..stream import CommStream
 from ..trace import Trace
 from ..transport import Window, ordinary_tensor
-from .call import Chain
+from .call import LOW_LATENCY, Chain, is_refusal, reason_of
 from .combine import Combine, Combined
 from .dispatch import Dispatch
+from .low_latency.calls import operation_of
 from .low_latency.direct import DirectLowLatency
-from .parcel import Payload, Received, Routing
+from .parcel import Payload, Received, Routing, apart
 
 T = TypeVar("T")
 
@@ -84,16 +88,10 @@ class DirectEngine:
             What is received, the selections of each local expert, and the job that moves the rows.
         """
         dispatch = self._new_dispatch(payload, routing, num_channels=num_channels)
-        try:
-            num_rows, expert_counts = self.stream.run(lambda: order.begin(dispatch.exchange_counts))
-            received = dispatch.make_room(num_rows)
-            job = self._call(Order(None, order.is_async), dispatch, dispatch.move_rows)
-        except BaseException as error:
-            # Half a call must not be followed by the next: peers would take its signals for this one's.
-            if dispatch.call is not None:
-                self.chain.fail(error, dispatch.call)
-            raise
-        return received, expert_counts, job
+        with self._calling(dispatch):
+            num_rows, expert_counts = self._run(dispatch, lambda: order.begin(dispatch.exchange_counts))
+            received = dispatch.make_room(num_rows, order.is_async)
+            return received, expert_counts, self._call(Order(None, order.is_async), dispatch, dispatch.move_rows)
 
     def worst_case_dispatch(
         self,
@@ -106,19 +104,21 @@ class DirectEngine:
     ) -> tuple[Received, EventHandle | None]:
         """A dispatch into room for `num_rows` rows, without waiting for counts."""
         dispatch = self._new_dispatch(payload, routing, num_worst_tokens=num_rows, num_channels=num_channels)
-        if order.is_due():
-            dispatch.check_counts()
-        received = dispatch.make_room(num_rows)
-        return received, self._call(order, dispatch, dispatch.move_rows)
+        with self._calling(dispatch):
+            if order.is_due():
+                dispatch.check_counts()
+            received = dispatch.make_room(num_rows, order.is_async)
+            return received, self._call(order, dispatch, dispatch.move_rows)
 
     def cached_dispatch(
         self, payload: Payload, handle: Handle, order: Order, num_sms: int | None = None
     ) -> tuple[Received, EventHandle | None]:
         """A dispatch along the slots of an earlier one."""
-        self._check_handle(handle, order, "dispatch")
         dispatch = self._new_dispatch(payload, handle=handle)
-        received = dispatch.make_room(handle.num_rows)
-        return received, self._call(order, dispatch, dispatch.move_rows)
+        with self._calling(dispatch):
+            self._check_handle(handle, order, "dispatch")
+            received = dispatch.make_room(handle.num_rows, order.is_async)
+            return received, self._call(order, dispatch, dispatch.move_rows)
 
     def combine(
         self,
@@ -130,10 +130,11 @@ class DirectEngine:
         num_sms: int | None = None,
     ) -> tuple[Combined, EventHandle | None]:
         """A combine along the slots of an earlier dispatch."""
-        self._check_handle(handle, order, "combine")
         combine = self._new_combine(x, handle, topk_weights, biases)
-        combined = combine.make_room()
-        return combined, self._call(order, combine, combine.sum_rows)
+        with self._calling(combine):
+            self._check_handle(handle, order, "combine")
+            combined = combine.make_room(order.is_async)
+            return combined, self._call(order, combine, combine.sum_rows)
 
     # Beside the calls ------------------------------------------------------------------------------------------------
 
@@ -144,6 +145,25 @@ class DirectEngine:
     def require_working(self) -> None:
         """Refuse to go on after a failure."""
         self.chain.require_working()
+
+    def expect_call(self) -> None:
+        """A call will be made, or left by an exception, of which `leave` is told."""
+        self.chain.is_calling = False
+
+    def leave(self, error: BaseException, method: str) -> None:
+        """Say to the peers that an exception has ended a call, unless the engine has done so already.
+
+        Args:
+            error: The exception.
+            method: The call, as its caller knows it.
+        """
+        if self.chain.is_calling or isinstance(error, EPClosed):
+            return
+        is_low_latency = operation_of(method).startswith(LOW_LATENCY)
+        if is_low_latency and self.low_latency is not None and is_refusal(error):
+            self.low_latency.refuse(reason_of(error))
+        else:
+            self._after_queued(partial(self.chain.leave, error, None))
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
@@ -184,7 +204,7 @@ class DirectEngine:
 
     def forget(self) -> None:
         """Close when what is queued has finished, without waiting for it."""
-        self.stream.finish_with(self.window.close)
+        self.stop()
 
     def tune(self, config: Config | None) -> None:
         """Take the chunks of the next call from a config. One hop has none."""
@@ -210,27 +230,58 @@ class DirectEngine:
         check_rows(handle, self.window.rank, where)
 
     def _check_handle(self, handle: Handle, order: Order, where: str) -> None:
-        """Look into a handle, unless the dispatch that fills it may still be under way."""
-        if self.stream.query() and order.is_due():
+        """Look into a handle, unless the dispatch that fills it may still be under way, or has been refused."""
+        if self.stream.query() and order.is_due() and not is_refused(handle):
             self._check_rows(handle, where)
 
-    def _call(self, order: Order, half: Dispatch | Combine, work: Callable[[], None]) -> EventHandle | None:
-        """Make a call to its end: queue it, or, if it is synchronous, wait for it.
+    @contextmanager
+    def _calling(self, half: Dispatch | Combine) -> Iterator[None]:
+        """Around a call. Whatever exception leaves it, at whatever point, the call has ended, or was refused or failed.
 
-        If it fails, even before it is announced, the calls queued behind it cannot match the peers'.
+        Half a call must not be followed by the next: peers would take its signals for this one's.
         """
+        self.chain.is_calling = True
+        try:
+            yield
+        except BaseException as error:
+            if not half.is_complete:
+                self._after_queued(partial(self.chain.leave, error, half.call))
+            raise
 
-        def contagious() -> None:
+    def _call(self, order: Order, half: Dispatch | Combine, work: Callable[[], None]) -> EventHandle | None:
+        """Make a call to its end: queue it, or, if it is synchronous, wait for it."""
+
+        def make() -> None:
+            order.begin(work)
+            half.is_complete = True
+
+        def queued() -> None:
             try:
-                order.begin(work)
+                make()
             except BaseException as error:
-                self.chain.fail(error, half.call)
+                # All ranks refuse what is behind an overflow alike. After other mistakes the calls that are queued
+                # behind this one cannot match the peers'.
+                if isinstance(error, EPOverflow):
+                    self.chain.leave(error, half.call)
+                else:
+                    self.chain.fail(error, half.call)
                 raise
 
         if order.is_async:
-            return EventHandle(self.stream.submit(contagious))
-        self.stream.run(contagious)
+            return EventHandle(self.stream.submit(queued))
+        self._run(half, make)
         return None
+
+    def _run(self, half: Dispatch | Combine, work: Callable[[], T]) -> T:
+        """Have work of a call done on the comm stream, and wait for it. If the wait is interrupted, the call fails."""
+        return self.stream.run(work, on_abandon=lambda error: self.chain.fail(error, half.call))
+
+    def _after_queued(self, work: Callable[[], None]) -> None:
+        """Do something in the order of the calls, without waiting for those that are queued."""
+        if self.stream.query():
+            work()
+        else:
+            self.stream.submit(work)
 
 
 def count_layout(
@@ -240,9 +291,10 @@ def count_layout(
     sizes = (num_experts, num_ranks, num_ranks // num_nodes)
     if stream is not None and order.is_async and not order.is_due():
         counts = layout.dispatch_layout(torch.empty_like(topk_idx).fill_(-1), *sizes)
+        written = apart(counts)
 
         def fill() -> None:
-            for target, source in zip(counts, layout.dispatch_layout(topk_idx, *sizes), strict=True):
+            for target, source in zip(written, layout.dispatch_layout(topk_idx, *sizes), strict=True):
                 target.copy_(source)
 
         return counts, EventHandle(stream.submit(lambda: order.begin(fill)))

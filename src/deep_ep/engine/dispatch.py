@@ -15,6 +15,7 @@ import torch
 
 from .. import layout
 from ..errors import EPOverflow
+from ..handle import mark_refused, require_filled
 from ..kernels.rows import Section, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
 from ..trace import RECEIVE, SEND
 from ..transport import ordinary_tensor
@@ -53,7 +54,10 @@ class Dispatch:
 
     Attributes:
         call: The call, once it is announced.
+        is_complete: It has ended well.
     """
+
+    is_complete = False
 
     def __init__(
         self,
@@ -82,8 +86,13 @@ class Dispatch:
 
     # By the caller ---------------------------------------------------------------------------------------------------
 
-    def make_room(self, num_rows: int) -> Received:
-        """Allocate everything that the call returns: rows in the arena, or elsewhere if it cannot hold them."""
+    def make_room(self, num_rows: int, is_async: bool = False) -> Received:
+        """Allocate everything that the call returns: rows in the arena, or elsewhere if it cannot hold them.
+
+        Args:
+            num_rows: n.
+            is_async: The caller has it before it is filled.
+        """
         has_records = self._routing is not None and not self._is_posted
         columns = section_columns(self._payload, self._routing if has_records else None)
         rooms = [self._window.arena.allocate((num_rows, count), dtype) for count, dtype in columns]
@@ -95,8 +104,9 @@ class Dispatch:
         scales = rooms.pop(0) if self._payload.scales is not None else None
         records = rooms.pop(0) if has_records else None
         topk_idx, topk_weights = empty_topk(self._routing, num_rows)
-        self._received = Received(x, scales, records, topk_idx, topk_weights, self._room_handle(num_rows), is_staged)
-        return self._received
+        received = Received(x, scales, records, topk_idx, topk_weights, self._room_handle(num_rows), is_staged)
+        self._received = received.apart() if is_async else received
+        return received
 
     def _room_handle(self, num_rows: int) -> Any:
         if self._handle is not None:
@@ -158,6 +168,7 @@ class Dispatch:
         self.check_counts()
         routing, handle, number = self._routing, self._handle, 0
         if handle is not None:
+            require_filled(handle, "dispatch")
             self._ends = handle.rank_prefix_matrix.tolist()
             number = checksum(self._ends)
             self._counts = [stop - start for start, stop in token_blocks(self._ends)[self._window.rank]]
@@ -226,11 +237,17 @@ class Dispatch:
     def _check_room(self, headers: list[Header]) -> None:
         for rank, (header, num_rows) in enumerate(zip(headers, self._ends[-1], strict=True)):
             if 0 < header.num_worst_tokens < num_rows:
+                self._mark_refused()
                 raise EPOverflow(
                     f"dispatch: rank {rank} receives {num_rows} rows, more than its "
                     f"num_worst_tokens={header.num_worst_tokens} ({self._window.me()}). "
                     "Raise num_worst_tokens; tokens x ranks always suffices"
                 )
+
+    def _mark_refused(self) -> None:
+        """Have later calls know that no rows came by this handle, which the caller may have already."""
+        if self._received is not None:
+            mark_refused(self._received.handle)
 
     def _offer(self, call: Call) -> Staging | None:
         assert self._received is not None

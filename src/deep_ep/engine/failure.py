@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import EPError, EPOverflow, EPTimeout, named
+from ..errors import EPError, EPOverflow, EPPeerFailed, EPTimeout, named
 from ..kernels import exchange
 from .call import OPERATIONS, step_name
 
@@ -32,7 +32,14 @@ class Record:
     expected: int
     origin: int
 
-    def error(self, rank: int, num_ranks: int, limit_secs: float, differences: Callable[[int], str]) -> Exception:
+    def error(
+        self,
+        rank: int,
+        num_ranks: int,
+        limit_secs: float,
+        differences: Callable[[int], str],
+        reason: Callable[[], str],
+    ) -> Exception:
         """The error to raise.
 
         Args:
@@ -40,6 +47,7 @@ class Record:
             num_ranks: R.
             limit_secs: The limit of a wait.
             differences: Says what a rank does differently.
+            reason: Says why the rank has refused the call, if that is known here.
         """
         operation = OPERATIONS[self.operation]
         where, me = f"{operation} (call {self.epoch})", f"rank {rank}/{num_ranks}"
@@ -71,6 +79,9 @@ class Record:
             return EPError(
                 f"{where}: a rank is more than one call ahead ({_by(self.origin, rank)}{me}). Report this bug"
             )
+        if self.code == exchange.REFUSED:
+            cause = f"refused this call, of which nothing was sent: {reason() or 'look at its output'}"
+            return EPPeerFailed(self.origin, cause, where, me)
         if self.code == exchange.GONE:
             return EPError(
                 f"{named(_bits(self.subject))} closed the connection: the process has ended, or the network has failed "
@@ -82,7 +93,7 @@ class Record:
                 f"{self.expected} ({me}). Make the buffer with a larger num_rdma_bytes, or begin with a dispatch "
                 "without handle or num_worst_tokens, in which it grows. The buffer is closed: make a new one"
             )
-        return EPError(f"{where}: rank {self.origin} failed ({me}). Look at its output")
+        return EPPeerFailed(self.origin, "failed, as its output will say", where, me)
 
 
 def _bits(mask: int) -> list[int]:

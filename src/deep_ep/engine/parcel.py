@@ -7,6 +7,7 @@ taken apart on arrival.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,12 @@ class Received:
     handle: Any
     is_staged: bool
 
+    def apart(self) -> Received:
+        """The same memory as other tensors, see `apart`."""
+        x, scales, topk_idx, topk_weights = apart((self.x, self.scales, self.topk_idx, self.topk_weights))
+        handle = type(self.handle)(*apart(self.handle))
+        return Received(x, scales, self.records, topk_idx, topk_weights, handle, self.is_staged)
+
     def parts(self) -> list[torch.Tensor]:
         """What arrives, a matrix for each section."""
         return [part for part in (self.x, self.scales, self.records) if part is not None]
@@ -101,6 +108,16 @@ class Received:
         """What arrives of rows that were posted; the same kinds as `posted_parts` makes."""
         parts = [part for part in (self.x, self.scales, self.topk_idx, self.topk_weights) if part is not None]
         return [*parts, self.handle.recv_src_idx.view(-1, 1)] if has_routing else parts
+
+
+def apart(tensors: Iterable[Any]) -> list[Any]:
+    """The same memory as other tensors; None stays None.
+
+    Autograd counts the changes of a tensor and of its views, and refuses to go back through one that changed. What an
+    asynchronous call writes after it has returned is no change, but the value that its results have. So it is written
+    through tensors that are none of those that the caller has, and the counts of the caller's stay as they are.
+    """
+    return [tensor.data if tensor is not None else None for tensor in tensors]
 
 
 def empty_topk(routing: Routing | None, num_rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ import torch
 from ..errors import EPClosed, EPTimeout
 from ..kernels import exchange
 from ..kernels.exchange import Nodes, Places, Post
+from ..kernels.low_latency import words
 from ..stream import LaunchStream
 from ..trace import NO_SLICE
 from ..transport.device import DeviceWindow
-from .call import LOW_LATENCY, OPERATIONS, Agreement
+from .call import LOW_LATENCY, OPERATIONS, Agreement, is_refusal, reason_of
 from .digest import unpack
 from .failure import Record
 from .marks import Marks
@@ -63,8 +65,10 @@ class Signals:
             itself.
         tell_failure: Has far ranks told that this rank has failed; None: there are none.
         is_announced: Peers may know of the call that is being made: what goes wrong in it goes wrong for all ranks.
+        is_calling: The engine answers for the call that is being made: whatever exception leaves it, the peers know.
         marks: Where calls are marked for a trace; None: nowhere.
         low_latency_words: [R, 2] int64, what the ranks said in a low-latency call that they disagree in.
+        low_latency_state: int64, private words of low-latency calls; None: there are none.
     """
 
     far_board: torch.Tensor | None = None
@@ -72,6 +76,7 @@ class Signals:
     tell_failure: Callable[[], None] | None = None
     marks: Marks | None = None
     low_latency_words: torch.Tensor | None = None
+    low_latency_state: torch.Tensor | None = None
 
     def __init__(
         self, window: DeviceWindow, stream: LaunchStream, limit_secs: float, max_experts: int, num_nodes: int = 1
@@ -82,7 +87,8 @@ class Signals:
         self._board = window.board
         self._ticket = 0
         self._failure: str | None = None
-        self.is_announced = False
+        self._is_capturing = window.is_capturing
+        self.is_announced = self.is_calling = False
         self._host = torch.zeros(
             Places.host_room(num_ranks, max_experts), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
         )
@@ -141,19 +147,19 @@ class Signals:
         num_ranks = self.places.num_ranks
         first = exchange.STATE_WORDS
         last = first + 3 * num_ranks + num_ranks * num_ranks
-        words = self._host[: last + num_experts // num_ranks].tolist()
-        record = Record(*words[exchange.STATE_RECORD : exchange.STATE_RECORD + 7])
-        if record.code == exchange.COUNTS and record.origin == self.places.rank and not words[exchange.STATE_FAILED]:
+        told = self._host[: last + num_experts // num_ranks].tolist()
+        record = Record(*told[exchange.STATE_RECORD : exchange.STATE_RECORD + 7])
+        if record.code == exchange.COUNTS and record.origin == self.places.rank and not told[exchange.STATE_FAILED]:
             self._host[exchange.STATE_RECORD] = 0
             self.is_announced = False  # the kernel has said nothing
             raise self._error(record)
         return Counts(
-            words[last - num_ranks : last],
-            words[first + num_ranks : first + 2 * num_ranks],
-            words[first : first + num_ranks],
-            words[first + 2 * num_ranks : first + 3 * num_ranks],
-            words[last:],
-            not words[exchange.STATE_HELD],
+            told[last - num_ranks : last],
+            told[first + num_ranks : first + 2 * num_ranks],
+            told[first : first + num_ranks],
+            told[first + 2 * num_ranks : first + 3 * num_ranks],
+            told[last:],
+            not told[exchange.STATE_HELD],
         )
 
     def _wait_for_ticket(self) -> None:
@@ -176,7 +182,7 @@ class Signals:
 
     @contextmanager
     def contagious(self, operation: str) -> Iterator[None]:
-        """Around a call. What goes wrong on the host is told to the peers, but a wrong argument that none heard of."""
+        """Around a call. What goes wrong on the host is told to the peers."""
         self.begin()
         try:
             yield
@@ -188,16 +194,31 @@ class Signals:
         """Begin a call, unless the buffer has failed."""
         self.require_working()
         self.is_announced = False
+        self.is_calling = True
 
     def spread(self, operation: str, error: BaseException) -> None:
-        """Tell the peers what went wrong in a call, but a wrong argument that none heard of."""
-        is_refused = not self.is_announced and isinstance(error, (ValueError, TypeError, AssertionError))
-        if not is_refused and self._failure is None and not self._failed_word.value:
-            self._failure = f"{operation}: {type(error).__name__}: {error}"
-            with self._stream.aside():
-                exchange.abort(self.places, OPERATIONS.index(operation))
-                if self.tell_failure is not None:
-                    self.tell_failure()
+        """Tell the peers what went wrong in a call. One that was not announced may be made after all, corrected."""
+        if self._failure is not None or self._failed_word.value:
+            return
+        if not self.is_announced and is_refusal(error):
+            if not self._is_capturing():  # the host that captures makes no call now
+                self._refuse(operation, reason_of(error))
+            return
+        self._failure = f"{operation}: {reason_of(error)}"
+        with self._stream.aside():
+            exchange.abort(self.places, OPERATIONS.index(operation))
+            if self.tell_failure is not None:
+                self.tell_failure()
+
+    def _refuse(self, operation: str, reason: str) -> None:
+        """Tell the peers, behind the calls before, that this rank does not make one."""
+        kind, numbers, refused_at = exchange.NORMAL, self.places.state, exchange.STATE_REFUSED
+        if operation.startswith(LOW_LATENCY) and self.low_latency_state is not None:
+            kind, numbers, refused_at = exchange.LOW_LATENCY, self.low_latency_state, words.STATE_REFUSED
+        with self._stream.entered(None, False):
+            note = exchange.note_words(reason, numbers.device)
+            exchange.refuse(self.places, OPERATIONS.index(operation), kind, numbers, refused_at, note)
+        self._stream.leave(False)
 
     def marked(self, operation: str) -> AbstractContextManager:
         """Around the launches of a call, inside the stream: a trace shows when the device makes it."""
@@ -236,7 +257,20 @@ class Signals:
             raise error
 
     def _error(self, record: Record) -> Exception:
-        return record.error(self.places.rank, self.places.num_ranks, self._limit_secs, self._differences(record))
+        differences, reason = self._differences(record), partial(self._reason, record)
+        return record.error(self.places.rank, self.places.num_ranks, self._limit_secs, differences, reason)
+
+    def _reason(self, record: Record) -> str:
+        """Why the rank of a record has refused a call; empty: it is on another node, which only its record reaches."""
+        if self._is_far(record.origin):
+            return ""
+        with self._stream.aside():
+            return self.places.note(self._board, record.expected, record.origin)
+
+    def _is_far(self, rank: int) -> bool:
+        """Whether what a rank says does not come straight to this rank's board."""
+        is_other_node = rank // self.places.num_near != self.places.rank // self.places.num_near
+        return is_other_node and self.far_board is not None
 
     def _differences(self, record: Record) -> Callable[[int], str]:
         """A function that says what a rank's header of a call has differently from that of the rank that noticed."""
@@ -246,8 +280,7 @@ class Signals:
                 with self._stream.aside():
                     first, second = self.low_latency_words[rank].tolist()
                 return unpack(first, second, 0)
-            is_far = rank // self.places.num_near != self.places.rank // self.places.num_near
-            board = self.far_board if is_far and self.far_board is not None else self._board
+            board = self.far_board if self._is_far(rank) and self.far_board is not None else self._board
             with self._stream.aside():
                 return unpack(*self.places.said(board, record.epoch, rank))
 

@@ -24,7 +24,7 @@ import torch
 
 from .. import layout
 from ..config import Config
-from ..errors import EPUnsupported
+from ..errors import EPClosed, EPUnsupported
 from ..event import EventHandle
 from ..handle import Handle
 from ..kernels import counts, pull, push, put, staging
@@ -37,7 +37,7 @@ from .call import ANNOUNCED, OFFERED, OPERATIONS, READY, TAKEN, Agreement, warn_
 from .combine import Combined
 from .digest import pack
 from .direct import Order
-from .low_latency.calls import LowLatency
+from .low_latency.calls import LowLatency, operation_of
 from .marks import Marks
 from .parcel import Payload, Received, Routing, agreement_of, section_columns
 from .room import NO_SECTIONS, Frame, Lanes, Room, Sections
@@ -492,6 +492,20 @@ class StreamedEngine:
     def require_working(self) -> None:
         """Refuse to go on after a failure."""
         self.signals.require_working()
+
+    def expect_call(self) -> None:
+        """A call will be made, or left by an exception, of which `leave` is told."""
+        self.signals.is_announced = self.signals.is_calling = False
+
+    def leave(self, error: BaseException, method: str) -> None:
+        """Say to the peers that an exception has ended a call, unless that was done already.
+
+        Args:
+            error: The exception.
+            method: The call, as its caller knows it.
+        """
+        if not self.signals.is_calling and not isinstance(error, EPClosed):
+            self.signals.spread(operation_of(method), error)
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""

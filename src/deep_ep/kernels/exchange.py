@@ -6,8 +6,10 @@ wait, so it must not keep others out. A kernel that moves rows never waits; `sta
 A *board* is the first part of a rank's window. Peers write it, each its own part, and its owner polls it:
 
     progress  [R, 8]              line p: how far rank p is, `epoch << 24 | step`
-    failures  [R, 8]              line p: a word that is 1 once rank p has failed, and its record
-    headers   [2, R, H]           by parity of the epoch: what rank p says on entering a call, H = 24 + N + R + L words
+    failures  [R, 8]              line p: a word that is 1 once rank p has failed, and its record; before that, the last
+                                  call that rank p has refused to make, see `refusal_word`
+    headers   [2, R, H]           by parity of the epoch: what rank p says on entering a call, H = 24 + N + R + L words,
+                                  and 64 more that say why it has refused one
 
 The *state* of a rank is private: its epoch, the record of its failure, and what a call needs of the peers' offers.
 
@@ -18,6 +20,7 @@ table, `windows`, and those to read from another, `homes`; kernels do not ask wh
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,7 +35,14 @@ NUM_SECTIONS = 3  # payload, scales, records
 SEGMENT_BITS = 40  # a base is `segment << 40 | offset`; -1: there is none
 
 # Failures, as their records have them.
-TIMEOUT, DISAGREE, OVERFLOW, COUNTS, ASTRAY, HOST, GONE, FAR_OVERFLOW = 1, 2, 3, 4, 5, 6, 7, 8
+TIMEOUT, DISAGREE, OVERFLOW, COUNTS, ASTRAY, HOST, GONE, FAR_OVERFLOW, REFUSED = 1, 2, 3, 4, 5, 6, 7, 8, 9
+
+# Kinds of calls that a rank may refuse: each kind is numbered by itself.
+NORMAL, LOW_LATENCY = 0, 1
+_NORMAL = tl.constexpr(NORMAL)
+_TIMES_BITS = tl.constexpr(16)  # of the word of a refusal
+NOTE_WORDS = 64  # of the reason of a refusal, at the end of the header of the call
+_NOTE = tl.constexpr(NOTE_WORDS)
 
 _LINE = tl.constexpr(8)
 _STEP_BITS = tl.constexpr(24)
@@ -41,7 +51,7 @@ _OFFSET_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
 _NUM_SECTIONS = tl.constexpr(NUM_SECTIONS)
 _TIMEOUT, _DISAGREE, _OVERFLOW = tl.constexpr(TIMEOUT), tl.constexpr(DISAGREE), tl.constexpr(OVERFLOW)
 _COUNTS, _ASTRAY, _HOST = tl.constexpr(COUNTS), tl.constexpr(ASTRAY), tl.constexpr(HOST)
-_FAR_OVERFLOW = tl.constexpr(FAR_OVERFLOW)
+_FAR_OVERFLOW, _REFUSAL = tl.constexpr(FAR_OVERFLOW), tl.constexpr(REFUSED)
 
 # Words of a header. Behind them are N that say, across nodes, how many tokens go to each; and, in calls that have them,
 # the counts of R ranks and of L experts.
@@ -57,12 +67,13 @@ _FAR_ROOM = tl.constexpr(2 + NUM_SECTIONS)
 # Words of the state and of the host's mirror of it: epoch (ticket), failed, held, then the record. A call is held while
 # its rows cannot move: the guessed offers did not fit, or it was refused. Then what a call with staged ranks needs: how
 # many there are, the most tokens of any rank, and, of all calls, the rounds beyond the first. Then whether the last
-# meeting was announced, and, of all calls, the bytes of rows that this rank gave to its rail.
+# meeting was announced, and, of all calls, the bytes of rows that this rank gave to its rail. Last, the call that this
+# rank refused last.
 STATE_EPOCH, STATE_FAILED, STATE_HELD, STATE_RECORD, STATE_WORDS = 0, 1, 2, 3, 16
-STATE_STAGED, STATE_TOKENS, STATE_ROUNDS, STATE_SAID, STATE_RAIL_BYTES = 10, 11, 12, 13, 14
+STATE_STAGED, STATE_TOKENS, STATE_ROUNDS, STATE_SAID, STATE_RAIL_BYTES, STATE_REFUSED = 10, 11, 12, 13, 14, 15
 _FAILED, _HELD, _RECORD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_RECORD)
 _STAGED, _MOST_TOKENS, _STATE = tl.constexpr(STATE_STAGED), tl.constexpr(STATE_TOKENS), tl.constexpr(STATE_WORDS)
-_SAID = tl.constexpr(STATE_SAID)
+_SAID, _REFUSED = tl.constexpr(STATE_SAID), tl.constexpr(STATE_REFUSED)
 
 # Rows of the table, behind the addresses of the sections. Of a staged rank `put` and `pull` see no room at all.
 TABLE_ROOMS, TABLE_STARTS, TABLE_LANES, TABLE_ROWS = (NUM_SECTIONS + row for row in range(4))
@@ -120,7 +131,7 @@ class Places:
     @staticmethod
     def header_room(num_ranks: int, max_experts: int, num_nodes: int = 1) -> int:
         """H: words of a header, where `max_experts` are the most of any call."""
-        return align(HEADER_WORDS + num_ranks + max_experts // num_ranks + num_nodes, 8)
+        return align(HEADER_WORDS + num_ranks + max_experts // num_ranks + num_nodes + NOTE_WORDS, 8)
 
     @staticmethod
     def board_bytes(num_ranks: int, header_words: int) -> int:
@@ -136,6 +147,12 @@ class Places:
         """What a rank said in a call, as this rank's board has it: the two words of its agreement, and its handle's."""
         start = 2 * 8 * self.num_ranks + ((epoch & 1) * self.num_ranks + rank) * self.header_words
         return board.view(torch.int64)[start : start + 3].tolist()
+
+    def note(self, board: torch.Tensor, epoch: int, rank: int) -> str:
+        """Why a rank has refused a call, as this rank's board has it, in the header of call `epoch`."""
+        stop = 2 * 8 * self.num_ranks + ((epoch & 1) * self.num_ranks + rank + 1) * self.header_words
+        words = board.view(torch.int64)[stop - NOTE_WORDS : stop].tolist()
+        return struct.pack(f"<{NOTE_WORDS}q", *words).rstrip(b"\0").decode(errors="replace")
 
 
 class Post(NamedTuple):
@@ -279,6 +296,37 @@ def abort(places: Places, operation: int, *, run: Callable[..., None] = launch) 
     run(_abort_kernel, 1, (*words, operation), num_warps=1, LANES=num_lanes(places))
 
 
+def refuse(
+    places: Places,
+    operation: int,
+    kind: int,
+    numbers: torch.Tensor,
+    refused_at: int,
+    note: torch.Tensor,
+    *,
+    run: Callable[..., None] = launch,
+) -> None:
+    """Tell all peers that this rank does not make its next call, because the caller's arguments are wrong.
+
+    Args:
+        places: The words.
+        operation: What it would have been.
+        kind: `NORMAL` or `LOW_LATENCY`.
+        numbers: int64, private: word 0 is the number of the last call of that kind.
+        refused_at: Which of its words is the last refusal.
+        note: [NOTE_WORDS] int64: why, as text, see `note_words`.
+        run: `launch`, or `prepare`.
+    """
+    words = (places.windows, places.state, numbers, note, places.num_ranks, places.rank, places.header_words)
+    run(_refuse_kernel, 1, (*words, operation, kind, refused_at), num_warps=1, LANES=num_lanes(places))
+
+
+def note_words(reason: str, device: torch.device) -> torch.Tensor:
+    """A text as words, cut to the room there is. What cannot be encoded is escaped."""
+    data = reason.encode(errors="backslashreplace")[: 8 * NOTE_WORDS].ljust(8 * NOTE_WORDS, b"\0")
+    return torch.tensor(struct.unpack(f"<{NOTE_WORDS}q", data), dtype=torch.int64, device=device)
+
+
 def prepare_all(places: Places) -> None:
     """Compile and load the kernels of this file, so that no peer's limit passes while one is compiled."""
     post, numbers = Post(0, 0, (0, 0)), places.state.to(torch.int32)
@@ -287,7 +335,7 @@ def prepare_all(places: Places) -> None:
     meet(places, post, run=prepare)
     meet(places, post, is_new=False, run=prepare)
     meet(places, post._replace(is_pushed=True), prefix=numbers, run=prepare)
-    abort(places, 0, run=prepare)
+    _prepare_failures(places)
 
 
 def prepare_nodes(places: Places, halves: Sequence[tuple[bool, bool]]) -> None:
@@ -304,7 +352,12 @@ def prepare_nodes(places: Places, halves: Sequence[tuple[bool, bool]]) -> None:
         meet(places, post, nodes=nodes, says=says, hears=hears, run=prepare)
         meet(places, post, says=says, hears=hears, run=prepare)
         meet(places, post, nodes=nodes, is_new=False, says=says, hears=hears, run=prepare)
+    _prepare_failures(places)
+
+
+def _prepare_failures(places: Places) -> None:
     abort(places, 0, run=prepare)
+    refuse(places, 0, NORMAL, places.state, STATE_REFUSED, places.state, run=prepare)
 
 
 def num_lanes(places: Places) -> int:
@@ -681,6 +734,67 @@ def _abort_kernel(windows, state, host, num_ranks: tl.int32, rank: tl.int32, ope
         fail(windows, state, host, num_ranks, rank, _HOST, epoch, operation, 0, 0, 0, rank, LANES)
 
 
+@jit
+def _refuse_kernel(
+    windows,
+    state,
+    numbers,
+    note,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    header_words: tl.int32,
+    operation: tl.int32,
+    kind: tl.int32,
+    refused_at: tl.int32,
+    LANES: tl.constexpr,
+):
+    """Store the refusal of the next call on every board: the reason, the record, then the word.
+
+    Example: the last call had number 6. The first refusal of call 7 is the word `7 << 17 | 1`, the second
+    `7 << 17 | 2`; that of a low-latency call 7 is `7 << 17 | 1 << 16 | 1`.
+    """
+    if tl.load(state + _FAILED) == 0:
+        call = ((tl.load(numbers) + 1) << 1) + kind
+        last = tl.load(numbers + refused_at)
+        word = (call << _TIMES_BITS) + tl.where(last >> _TIMES_BITS == call, last & 0xFFFF, 0) + 1
+        tl.store(numbers + refused_at, word)
+        epoch = tl.load(state) + 1  # its header is free: this rank has seen all peers in the call before
+        lanes = tl.arange(0, LANES)
+        is_rank = lanes < num_ranks
+        board = words_at(tl.load(windows + lanes, mask=is_rank, other=0))
+        header = board + 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + rank) * header_words
+        places = tl.arange(0, _NOTE)
+        text = tl.load(note + places)
+        tl.store(header[:, None] + header_words - _NOTE + places[None, :], text[None, :], mask=is_rank[:, None])
+        line = board + (num_ranks + rank) * _LINE
+        tl.store(line + 1, _REFUSAL, mask=is_rank)
+        tl.store(line + 2, call >> 1, mask=is_rank)
+        tl.store(line + 3, operation, mask=is_rank)
+        tl.store(line + 4, rank, mask=is_rank)
+        tl.store(line + 5, 0, mask=is_rank)
+        tl.store(line + 6, epoch, mask=is_rank)
+        tl.store(line + 7, rank, mask=is_rank)
+        store_release(line, tl.zeros([LANES], tl.int64) + word, is_rank)
+
+
+@triton.jit
+def must_stop(failed, refused, number, kind):
+    """Which ranks a wait for call `number` need not wait for any more, by the first words of their failures.
+
+    A rank has failed, or has refused that very call, and more often than this rank has: whoever made the same mistake
+    as often has corrected it, and so will the other.
+
+    Args:
+        failed: [LANES] int64, the words.
+        refused: This rank's own last refusal of a call of that kind.
+        number: Of the call.
+        kind: `NORMAL` or `LOW_LATENCY`.
+    """
+    call = (number << 1) + kind
+    times = tl.where(refused >> _TIMES_BITS == call, refused & 0xFFFF, 0)
+    return (failed == 1) | ((failed >> _TIMES_BITS == call) & ((failed & 0xFFFF) > times))
+
+
 @triton.jit
 def signal_and_wait(
     windows, homes, state, host, num_ranks, rank, first, count, epoch, step, operation, limit_ns, LANES: tl.constexpr
@@ -715,26 +829,27 @@ def wait(
     # Lanes beyond the ranks look at the last rank's words: a load that acquires cannot be masked.
     writers = tl.minimum(lanes, num_ranks - 1)
     lines = words_at(tl.load(homes + writers)) + writers * _LINE
+    refused = tl.load(state + _REFUSED)
     begin = tl.min(clock_ns(lanes))
     progress = load_acquire(lines)
     failed = load_acquire(lines + num_ranks * _LINE)
     num_missing = tl.sum((is_peer & (progress < target)).to(tl.int32))
-    num_failed = tl.sum((is_rank & (failed != 0)).to(tl.int32))
+    has_failed = _has_failed(failed, refused, progress, epoch, is_rank)
+    num_failed = tl.sum(has_failed.to(tl.int32))
     # One value for all lanes decides, else the lanes of a warp could part ways.
     elapsed = tl.max(clock_ns(lanes)) - begin
     while (num_missing > 0) & (num_failed == 0) & (elapsed < limit_ns):
         progress = load_acquire(lines)
         failed = load_acquire(lines + num_ranks * _LINE)
         num_missing = tl.sum((is_peer & (progress < target)).to(tl.int32))
-        num_failed = tl.sum((is_rank & (failed != 0)).to(tl.int32))
+        has_failed = _has_failed(failed, refused, progress, epoch, is_rank)
+        num_failed = tl.sum(has_failed.to(tl.int32))
         elapsed = tl.max(clock_ns(lanes)) - begin
     tl.debug_barrier()  # what one thread acquired, all may read
     is_astray = is_peer & (progress >= ((epoch + 2) << _STEP_BITS))
     is_well = (num_missing == 0) & (num_failed == 0) & (tl.sum(is_astray.to(tl.int32)) == 0)
     if num_failed > 0:
-        spread(
-            windows, homes, state, host, num_ranks, rank, tl.min(tl.where(is_rank & (failed != 0), lanes, LANES)), LANES
-        )
+        spread(windows, homes, state, host, num_ranks, rank, tl.min(tl.where(has_failed, lanes, LANES)), LANES)
     elif num_missing > 0:
         subject = mask_of(is_peer & (progress < target), lanes)
         fail(windows, state, host, num_ranks, rank, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)
@@ -755,6 +870,13 @@ def wait(
             LANES,
         )
     return is_well
+
+
+@triton.jit
+def _has_failed(failed, refused, progress, epoch, is_rank):
+    """Which ranks have failed, or do not make call `epoch`: who has entered it has corrected its mistake."""
+    has_entered = progress > epoch << _STEP_BITS
+    return is_rank & must_stop(failed, refused, epoch, _NORMAL) & ((failed == 1) | ~has_entered)
 
 
 @triton.jit

@@ -424,18 +424,18 @@ def _await_words(
     values = load_acquire(seen + places)
     failed = load_acquire(failures)
     num_missing = tl.sum(tl.sum((is_far[:, None] & (values < targets)).to(tl.int32), 1), 0)
-    num_failed = tl.sum((is_rank & (failed != 0)).to(tl.int32))
+    num_failed = tl.sum((is_rank & (failed == 1)).to(tl.int32))
     # One value for all lanes decides, else the lanes of a warp could part ways.
     elapsed = tl.max(clock_ns(lanes)) - begin
     while (num_missing > 0) & (num_failed == 0) & (elapsed < limit_ns):
         values = load_acquire(seen + places)
         failed = load_acquire(failures)
         num_missing = tl.sum(tl.sum((is_far[:, None] & (values < targets)).to(tl.int32), 1), 0)
-        num_failed = tl.sum((is_rank & (failed != 0)).to(tl.int32))
+        num_failed = tl.sum((is_rank & (failed == 1)).to(tl.int32))
         elapsed = tl.max(clock_ns(lanes)) - begin
     tl.debug_barrier()  # what one thread acquired, all may read
     if num_failed > 0:
-        first = tl.min(tl.where(is_rank & (failed != 0), lanes, LANES))
+        first = tl.min(tl.where(is_rank & (failed == 1), lanes, LANES))
         spread(windows, homes, state, host, num_ranks, rank, first, LANES)
     elif num_missing > 0:
         subject = mask_of(is_far & (tl.sum((values < targets).to(tl.int32), 1) > 0), lanes)

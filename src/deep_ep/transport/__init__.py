@@ -10,21 +10,24 @@ from ..control import Control
 from ..errors import EPUnsupported
 from . import shm, solo
 from .arena import Arena, Base
-from .board import HEADER, MAX_EXPERTS, OFFER, POSTED_BYTES
+from .board import HEADER, LOW_LATENCY, MAX_EXPERTS, NORMAL, OFFER, POSTED_BYTES, Refusal
 from .memory import PrivateMemory, ordinary_tensor
-from .window import EPPeerFailed, Window, WindowSizes
+from .window import Failure, Window, WindowSizes
 
 __all__ = [
     "HEADER",
+    "LOW_LATENCY",
     "MAX_EXPERTS",
     "MESSAGE",
+    "NORMAL",
     "OFFER",
     "POSTED_BYTES",
     "Arena",
     "Base",
     "Choice",
-    "EPPeerFailed",
+    "Failure",
     "PrivateMemory",
+    "Refusal",
     "Window",
     "WindowSizes",
     "choose",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -24,21 +25,54 @@ MAX_EXPERTS = 1 << 14  # counts per expert that a header has room for
 POSTED_BYTES = 1 << 18  # of rows that a call may post; beyond twice that their copies cost more than waits (measured)
 
 HEADER, OFFER = 0, 1  # the kinds of posts
+NORMAL, LOW_LATENCY = 0, 1  # the kinds of calls that a rank may refuse: each kind is numbered by itself
 NUM_SENT_POSTS = 8  # of low-latency calls, by their number
 
 _NUM_POST_WORDS = 32
 _POST_BYTES = 8 * _NUM_POST_WORDS
-_TEXT = Span(5 * LINE_BYTES, 2048)
+_REFUSED = 5  # the line of the first word of refusals; one for each kind
+_TEXT = Span(7 * LINE_BYTES, 2048)
 _POSTS = 2048  # 2 kinds x 2 parities of `_POST_BYTES` each
 _SENT_POSTS = 3072  # `NUM_SENT_POSTS` of `_SENT_POST_BYTES` each
 _SENT_POST_BYTES = 128
-_VALUES = 4096
+_REFUSAL_TEXTS = 4096  # one for each kind
+_REFUSAL_TEXT_BYTES = 512
+_VALUES = 5120
+_TIMES_BITS = 16  # of a word of refusals; the others are the call's number
 
 
 def progress_of(epoch: int, step: int) -> int:
     """The value of `progress` when call `epoch` has done `step`."""
     assert step < 1 << STEP_BITS, f"a call of {step} steps"
     return epoch << STEP_BITS | step
+
+
+class Refusal(NamedTuple):
+    """A call that a rank has refused to make, because its arguments are wrong: nothing of it was sent.
+
+    Attributes:
+        number: Of the call.
+        times: How often the rank has refused it so far. It may correct the mistake and make the call after all.
+        reason: Why, for the error of a rank that waits for it.
+    """
+
+    number: int
+    times: int
+    reason: str
+
+    def follows(self, number: int, own: Refusal) -> bool:
+        """Whether a rank that waits in call `number` must heed this.
+
+        A rank that has refused the same call as often has made the same mistake, and corrected it: so will the other.
+
+        Args:
+            number: Of the call.
+            own: The last refusal of the rank that waits.
+        """
+        return self.number == number and self.times > (own.times if own.number == number else 0)
+
+
+NO_REFUSAL = Refusal(0, 0, "")
 
 
 class Board:
@@ -57,7 +91,9 @@ class Board:
         self.closed = word(mapping.memory, 2 * LINE_BYTES)
         self.sent = word(mapping.memory, 3 * LINE_BYTES)
         self.waiting = word(mapping.memory, 4 * LINE_BYTES)
+        self._refused = [word(mapping.memory, (_REFUSED + kind) * LINE_BYTES) for kind in (NORMAL, LOW_LATENCY)]
         self._text = mapping.view(_TEXT)
+        self._refusal_texts = [mapping.view(_refusal_span(kind)) for kind in (NORMAL, LOW_LATENCY)]
         self._posts = [
             [mapping.view(_post_span(kind, parity)).cast("q") for parity in (0, 1)] for kind in (HEADER, OFFER)
         ]
@@ -118,15 +154,46 @@ class Board:
 
     def write_text(self, text: str) -> None:
         """Write why this rank failed, cut to the room there is."""
-        room = self._text.nbytes - 8
-        data = text.encode()[:room]
-        self._text[:8] = len(data).to_bytes(8, "little")
-        self._text[8 : 8 + len(data)] = data
+        _write_text(self._text, text)
 
     def read_text(self) -> str:
         """Why the rank failed."""
-        length = int.from_bytes(self._text[:8], "little")
-        return bytes(self._text[8 : 8 + length]).decode(errors="replace")
+        return _read_text(self._text)
+
+    def post_refusal(self, kind: int, refusal: Refusal) -> None:
+        """Tell the peers that this rank does not make a call."""
+        _write_text(self._refusal_texts[kind], refusal.reason)
+        self._refused[kind].store_release(refusal.number << _TIMES_BITS | refusal.times)
+
+    def refused(self, kind: int) -> int:
+        """The number of the last call of a kind that the rank has refused; 0: it has refused none."""
+        return self._refused[kind].load_acquire() >> _TIMES_BITS
+
+    def read_refusal(self, kind: int) -> Refusal:
+        """The last refusal of the rank."""
+        word = self._refused[kind].load_acquire()
+        return Refusal(word >> _TIMES_BITS, word % (1 << _TIMES_BITS), _read_text(self._refusal_texts[kind]))
+
+
+def encode_text(text: str) -> bytes:
+    """A text for other ranks. What cannot be encoded (half a surrogate pair, of a file name) is escaped."""
+    return text.encode(errors="backslashreplace")
+
+
+def _write_text(memory: memoryview, text: str) -> None:
+    data = encode_text(text)[: memory.nbytes - 8]
+    memory[:8] = len(data).to_bytes(8, "little")
+    memory[8 : 8 + len(data)] = data
+
+
+def _read_text(memory: memoryview) -> str:
+    length = int.from_bytes(memory[:8], "little")
+    return bytes(memory[8 : 8 + length]).decode(errors="replace")
+
+
+def _refusal_span(kind: int) -> Span:
+    start = _REFUSAL_TEXTS + kind * _REFUSAL_TEXT_BYTES
+    return Span(start, start + _REFUSAL_TEXT_BYTES)
 
 
 def _post_span(kind: int, parity: int) -> Span:

@@ -28,9 +28,10 @@ MOST_SECTIONS = 3  # payload, scales, records
 BELL_EPOCH, BELL_PIECE, BELL_SECTIONS = 0, 1, 2  # then, for each section: source and target offset, bytes
 BELL_LEFT = DOORBELL_WORDS - 1
 
-# Kernels know both by the same numbers (`kernels/exchange.py`).
+# Kernels know these by the same numbers (`kernels/exchange.py`).
 STEP_BITS = 24  # progress is `epoch << STEP_BITS | step`
 GONE = 7  # the failure of a rank that is not heard any more, as its record has it
+HAS_FAILED = 1  # the word before a record; any other but 0 is a call that the rank refuses to make
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class FarLayout:
         return LINE_WORDS * rank
 
     def failure(self, rank: int) -> int:
-        """The line of a rank's failure, in a board: a word that is 1 once it has failed, and the record behind it."""
+        """The line of a rank's failure, in a board: a word (`HAS_FAILED`), and the record behind it."""
         return LINE_WORDS * (self.num_ranks + rank)
 
     def header(self, epoch: int, rank: int) -> int:

@@ -9,7 +9,7 @@ from collections import deque
 import torch
 
 from ..errors import EPTransportError
-from .far import GONE, FarLayout
+from .far import GONE, HAS_FAILED, FarLayout
 from .links import Page, Pool
 from .words import Word, word_type
 
@@ -46,13 +46,19 @@ class FarWords:
         """Overwrite some, in no particular order: a word that tells of them is stored behind."""
         self._view[_WORD_BYTES * index : _WORD_BYTES * index + len(data)] = data
 
-    def write_failure(self, rank: int, record: bytes | memoryview) -> None:
-        """Show those who wait that a rank has failed. The first cause stays."""
+    def write_failure(self, rank: int, record: bytes | memoryview, word: int = HAS_FAILED) -> None:
+        """Show those who wait that a rank has failed, or refused a call. The first cause of a failure stays.
+
+        Args:
+            rank: The rank.
+            record: What happened.
+            word: The word that goes with it.
+        """
         line = self.layout.failure(rank)
         told = self.word(line)
-        if not told.load_acquire():
+        if told.load_acquire() != HAS_FAILED:
             self.write(line + 1, record)
-            told.store_release(1)
+            told.store_release(word)
 
     def write_gone(self, rank: int, origin: int) -> None:
         """Show those who wait that a rank is not heard any more."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..errors import EPTransportError
 from ..topology import Topology
-from .far import BELL_LEFT, BELL_PIECE, BELL_SECTIONS, LINE_WORDS, MOST_CHUNKS, MOST_SECTIONS, STEP_BITS
+from .far import BELL_LEFT, BELL_PIECE, BELL_SECTIONS, HAS_FAILED, LINE_WORDS, MOST_CHUNKS, MOST_SECTIONS, STEP_BITS
 from .far_memory import FarPieces, FarWords, Shelf
 from .links import BELL, HEADER, RECORD, ROWS, Departure, Frame, Link, Page, Pieces
 from .words import Word
@@ -107,15 +107,16 @@ class ToFarRank:
             self._send_header((epoch << STEP_BITS) - 1)  # the last step that there could be
         self._send_header(progress)
 
-    def tell_failure(self, has_failed: int) -> None:
-        """Send the line of this rank's failure, once, in place of what is queued."""
-        if not has_failed or not self.is_listening:
+    def tell_failure(self, word: int) -> None:
+        """Send the line of this rank's failure, once, in place of what is queued; or that of a call that it refuses."""
+        if not word or not self.is_listening:
             return
-        self._has_failed = True
-        self._link.drop_queued()
-        self.let_go()  # this rank's kernels pack nothing any more
+        self._has_failed = word == HAS_FAILED
+        if self._has_failed:
+            self._link.drop_queued()
+            self.let_go()  # this rank's kernels pack nothing any more
         line = self._words.read(self._mirror + self._words.layout.failure(self._me), LINE_WORDS)
-        self._send(RECORD, 0, 0, memoryview(line))
+        self._send(RECORD, 0, 0, memoryview(word.to_bytes(8, "little") + line[8:]))
 
     def tell_rows(self, chunk: int, doorbell: int, epoch: int) -> None:
         """Send a chunk of rows, straight from their memory.
@@ -217,7 +218,8 @@ class FromFarRank:
     def _take(self, frame: Frame) -> None:
         if frame.topic == RECORD:  # in place of whatever was due
             self._require(frame.page.num_bytes == 8 * LINE_WORDS, frame)
-            self._words.write_failure(self._rank, frame.page.view()[8:])
+            line = frame.page.view()
+            self._words.write_failure(self._rank, line[8:], int.from_bytes(line[:8], "little"))
         elif frame.topic == ROWS:
             self._require(self._shelf.was_due(frame.page) and (frame.epoch, frame.place) == self._coming, frame)
             self._land_when_whole()

@@ -19,11 +19,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..sizing import align
+from .board import Refusal
+from .window import Failure
 
 # Topics of frames: what a call says first, whether its rows fit, rows; the last words of a rank; low-latency calls.
 ANNOUNCE, VERDICT, ROWS, FAILED, BYE, SENT = 1, 2, 3, 4, 5, 6
 # Of couriers, beside rows: a header with the progress that it belongs to, the line of a failure, what rows come next.
 HEADER, RECORD, BELL = 7, 8, 9
+REFUSED = 10  # a call that the rank does not make, with the number of times that it has refused it
 
 _HEAD = struct.Struct("<QQQQ")  # topic, epoch, place, bytes of the payload
 _MOST_AHEAD = 64  # frames read before anybody asks for them; then the sender has to wait
@@ -170,6 +173,10 @@ class _Outgoing:
     queued_ns: int
 
 
+def _text_of(frame: Frame) -> str:
+    return bytes(frame.page.view()).decode(errors="replace")
+
+
 class Link:
     """The connection to one rank.
 
@@ -182,6 +189,7 @@ class Link:
         landing: Likewise. Who replaces it does so before anything is read.
         inbox: Frames that came and that nobody has taken yet.
         failure: Why the peer has failed, as it said; None: it has not.
+        refusal: The call that the peer said it does not make, if nothing has come since; None: there is none.
         has_left: The peer said that it leaves.
         ending: Why nothing more will come; None: more may.
         bytes_sent: Bytes that were handed to the system, heads included.
@@ -207,7 +215,8 @@ class Link:
         self._begun_ns = self._last_departure_ns = 0
         self._page: Page | None = None
         self.inbox: deque[Frame] = deque()
-        self.failure: str | None = None
+        self.failure: Failure | None = None
+        self.refusal: Refusal | None = None
         self.has_left = False
         self.ending: str | None = None
         self.bytes_sent = self.bytes_received = 0
@@ -302,10 +311,13 @@ class Link:
         assert self._page is not None
         frame = Frame(*self._coming, self._page, self._begun_ns, time.monotonic_ns())
         if frame.topic == FAILED:
-            self.failure = bytes(self._page.view()).decode(errors="replace")
+            self.failure = Failure(frame.place, _text_of(frame))
+        elif frame.topic == REFUSED:
+            self.refusal = Refusal(frame.epoch, frame.place, _text_of(frame))
         elif frame.topic == BYE:
             self.has_left = True
         else:
+            self.refusal = None
             self.inbox.append(frame)
         self._coming, self._page = None, None
         self._target = memoryview(self._head)

@@ -19,11 +19,12 @@ from ..control import Control
 from ..errors import EPTransportError
 from ..topology import Topology
 from .arena import Arena
-from .board import NUM_SENT_POSTS
-from .links import FAILED, SENT, Link, Page, Pool
+from .board import NUM_SENT_POSTS, Refusal, encode_text
+from .links import FAILED, REFUSED, SENT, Link, Page, Pool
 from .memory import Mapping
 from .message import connect
 from .sparse import HollowMemory
+from .window import Failure
 
 _FAREWELL_SECS = 5.0  # without anything moving, until what is still queued is given up by who leaves
 _PAUSE_SECS = 1e-3
@@ -104,9 +105,14 @@ class FarSender:
             if self.has_sent(number):
                 self._slots[number % NUM_SENT_POSTS] = None
 
-    def failure(self) -> str | None:
+    def failure(self) -> Failure | None:
         """Why it has failed."""
         return self.link.failure
+
+    def refusal(self, number: int) -> Refusal | None:
+        """Its refusal to make call `number`."""
+        refusal = self.link.refusal
+        return refusal if refusal is not None and refusal.number == number else None
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
         """Why call `number` will not come."""
@@ -192,14 +198,19 @@ class Mesh:
         with self._lock:
             self.senders[rank].link.drop_queued()
 
-    def fail(self, cause: str) -> None:
+    def refuse(self, refusal: Refusal) -> None:
+        """Tell all far ranks that this rank does not make a call."""
+        for rank in self.senders:
+            self._queue(rank, REFUSED, refusal.number, self._filled(encode_text(refusal.reason)), refusal.times)
+
+    def fail(self, failure: Failure) -> None:
         """Tell all far ranks, once, that this rank has failed, in place of what was queued for them."""
         if self._has_failed:
             return
         self._has_failed = True
         for rank in self.senders:
             self.drop(rank)
-            self._queue(rank, FAILED, 0, self._filled(cause.encode()))
+            self._queue(rank, FAILED, 0, self._filled(encode_text(failure.cause)), failure.rank)
 
     def close(self) -> None:
         """Have what is queued sent, say that this rank leaves, and close the links."""
@@ -232,13 +243,13 @@ class Mesh:
         with self._lock:
             return self._pool.filled(data)
 
-    def _queue(self, rank: int, topic: int, number: int, page: Page) -> None:
+    def _queue(self, rank: int, topic: int, number: int, page: Page, place: int = 0) -> None:
         link = self.senders[rank].link
         with self._lock:
             if link.ending is not None:
                 self._pool.give(page)
                 return
-            link.send(topic, number, 0, page)
+            link.send(topic, number, place, page)
             is_waiting = link.num_queued > 0
         if is_waiting:
             self._wake()  # the thread sends the rest

@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from ..control import Control
-from ..errors import EPError, EPTimeout, EPTransportError
+from ..errors import EPError, EPPeerFailed, EPTimeout, EPTransportError
 from ..topology import Topology
 from ..trace import NETWORK, NO_SLICE, WAIT, Slice, Trace, from_track, to_track
-from .links import ANNOUNCE, FAILED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
+from .board import NO_REFUSAL, Refusal, encode_text
+from .links import ANNOUNCE, FAILED, REFUSED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
 from .rendezvous import connect_rail
 from .service import mark, service_level
-from .window import EPPeerFailed
+from .window import Failure, refused_by
 
 _LOOK_SECS = 0.02  # how often a wait looks at the node
 _FAREWELL_SECS = 0.5  # for the last words of a rank that fails
@@ -56,6 +57,7 @@ class Rail:
         self._limit_secs = limit_secs
         self._pid = os.getpid()
         self._has_failed = False
+        self._own_refusal = NO_REFUSAL
         self._num_departed: Counter[int] = Counter()  # chunks of the call, by track; only while they are recorded
 
     @property
@@ -111,15 +113,16 @@ class Rail:
         """A part of a call, as a trace shows it."""
         return self.trace.slice(name, kind) if self.trace is not None else NO_SLICE
 
-    def waiting(self, where: str, look: Callable[[], None], tell: Callable[[bool], None]) -> Wait:
+    def waiting(self, where: str, epoch: int, look: Callable[[], None], tell: Callable[[bool], None]) -> Wait:
         """How a call waits.
 
         Args:
             where: The call, for errors.
+            epoch: Its number.
             look: Raises if a peer of the node has failed.
             tell: Tells the node whether this rank waits on its rail.
         """
-        return Wait(self, where, look, tell, self._limit_secs)
+        return Wait(self, where, epoch, look, tell, self._limit_secs)
 
     def turn(self, secs: float) -> bool:
         """Send and read what can be sent and read, after at most so many seconds. Whether anything could."""
@@ -143,13 +146,25 @@ class Rail:
     def look(self, where: str) -> None:
         """For waits that are not the rail's: raise if a rank of the rail has said that it failed."""
         self.turn(0)
-        self.waiting(where, lambda: None, lambda _: None).require_working()
+        self.waiting(where, 0, lambda: None, lambda _: None).require_working()
 
-    def last_words(self) -> tuple[int, str] | None:
-        """A node whose rank said that it has failed, and why."""
-        return next(((node, link.failure) for node, link in self.links.items() if link.failure is not None), None)
+    def refusal_by(self, node: int, epoch: int) -> Refusal | None:
+        """The refusal of a node's rank to make a call, if this rank must heed it."""
+        refusal = self.links[node].refusal
+        return refusal if refusal is not None and refusal.follows(epoch, self._own_refusal) else None
 
-    def fail(self, cause: str) -> None:
+    def last_words(self) -> Failure | None:
+        """Why a rank of the rail has failed, as it said; None: none has."""
+        return next((link.failure for link in self.links.values() if link.failure is not None), None)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Tell the rail that this rank does not make a call."""
+        self._own_refusal = refusal
+        for link in self.links.values():
+            if link.ending is None:
+                link.send(REFUSED, refusal.number, refusal.times, self.pool.filled(encode_text(refusal.reason)))
+
+    def fail(self, failure: Failure) -> None:
         """Tell the rail, once, that this rank has failed. The links stay open: peers may still be sending."""
         if self._has_failed:
             return
@@ -157,7 +172,7 @@ class Rail:
         for link in self.links.values():
             link.drop_queued()
             if link.ending is None:
-                link.send(FAILED, 0, 0, self.pool.filled(cause.encode()))
+                link.send(FAILED, 0, failure.rank, self.pool.filled(encode_text(failure.cause)))
         deadline = time.monotonic() + _FAREWELL_SECS
         while any(link.num_queued for link in self.links.values()) and time.monotonic() < deadline:
             self.turn(_LOOK_SECS)
@@ -184,16 +199,24 @@ class Wait:
     Args:
         rail: The rail.
         where: The call, for errors.
+        epoch: Its number.
         look: Raises if a peer of the node has failed.
         tell: Tells the node whether this rank waits on its rail.
         limit_secs: Seconds without anything coming or going.
     """
 
     def __init__(
-        self, rail: Rail, where: str, look: Callable[[], None], tell: Callable[[bool], None], limit_secs: float
+        self,
+        rail: Rail,
+        where: str,
+        epoch: int,
+        look: Callable[[], None],
+        tell: Callable[[bool], None],
+        limit_secs: float,
     ):
         self._rail = rail
         self.where = where
+        self._epoch = epoch
         self._look = look
         self._tell = tell
         self._limit_secs = limit_secs
@@ -238,15 +261,14 @@ class Wait:
 
     def require_working(self, nodes: Iterable[int] = ()) -> None:
         """Raise if somebody has failed, or if one of the nodes that are waited for is gone."""
-        said = self._rail.last_words()
-        if said is not None:
-            node, cause = said
-            raise EPPeerFailed(
-                self._rail.rank_of(node), cause, f"{self.where}: {self._rail.name(node)} failed", self._me()
-            )
+        failure = self._rail.last_words()
+        if failure is not None:
+            raise EPPeerFailed(*failure, self.where, self._me())
         self._look()
         for node in nodes:
-            link = self._rail.links[node]
+            link, refusal = self._rail.links[node], self._rail.refusal_by(node, self._epoch)
+            if refusal is not None:
+                raise refused_by(self._rail.rank_of(node), refusal, self.where, self._me())
             if link.has_left and not link.inbox:
                 raise EPError(
                     f"{self.where}: {self._rail.name(node)} has destroyed its buffer ({self._me()}). "

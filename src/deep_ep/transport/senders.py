@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ..errors import EPTimeout
-from .window import PULSE_SECS, SHORTEST_PAUSE_SECS, EPPeerFailed, Peer, Where, next_pause
+from ..errors import EPPeerFailed, EPTimeout
+from .board import LOW_LATENCY, Refusal
+from .window import PULSE_SECS, SHORTEST_PAUSE_SECS, Failure, Peer, Where, next_pause, refused_by
 
 
 class Sender(Protocol):
@@ -23,8 +24,12 @@ class Sender(Protocol):
         """Whether call `number` is there."""
         ...
 
-    def failure(self) -> str | None:
-        """Why it has failed, by its own account; None: it has not."""
+    def failure(self) -> Failure | None:
+        """Why it has failed; None: it has not."""
+        ...
+
+    def refusal(self, number: int) -> Refusal | None:
+        """Its refusal to make call `number`; None: it has not refused it."""
         ...
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
@@ -61,10 +66,14 @@ class NearSender:
         """Whether call `number` is there."""
         return self._peer.board.sent.load_acquire() >= number
 
-    def failure(self) -> str | None:
+    def failure(self) -> Failure | None:
         """Why it has failed."""
+        return self._peer.failure()
+
+    def refusal(self, number: int) -> Refusal | None:
+        """Its refusal to make call `number`."""
         board = self._peer.board
-        return board.read_text() if board.failed.load_acquire() else None
+        return board.read_refusal(LOW_LATENCY) if board.refused(LOW_LATENCY) == number else None
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
         """Why call `number` will not come."""
@@ -102,7 +111,14 @@ def told(reasons: dict[int, str]) -> str:
 
 
 def wait_sent(
-    senders: Sequence[Sender], number: int, operation: str, me: str, limit_secs: float, *, may_lose: bool
+    senders: Sequence[Sender],
+    number: int,
+    operation: str,
+    me: str,
+    limit_secs: float,
+    own_refusal: Refusal,
+    *,
+    may_lose: bool,
 ) -> Arrivals:
     """Wait until every one of these ranks has sent low-latency call `number`.
 
@@ -112,11 +128,13 @@ def wait_sent(
         operation: The call, for errors.
         me: This rank, for errors.
         limit_secs: Seconds that a rank may be silent.
-        may_lose: Go on without a rank that is silent past the limit, dead or closed, and say so; else raise.
+        own_refusal: The last one of this rank.
+        may_lose: Go on without a rank that is silent past the limit, dead or closed, or that has refused the call, and
+            say so; else raise.
 
     Raises:
         EPTimeout: A rank will not send.
-        EPError: A peer failed.
+        EPPeerFailed: A peer failed, or has refused the call.
     """
     where, waited_ns, lost = Where(operation, number), {}, {}
     pending = [sender for sender in senders if not sender.has_sent(number)]
@@ -133,10 +151,15 @@ def wait_sent(
         looks_at_process = now - pulse > PULSE_SECS
         pulse = now if looks_at_process else pulse
         reasons = {sender.rank: sender.why_not(number, looks_at_process) for sender in pending}
+        refusals = {sender.rank: sender.refusal(number) for sender in pending}
         pending = [sender for sender in pending if not sender.has_sent(number)]
         gone = {}
         for sender in pending:
-            reason = reasons[sender.rank]
+            reason, refusal = reasons[sender.rank], refusals[sender.rank]
+            if refusal is not None and refusal.follows(number, own_refusal):
+                if not may_lose:
+                    raise refused_by(sender.rank, refusal, str(where), me)
+                reason = f", which refused the call: {refusal.reason}"
             if reason is None and sender.is_silent(now - begin, limit_secs):
                 reason = f" after {limit_secs:g} s"
             if reason is not None:
@@ -153,6 +176,6 @@ def wait_sent(
 
 def _raise_if_failed(senders: Sequence[Sender], where: Where, me: str) -> None:
     for sender in senders:
-        cause = sender.failure()
-        if cause is not None:
-            raise EPPeerFailed(sender.rank, cause, f"{where}: rank {sender.rank} failed", me)
+        failure = sender.failure()
+        if failure is not None:
+            raise EPPeerFailed(*failure, str(where), me)

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import EPError, EPTimeout, EPTransportError, named
+from ..errors import EPClosed, EPError, EPPeerFailed, EPTimeout, EPTransportError, named
 from ..trace import Trace
 from .arena import GROWTH_BYTES, Arena, Base, Segment
-from .board import MAX_EXPERTS, NUM_SENT_POSTS, Board, progress_of
+from .board import MAX_EXPERTS, NO_REFUSAL, NORMAL, NUM_SENT_POSTS, Board, Refusal, progress_of
 from .memory import Mapping, Memory, bytes_tensor
 from .spans import Span
 from .sparse import SparseSegment
@@ -86,6 +86,11 @@ class Peer:
         """Whether its process lives, as far as can be told."""
         return True
 
+    def failure(self) -> Failure | None:
+        """Why it has failed; None: it has not."""
+        failed = self.board.failed.load_acquire()
+        return Failure(failed - 1, self.board.read_text()) if failed else None
+
     def close(self) -> None:
         """Let go of what only new mappings need."""
         self._memory.close()
@@ -136,6 +141,7 @@ class Window:
     Attributes:
         low_latency: Memory of low-latency calls; None: there is none.
         failure: Why this rank has failed; None: it has not.
+        refusals: The last call of each kind that this rank has refused.
         look: Raises if something else than the window has failed, told where the wait is; None: there is nothing.
         trace: Where calls are recorded; None: nowhere.
         fault: Told of every fault point, where tests stop or kill the rank, or delay it; None: nobody is.
@@ -155,7 +161,8 @@ class Window:
         self.place = place or Place(0, len(peers))
         self.board = peers[rank].board
         self.limit_secs = limit_secs
-        self.failure: str | None = None
+        self.failure: Failure | None = None
+        self.refusals = [NO_REFUSAL, NO_REFUSAL]
         self.look: Callable[[str], None] | None = None
         self.trace: Trace | None = None
         self.fault: Callable[[str], None] | None = None
@@ -225,6 +232,7 @@ class Window:
                 pending.remove(peer)
             if pending:
                 self._raise_if_failed(where)
+                self._raise_if_refused(where, pending)
                 self._raise_if_closed(where, pending, target)
                 if now - pulse > PULSE_SECS:
                     pulse = now
@@ -250,16 +258,39 @@ class Window:
 
     # Failure --------------------------------------------------------------------------------------------------------
 
-    def fail(self, cause: str) -> None:
-        """Tell all peers, once and for all, that this rank has failed. The first cause stays."""
+    def fail(self, cause: str, rank: int | None = None) -> None:
+        """Tell all peers, once and for all, that this rank has failed. The first cause stays.
+
+        Args:
+            cause: What happened, as it follows the rank in a sentence.
+            rank: The rank where it happened, as the group counts; None: this one.
+        """
         if self.failure is None:
-            self.failure = cause
+            rank = self.place.first_rank + self.rank if rank is None else rank
+            self.failure = Failure(rank, cause)
             self.board.write_text(cause)
-            self.board.failed.store_release(1)
+        # Also if the failure is known already: an interrupt may have come between the two.
+        self.board.failed.store_release(self.failure.rank + 1)
+
+    def refuse(self, kind: int, number: int, reason: str) -> Refusal:
+        """Tell all peers that this rank does not make a call, of which nothing was sent.
+
+        Args:
+            kind: Of calls: `NORMAL` or `LOW_LATENCY`.
+            number: Of the call.
+            reason: Why.
+        """
+        last = self.refusals[kind]
+        refusal = Refusal(number, last.times + 1 if last.number == number else 1, reason)
+        self.refusals[kind] = refusal
+        self.board.post_refusal(kind, refusal)
+        return refusal
 
     def raise_if_peer_failed(self, epoch: int, operation: str) -> None:
-        """For waits that are not the window's: raise if a peer has failed."""
-        self._raise_if_failed(Where(operation, epoch))
+        """For waits that are not the window's: raise if a peer has failed, or does not make the call."""
+        where = Where(operation, epoch)
+        self._raise_if_failed(where)
+        self._raise_if_refused(where, self._others)
 
     def close(self) -> None:
         """Tell the peers that this rank is gone, and let go of what new mappings need. Tensors stay valid."""
@@ -270,10 +301,23 @@ class Window:
             peer.close()
 
     def _raise_if_failed(self, where: Where) -> None:
+        if self.failure is not None:  # the caller has given this call up, on its own thread
+            raise EPClosed(f"{where}: given up, since {self.failure} ({self.me()})")
         for peer in self._others:
-            if peer.board.failed.load_acquire():
-                rank = self.place.first_rank + peer.rank
-                raise EPPeerFailed(rank, peer.board.read_text(), f"{where}: rank {rank} failed", self.me())
+            failure = peer.failure()
+            if failure is not None:
+                raise EPPeerFailed(*failure, str(where), self.me())
+
+    def _raise_if_refused(self, where: Where, pending: list[Peer]) -> None:
+        own = self.refusals[NORMAL]
+        for peer in pending:
+            if peer.board.refused(NORMAL) != where.epoch:
+                continue
+            # The refusal first, progress second: a peer may have corrected its mistake.
+            refusal = peer.board.read_refusal(NORMAL)
+            has_entered = peer.board.progress.load_acquire() > progress_of(where.epoch, 0)
+            if refusal.follows(where.epoch, own) and not has_entered:
+                raise refused_by(self.place.first_rank + peer.rank, refusal, str(where), self.me())
 
     def _raise_if_closed(self, where: Where, pending: list[Peer], target: int) -> None:
         for peer in pending:
@@ -309,13 +353,24 @@ class Window:
         return named([self.place.first_rank + peer.rank for peer in peers])
 
 
-class EPPeerFailed(EPError):
-    """A peer failed first; `cause` is its own account."""
+def refused_by(rank: int, refusal: Refusal, where: str, me: str) -> EPPeerFailed:
+    """The error of a rank that waits for a call which another one has refused to make."""
+    return EPPeerFailed(rank, f"refused this call, of which nothing was sent: {refusal.reason}", where, me)
 
-    def __init__(self, rank: int, cause: str, where: str, me: str):
-        super().__init__(f"{where}: {cause} ({me})")
-        self.rank = rank
-        self.cause = cause
+
+class Failure(NamedTuple):
+    """Why a buffer has failed.
+
+    Attributes:
+        rank: The rank that had the first cause, as the group counts.
+        cause: What happened there, as it follows the rank in a sentence.
+    """
+
+    rank: int
+    cause: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.cause}"
 
 
 class Where(NamedTuple):

@@ -21,6 +21,11 @@ METHODS = {  # as their callers know them
 }
 
 
+def operation_of(method: str) -> str:
+    """The operation that a method of a buffer makes."""
+    return next((operation for operation, name in METHODS.items() if name == method), method)
+
+
 def agreement_of(
     operation: str,
     geometry: Geometry,
@@ -62,6 +67,11 @@ class Way(NamedTuple):
 
     is_async: bool = False
     has_hook: bool = False
+
+    @property
+    def is_unfinished(self) -> bool:
+        """The caller has the results before they are filled."""
+        return self.is_async or self.has_hook
 
 
 class Dispatching(NamedTuple):

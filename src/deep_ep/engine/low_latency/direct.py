@@ -6,17 +6,20 @@ Ranks of other nodes are sent their part, and fetch it where it has landed (`far
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...event import EventHandle
 from ...stream import CommStream
+from ...transport import LOW_LATENCY as REFUSED
 from ...transport import Arena, ordinary_tensor
 from ...transport.sparse import GRAIN_BYTES, HollowMemory
 from ...transport.window import SENT_TABLES_BYTES
 from ..call import LOW_LATENCY, Chain
+from ..parcel import apart
 from .calls import COMBINE, METHODS, Combining, Dispatching, Hook, Packed, Rows, Way
 from .combine import Combine
 from .dispatch import Dispatch
@@ -69,7 +72,12 @@ class DirectLowLatency:
         geometry, form = kind.geometry, kind.form
         plan = plan_sets("low_latency_dispatch", self.shared.num_bytes, geometry.dispatch_bytes(form), geometry)
         packed = self._empty_packed(geometry, form)
-        call = Dispatch(self.shared, plan, wait_stats, x, topk_idx, geometry, form, packed, recv_stats)
+        # What a call fills after it has returned, see `apart`.
+        written = packed
+        if kind.way.is_unfinished:
+            written = Packed(*apart(packed))
+            wait_stats, recv_stats = apart((wait_stats, recv_stats))
+        call = Dispatch(self.shared, plan, wait_stats, x, topk_idx, geometry, form, written, recv_stats)
         return packed, *self._make(call, kind.way)
 
     def combine(
@@ -91,7 +99,8 @@ class DirectLowLatency:
             )  # a refused call must not take the tensor
             index = self._zero_copy.give(rows.src_info, self._flights.next_number)
             zero_copy_offset = plan.zero_copy_offset(index)
-        call = Combine(self.shared, plan, wait_stats, kind, rows, out, zero_copy_offset)
+        written, stats = apart((out, wait_stats)) if kind.way.is_unfinished else (out, wait_stats)
+        call = Combine(self.shared, plan, stats, kind, rows, written, zero_copy_offset)
         return out, *self._make(call, kind.way)
 
     def clean(self) -> None:
@@ -125,6 +134,12 @@ class DirectLowLatency:
         """Mask nobody."""
         self._stream.run(self.shared.masked.clear)
 
+    def refuse(self, reason: str) -> None:
+        """Tell the peers that this rank does not make the next call."""
+        refusal = self.shared.window.refuse(REFUSED, self._flights.next_number, reason)
+        if self.shared.mesh is not None:
+            self.shared.mesh.refuse(refusal)
+
     def trim(self) -> int:
         """Give memory of results that nobody uses back to the system. Returns the bytes given back."""
         mesh = self.shared.mesh
@@ -138,26 +153,52 @@ class DirectLowLatency:
         operation = call.agreement.operation
         num_sets = 0 if isinstance(call, Barrier) else call.plan.num_sets
         self._flights.make_way(METHODS[operation], num_sets, self.clean)
-        call.number = self._flights.send(METHODS[operation], num_sets)
         send, receive = self._contagious(call, call.send, "send"), self._contagious(call, call.receive, "receive")
-        if way.has_hook:
-            self._stream.run(send)
+        with self._calling(call):
+            call.number = self._flights.send(METHODS[operation], num_sets)
+            if way.has_hook:
+                self._run(call, send)
+                return None, self._hook(call, receive)
 
-            def hook() -> None:
+            def both() -> None:
+                send()
+                receive()
+
+            self._flights.receive(call.number)
+            if way.is_async:
+                return EventHandle(self._stream.submit(both)), None
+            self._run(call, both)
+            return None, None
+
+    def _hook(self, call: LowLatencyCall, receive: Callable[[], None]) -> Hook:
+        def hook() -> None:
+            self._chain.require_working()
+            self._flights.require_pending(call.number)
+            with self._calling(call):
                 self._flights.receive(call.number)
-                self._stream.run(receive)
+                self._run(call, receive)
 
-            return None, hook
+        return hook
 
-        def both() -> None:
-            send()
-            receive()
+    @contextmanager
+    def _calling(self, call: LowLatencyCall) -> Iterator[None]:
+        """Around a half of a call. Whatever exception leaves it, the half has ended, or the buffer has failed.
 
-        self._flights.receive(call.number)
-        if way.is_async:
-            return EventHandle(self._stream.submit(both)), None
-        self._stream.run(both)
-        return None, None
+        A number that was given to a call, and never sent, would be taken for sent as soon as the next one is; a call
+        that was never received would be taken for read.
+        """
+        self._chain.is_calling = True
+        num_ended = call.num_ended
+        try:
+            yield
+        except BaseException as error:
+            if call.num_ended == num_ended:
+                self._chain.fail(error, call.name)
+            raise
+
+    def _run(self, call: LowLatencyCall, work: Callable[[], None]) -> None:
+        """Have work of a call done on the comm stream, and wait for it. If the wait is interrupted, the call fails."""
+        self._stream.run(work, on_abandon=lambda error: self._chain.fail(error, call.name))
 
     def _contagious(self, call: LowLatencyCall, work: Callable[[], None], name: str) -> Callable[[], None]:
         """Whatever goes wrong in a half goes wrong for all ranks."""
@@ -174,6 +215,7 @@ class DirectLowLatency:
             except BaseException as error:
                 self._chain.fail(error, call.name)
                 raise
+            call.num_ended += 1
 
         return half
 

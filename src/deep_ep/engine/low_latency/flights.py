@@ -99,14 +99,18 @@ class Flights:
         """How many calls were sent after it."""
         return self._num_sent - number
 
-    def receive(self, number: int) -> None:
-        """End a call.
+    def require_pending(self, number: int) -> None:
+        """Refuse to end a call twice.
 
         Raises:
             EPError: It has ended already: a hook is called once.
         """
         if number not in self._pending:
             raise EPError("low-latency hook: it has been called before. Each call's hook is called once")
+
+    def receive(self, number: int) -> None:
+        """End a call, which is pending."""
+        self.require_pending(number)
         del self._pending[number]
 
     @property

@@ -13,7 +13,7 @@ import torch
 
 from ...errors import EPError, EPTimeout
 from ...trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
-from ...transport import Base
+from ...transport import LOW_LATENCY, Base
 from ...transport.senders import told, wait_sent
 from ..call import Agreement, Call, Header
 from .calls import BARRIER
@@ -60,10 +60,11 @@ class LowLatencyCall(ABC):
     Attributes:
         agreement: What all ranks must say alike.
         number: Of the call, from 1.
+        num_ended: Halves that have ended well.
     """
 
     agreement: Agreement
-    number = 0
+    number = num_ended = 0
 
     def __init__(self, shared: Shared, plan: Plan, wait_stats: torch.Tensor | None):
         self.shared = shared
@@ -157,7 +158,8 @@ class LowLatencyCall(ABC):
         senders = [sender for rank, sender in shared.senders.items() if rank not in shared.masked]
         operation, may_lose = self.agreement.operation, shared.can_mask
         with self._slice("wait: sent", WAIT) as waiting:
-            arrivals = wait_sent(senders, self.number, operation, window.me(), window.limit_secs, may_lose=may_lose)
+            own, me = window.refusals[LOW_LATENCY], window.me()
+            arrivals = wait_sent(senders, self.number, operation, me, window.limit_secs, own, may_lose=may_lose)
             waiting.waited({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items() if ns})
         if self._wait_stats is not None:
             waited_ns = [arrivals.waited_ns.get(rank, 0) for rank in range(window.place.num_ranks)]

@@ -134,7 +134,7 @@ class StreamedLowLatency:
             host=self._host,
             max_experts=MAX_EXPERTS,
         )
-        signals.low_latency_words = self.spots.seen
+        signals.low_latency_words, signals.low_latency_state = self.spots.seen, self.spots.state
         self._setups: dict[tuple, _Setup] = {}
         self._kernels: dict[tuple, Kernels] = {}
         self._flights = Flights()
@@ -213,9 +213,9 @@ class StreamedLowLatency:
     def clean(self) -> None:
         """A barrier over the ranks that are not masked. The host does not wait."""
         call = _call(BARRIER, Plan(16, 1), Agreement(BARRIER))
-        self._flights.receive(self._flights.send(METHODS[BARRIER], 0))
         with self._signals.contagious(BARRIER), self._stream.entered(None, False):
             self._signals.is_announced = True
+            self._flights.receive(self._flights.send(METHODS[BARRIER], 0))
             words.signal(self.spots, call)
             if self._copies is not None:
                 self._copies.for_barrier(call).launch(self.spots.state)
@@ -323,11 +323,12 @@ class StreamedLowLatency:
         is_async, has_hook = way
         where, num_sets = METHODS[operation], kernels.setup.num_sets
         flights.make_way(where, num_sets, self.clean)
-        number = flights.send(where, num_sets)
-        if not has_hook:
-            flights.receive(number)
         signals.begin()
         try:
+            signals.is_announced = True  # a number that was given to a call must be sent
+            number = flights.send(where, num_sets)
+            if not has_hook:
+                flights.receive(number)
             way_back = stream.enter(None, is_async)
             try:
                 if is_async:
@@ -348,7 +349,6 @@ class StreamedLowLatency:
     def _launch(self, kernels: Kernels, work: Work, has_hook: bool) -> None:
         """The kernels of a call, but for those behind a hook."""
         signals = self._signals
-        signals.is_announced = True
         signals.mark("send")
         kernels.send(*work.sent)
         if kernels.carrier is not None:
@@ -369,12 +369,13 @@ class StreamedLowLatency:
 
         def hook() -> None:
             signals.require_working()
+            self._flights.require_pending(number)
             age = self._flights.age(number)
-            self._flights.receive(number)
             with stream.behind(caller):
                 half = f"{operation} receive"
                 with signals.contagious(operation), stream.entered(None, False), signals.marked(half):
                     signals.is_announced = True
+                    self._flights.receive(number)
                     signals.mark("wait")
                     kernels.wait(1, work.stats, age)
                     signals.mark("receive")

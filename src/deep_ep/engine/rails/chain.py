@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 
 from ...topology import Topology
-from ...transport import Window
+from ...transport import Refusal, Window
 from ...transport.mesh import Mesh
 from ...transport.message import Rail, Wait
 from ..call import Call, Chain
@@ -30,6 +30,12 @@ class RailChain(Chain):
         self.topology = topology
         self._number = number
 
+    def refuse(self, reason: str) -> Refusal:
+        """Tell the peers, and the rail, that this rank does not make the next call. On the comm stream."""
+        refusal = super().refuse(reason)
+        self.rail.refuse(refusal)
+        return refusal
+
     def fail(self, error: BaseException, call: Call | None) -> None:
         """Whatever goes wrong in a call goes wrong for all ranks of all nodes: tell node, mesh and rail, and close."""
         super().fail(error, call)
@@ -43,6 +49,7 @@ class RailChain(Chain):
         window = self.window
         return self.rail.waiting(
             str(call),
+            call.epoch,
             lambda: window.raise_if_peer_failed(call.epoch, call.operation),
             lambda is_waiting: window.board.waiting.store_release(int(is_waiting)),
         )

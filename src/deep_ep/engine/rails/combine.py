@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ...config import Config
-from ...handle import RailHandle
+from ...handle import RailHandle, require_filled
 from ...kernels.reduce import RowSums, Scratch, tile_tokens
 from ...kernels.rows import row_bytes
 from ...trace import RECEIVE, SEND
@@ -57,6 +57,7 @@ class RailsCombine(Combine):
 
     def sum_rows(self) -> None:
         """Offer this rank's rows, sum those of its rail's tokens, send the sums, add up what comes back."""
+        require_filled(self._handle, "combine")
         call = self.call = self._chain.begin(Header(self._agreement(), self._handle.num_tokens))
         routes, rail = Routes(self._handle, self._topology), self._rails.rail
         for node in rail.nodes:

@@ -14,13 +14,13 @@ import torch
 from ... import layout
 from ...config import Config
 from ...errors import EPOverflow
-from ...handle import RailHandle
+from ...handle import RailHandle, require_filled
 from ...kernels.rows import Lane, Section, put_rows, row_bytes, rows_as, widest_dtype
 from ...trace import RECEIVE, SEND
 from ...transport.links import VERDICT, Pieces
 from ..call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Header, Offer
 from ..dispatch import Dispatch
-from ..parcel import Payload, Routing, agreement_of, outgoing_parts, section_columns, unpack_records
+from ..parcel import Payload, Received, Routing, agreement_of, outgoing_parts, section_columns, unpack_records
 from ..staging import Staging
 from .announce import (
     Announcement,
@@ -74,8 +74,15 @@ class RailsDispatch(Dispatch):
         self._held: list[torch.Tensor] = []  # where somebody is staged: the rows to pass on, for each section
         self._numbers: torch.Tensor | None = None
         self._said: dict[int, Announcement] = {}  # by node, what its rank of the rail sends to this node
+        self._returned_head: torch.Tensor | None = None  # the caller's `send_nvl_head`
 
     # By the caller ---------------------------------------------------------------------------------------------------
+
+    def make_room(self, num_rows: int, is_async: bool = False) -> Received:
+        """Allocate everything that the call returns, see `Dispatch`."""
+        received = super().make_room(num_rows, is_async)
+        self._returned_head = received.handle.send_nvl_head
+        return received
 
     def _room_handle(self, num_rows: int) -> RailHandle:
         if self._handle is not None:
@@ -174,6 +181,8 @@ class RailsDispatch(Dispatch):
         """Begin the call, and tell the rail."""
         self.check_counts()
         handle, rail, topology = self._handle, self._rails.rail, self._topology
+        if handle is not None:
+            require_filled(handle, "dispatch")
         number = int(handle.recv_rdma_channel_prefix_matrix[0, 0]) if handle is not None else 0
         agreement = agreement_of(operation, self._payload, self._routing, number)
         call = self.call = self._chain.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens))
@@ -239,6 +248,7 @@ class RailsDispatch(Dispatch):
             if frame.page.num_bytes:
                 seen.append(_OVERFLOW.unpack(frame.page.view()))
         if seen:
+            self._mark_refused()
             rank, num_rows, limit = min(seen)
             raise EPOverflow(
                 f"dispatch: rank {rank} receives {num_rows} rows, more than its num_worst_tokens={limit} "
@@ -261,7 +271,12 @@ class RailsDispatch(Dispatch):
             for node, one in enumerate(said)
             if one.mask is not None
         ]
-        handle.send_nvl_head.resize_(self._num_passed_on(), size).copy_(torch.cat(slots))
+        passed_on = torch.cat(slots)
+        if passed_on.shape == handle.send_nvl_head.shape:
+            handle.send_nvl_head.copy_(passed_on)
+        else:  # a worst-case dispatch, whose caller may have the handle already
+            _replace(self._returned_head, passed_on)
+            handle = self._received.handle = handle._replace(send_nvl_head=passed_on)
         handle.recv_rdma_channel_prefix_matrix.fill_(self._rails.mark(call.epoch))
         handle.recv_rdma_rank_prefix_sum.copy_(prefix.new_tensor([one.num_rows for one in said]).cumsum(0))
         received = prefix[:, topology.local_rank]
@@ -378,6 +393,13 @@ class RailsDispatch(Dispatch):
         path = "staged" if self._received.is_staged else "direct"
         self._chain.stats.count("dispatch", path, rounds, routes.rows_put, routes.rows_got, bytes_each)
         self._tables, self._held, self._fan_outs = [], [], {}
+
+
+def _replace(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
+    """Give a tensor another shape, without a change that autograd counts."""
+    assert tensor is not None
+    with torch.inference_mode(tensor.is_inference()):  # a tensor stays what it was made as
+        tensor.data = torch.empty_like(value).copy_(value)
 
 
 def _place(part: torch.Tensor) -> int:

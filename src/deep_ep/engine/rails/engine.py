@@ -88,7 +88,7 @@ class RailsEngine(DirectEngine):
 
     def forget(self) -> None:
         """Close when what is queued has finished, without waiting for it."""
-        self.stream.finish_with(self._close)
+        self.stop()
 
     def _close(self) -> None:
         self.window.close()

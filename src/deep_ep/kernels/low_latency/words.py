@@ -21,22 +21,20 @@ from typing import NamedTuple
 import torch
 
 from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
-from ..exchange import STATE_FAILED, Places, fail, mask_of
+from ..exchange import LOW_LATENCY, STATE_FAILED, Places, fail, mask_of, must_stop
 from ..primitives import clock_ns, load_acquire, store_release, tell_host, words_at
 
 NUM_KEPT = 8  # calls whose posts and tables are kept
 _POST_WORDS = 8
-STATE_SENT, STATE_ARRIVED, STATE_WORDS = (
-    0,
-    1,
-    8,
-)  # of a rank's private words: calls sent; blocks of a send that are done
+# Of a rank's private words: calls sent; blocks of a send that are done; the call that this rank refused last.
+STATE_SENT, STATE_ARRIVED, STATE_REFUSED, STATE_WORDS = 0, 1, 2, 8
 
 _ASTRAY, _DISAGREE, _TIMEOUT = tl.constexpr(5), tl.constexpr(2), tl.constexpr(1)
 _FAILED = tl.constexpr(STATE_FAILED)
 _LINE = tl.constexpr(8)
 _KEPT, _POST = tl.constexpr(NUM_KEPT), tl.constexpr(_POST_WORDS)
-_ARRIVED = tl.constexpr(STATE_ARRIVED)
+_ARRIVED, _REFUSED = tl.constexpr(STATE_ARRIVED), tl.constexpr(STATE_REFUSED)
+_LOW_LATENCY = tl.constexpr(LOW_LATENCY)
 _SAW = tl.constexpr(8)  # what a wait saw at last, [2, R]
 # Words of a post.
 _A, _B, _TOKENS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -356,6 +354,7 @@ def await_all(
     board = tl.load(homes + peer)
     words = words_at(one_of(memories, rank, LANES)) + line
     failures = words_at(board) + num_ranks * _LINE + line
+    refused = tl.load(ll + _REFUSED)
     begin = tl.min(clock_ns(lanes))
     sent = load_acquire(words)
     failed = tl.zeros([LANES], tl.int64)
@@ -369,7 +368,8 @@ def await_all(
         failed = load_acquire(failures)
         sent = load_acquire(words)
         num_missing = tl.sum((is_awaited & (sent < number)).to(tl.int32))
-        num_failed = tl.sum((is_awaited & (failed != 0)).to(tl.int32))
+        has_failed = is_awaited & must_stop(failed, refused, number, _LOW_LATENCY) & ((failed == 1) | (sent < number))
+        num_failed = tl.sum(has_failed.to(tl.int32))
     # A satisfied wait looks at the failures, too.
     failed = load_acquire(failures)
     tl.store(ll + _SAW + lanes, sent, mask=is_rank)
@@ -389,8 +389,11 @@ def await_all(
     # and has written over the set of this call.
     is_silent = is_awaited & (sent < number)
     is_lost = is_silent | (is_awaited & (sent >= number + 2 * sets_per_quarter))
-    if tl.sum((failed != 0).to(tl.int32)) > 0:
-        first = tl.min(tl.where(failed != 0, lanes, LANES))
+    # Who has refused this call is masked like a silent rank, where ranks are masked.
+    has_refused = must_stop(failed, refused, number, _LOW_LATENCY) & (sent < number) & (can_mask == 0)
+    has_failed = is_awaited & ((failed == 1) | has_refused)
+    if tl.sum(has_failed.to(tl.int32)) > 0:
+        first = tl.min(tl.where(has_failed, lanes, LANES))
         record = words_at(one_of(board, first, LANES)) + (num_ranks + first) * _LINE + 1
         # If it is about what ranks said, whoever noticed had seen all posts, so they are there to be read. Those of far
         # ranks it has seen in a copy of its own; what has not come here yet is taken for the same as this rank's.

@@ -1,0 +1,177 @@
+"""What an asynchronous call returns before it is filled: under autograd, and if the call is refused."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deep_ep
+from common import NOTHING_POSTED, error_of, run_ranks
+from deep_ep.event import EventHandle
+
+pytestmark = pytest.mark.cpu_only  # on a GPU kernels write results, and an overflow closes the buffer
+
+TOKENS, HIDDEN, TOPK = 16, 128, 2
+NODES = {"DEEP_EP_RANKS_PER_NODE": "1"}
+
+
+def make_buffer(num_ranks: int, **more: Any) -> deep_ep.Buffer:
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(TOKENS, HIDDEN, num_ranks, 2 * num_ranks)
+    return deep_ep.Buffer(dist.group.WORLD, 1 << 20, 4 * num_bytes, True, num_cpu_timeout_secs=30, **more)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (tuple, list)) else []
+
+
+class Keep(torch.autograd.Function):
+    """Saves tensors that are still to be filled, as a layer does that waits later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*kept)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        return gradient, *([None] * len(ctx.saved_tensors))
+
+
+def versions(rank: int, num_ranks: int, is_inferring: bool) -> None:
+    buffer, num_experts = make_buffer(num_ranks), 2 * num_ranks
+    ids = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) % num_experts
+    weights = torch.ones(TOKENS, TOPK)
+    x = torch.randn(TOKENS, HIDDEN).bfloat16()
+
+    def watched(**more: Any) -> dict[str, Any]:
+        """Behind an event that has not come yet, so that the call returns before it has begun."""
+        gate: Future = Future()
+        gates.append(gate)
+        return {"previous_event": EventHandle(gate), "async_finish": True, **more}
+
+    def check(name: str, results: Any, finish: Any) -> None:
+        tensors = [tensor for tensor in tensors_in(results) if tensor is not mask]
+        if is_inferring:  # such tensors have no counts
+            gates[-1].set_result(None)
+            return finish()
+        before = [tensor._version for tensor in tensors]
+        leaf = torch.ones(1, requires_grad=True)
+        out = Keep.apply(leaf, *tensors)
+        if gates:
+            gates[-1].set_result(None)
+        finish()
+        assert [tensor._version for tensor in tensors] == before, name
+        out.sum().backward()
+        return None
+
+    gates: list[Future] = []
+    mask = None
+    with torch.inference_mode(is_inferring):
+        *layout, event = buffer.get_dispatch_layout(ids, num_experts, **watched())
+        check("layout", layout, event.current_stream_wait)
+        per_rank, per_node, per_expert, mask = layout
+        arguments = (None, per_rank, per_node, mask, per_expert, ids, weights)
+        for worst in (TOKENS * num_ranks, 0):
+            if worst:
+                results = buffer.dispatch(x, *arguments, num_worst_tokens=worst, **watched())
+            else:
+                gates.clear()
+                results = buffer.dispatch(x, *arguments, async_finish=True)
+            if not gates:
+                gates.append(Future())
+            check(f"dispatch {worst}", results[:-1], results[-1].current_stream_wait)
+        rows, handle = results[0], results[4]
+        cached = buffer.dispatch(x, handle, **watched())
+        check("cached dispatch", cached[0], cached[-1].current_stream_wait)
+        combined = buffer.combine(rows, handle, torch.ones(rows.size(0), TOPK), **watched())
+        check("combine", combined[:2], combined[-1].current_stream_wait)
+        gates.append(Future())
+        stats = torch.zeros(2, dtype=torch.int32)
+        low = buffer.low_latency_dispatch(x, ids, TOKENS, num_experts, stats, return_recv_hook=True)
+        check("low-latency dispatch", (low[:3], stats), low[4])
+        rows = torch.ones_like(low[0][0], dtype=torch.bfloat16)
+        out = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
+        gates.append(Future())
+        low = buffer.low_latency_combine(rows, ids, weights, low[2], return_recv_hook=True, out=out)
+        check("low-latency combine", low[0], low[2])
+        assert int(stats.sum()) > 0
+
+
+@pytest.mark.parametrize("is_inferring", [False, True], ids=["autograd", "inference"])
+@pytest.mark.parametrize("env", [{}, NOTHING_POSTED, NODES], ids=["posted", "put", "nodes"])
+def test_results_are_filled_without_a_change_that_autograd_counts(env: dict, is_inferring: bool) -> None:
+    run_ranks(versions, 2, is_inferring, env=env)
+
+
+def overflow(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    buffer = make_buffer(num_ranks)
+    ids = torch.arange(TOKENS).view(-1, 1) % num_ranks
+    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(ids, num_ranks)
+    arguments = (None, per_rank, per_node, mask, per_expert, ids, torch.ones(TOKENS, 1))
+    x = torch.ones(TOKENS, HIDDEN).bfloat16()
+
+    def dispatch(num_rows: int) -> tuple:
+        return buffer.dispatch(x, *arguments, num_worst_tokens=num_rows, async_finish=True)
+
+    said = []
+    for is_alike in (True, False):
+        *_, handle, event = dispatch(3 if is_alike or rank == 0 else TOKENS * num_ranks)
+        rows = torch.ones(handle[3].size(0) if num_ranks == len(handle[0]) else handle[7].size(0), HIDDEN).bfloat16()
+        queued = buffer.combine(rows, handle, async_finish=True)[2]
+        said += [error_of(queued.current_stream_wait), error_of(event.current_stream_wait)]
+        said += [error_of(buffer.combine, rows, handle), error_of(buffer.dispatch, x, handle)]
+        buffer.check()
+        good = dispatch(TOKENS * num_ranks)  # the buffer goes on
+        combined = buffer.combine(torch.ones(good[0].shape).bfloat16(), good[4], previous_event=good[5])[0]
+        assert (combined == 1).all()
+    return said
+
+
+@pytest.mark.parametrize("env", [{}, NOTHING_POSTED, NODES], ids=["posted", "put", "nodes"])
+def test_calls_behind_a_refused_dispatch_say_so_and_the_buffer_goes_on(env: dict) -> None:
+    for said in run_ranks(overflow, 2, env=env):
+        assert [kind for kind, _ in said] == ["EPOverflow"] * 8
+        for behind, first, later, cached in zip(*[iter(text for _, text in said)] * 4, strict=True):
+            assert "more than its num_worst_tokens=3" in first
+            for text in (behind, later, cached):
+                assert "the dispatch that made this handle was refused" in text
+
+
+def somebody_fails(rank: int, num_ranks: int) -> tuple[str, str]:
+    """Rank 2 has an error of its own, and rank 1 comes when others have failed already."""
+    buffer = make_buffer(num_ranks)
+    ids = torch.arange(TOKENS).view(-1, 1) % num_ranks
+    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(ids, num_ranks)
+    arguments = (None, per_rank, per_node, mask, per_expert, ids, torch.ones(TOKENS, 1))
+    event = None
+    if rank == 2:
+        failed: Future = Future()
+        failed.set_exception(MemoryError("no room for the experts, in '\udcff'"))
+        event = EventHandle(failed)
+    group = [one for one in range(num_ranks) if one != 1]
+    if rank == 1:
+        dist.barrier()
+    error = error_of(
+        buffer.dispatch, torch.ones(TOKENS, 8), *arguments, num_worst_tokens=TOKENS * num_ranks, previous_event=event
+    )
+    if rank in group:
+        dist.barrier()
+    return error
+
+
+@pytest.mark.parametrize("env", [{}, {"DEEP_EP_RANKS_PER_NODE": "2"}], ids=["one node", "2x2"])
+def test_the_first_cause_keeps_the_rank_that_had_it(env: dict) -> None:
+    results = run_ranks(somebody_fails, 4, env=env)
+    assert results[2][0] == "MemoryError"
+    for rank in (0, 1, 3):
+        kind, text = results[rank]
+        assert kind == "EPPeerFailed"
+        assert "rank 2 failed: MemoryError: no room for the experts, in '\\udcff'" in text
+        assert f"(rank {rank}/4)" in text
+        assert not any(f"rank {other} " in text for other in (0, 1, 3) if other != rank)

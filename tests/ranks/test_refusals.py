@@ -1,0 +1,177 @@
+"""A call that a rank refuses, since its arguments are wrong: nothing was sent, and the peers are told at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deep_ep
+from common import NOTHING_POSTED, error_of, run_ranks
+
+LIMIT_SECS = 60.0
+AT_ONCE_SECS = 25.0  # far from the limit, also on a busy machine
+TOKENS, HIDDEN, TOPK = 6, 128, 2
+
+ONE_NODE = [("posted", 2, {}), ("put", 3, NOTHING_POSTED)]
+NODES = [("2x1", 2, {"DEEP_EP_RANKS_PER_NODE": "1"}), ("2x2", 4, {"DEEP_EP_RANKS_PER_NODE": "2"})]
+KERNELS = [
+    ("kernels", 2, {"DEEP_EP_TRANSPORT": "interpreted"}),
+    ("kernels 2x1", 2, {"DEEP_EP_TRANSPORT": "interpreted", "DEEP_EP_RANKS_PER_NODE": "1"}),
+]
+
+
+def worlds(*groups: list[tuple[str, int, dict[str, str]]]) -> Any:
+    cases = [case for group in groups for case in group]
+    return pytest.mark.parametrize(("num_ranks", "env"), [case[1:] for case in cases], ids=[case[0] for case in cases])
+
+
+def make_buffer(num_ranks: int, **more: Any) -> deep_ep.Buffer:
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(TOKENS, HIDDEN, num_ranks, 2 * num_ranks)
+    is_low_latency = more.pop("low_latency_mode", False)
+    return deep_ep.Buffer(
+        dist.group.WORLD,
+        1 << 20,
+        num_bytes if is_low_latency else 0,
+        is_low_latency,
+        explicitly_destroy=True,
+        num_cpu_timeout_secs=LIMIT_SECS,
+        num_gpu_timeout_secs=LIMIT_SECS,
+        **more,
+    )
+
+
+def calls(buffer: deep_ep.Buffer, num_ranks: int) -> dict[str, Callable[..., Any]]:
+    """Each call, of a given x; all have been made once with the right one."""
+    num_experts = 2 * num_ranks
+    ids = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) % num_experts
+    weights = torch.ones(TOKENS, TOPK)
+    x = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    if buffer.low_latency_mode:
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, TOKENS, num_experts, use_fp8=False)
+        buffer.low_latency_combine(rows, ids, weights, handle)
+        return {
+            "low_latency_dispatch": lambda x: buffer.low_latency_dispatch(x, ids, TOKENS, num_experts, use_fp8=False),
+            "low_latency_combine": lambda x: buffer.low_latency_combine(
+                rows if x.is_contiguous() else rows.transpose(0, 1), ids, weights, handle
+            ),
+        }
+    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(ids, num_experts)
+    layout = (per_rank, per_node, mask, per_expert, ids, weights)
+    rows, _, _, _, handle, _ = buffer.dispatch(x, None, *layout)
+    buffer.combine(rows, handle)
+    return {
+        "dispatch": lambda x: buffer.dispatch(x, None, *layout),
+        "cached dispatch": lambda x: buffer.dispatch(x, handle),
+        "combine": lambda x: buffer.combine(rows if x.is_contiguous() else rows.t().contiguous().t(), handle),
+    }
+
+
+def right_and_wrong() -> tuple[torch.Tensor, torch.Tensor]:
+    right = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    return right, torch.ones(HIDDEN, TOKENS, dtype=torch.bfloat16).t()
+
+
+def one_refuses(rank: int, num_ranks: int, names: list[str]) -> list[tuple[tuple[str, str], float, str]]:
+    """For each call: what it raises, after how long, and what the next one does. The last rank refuses."""
+    results = []
+    for name in names:
+        buffer = make_buffer(num_ranks, low_latency_mode=name.startswith("low_latency"))
+        call, (right, wrong) = calls(buffer, num_ranks)[name], right_and_wrong()
+        dist.barrier()
+        begin = time.monotonic()
+        error = error_of(call, wrong if rank == num_ranks - 1 else right)
+        if error[0] == "none":
+            error = error_of(buffer.check)  # where kernels wait, the host learns of it later
+        secs = time.monotonic() - begin
+        dist.barrier()
+        results.append((error, secs, error_of(lambda: (call(right), buffer.check()))[0]))  # noqa: B023
+        buffer.destroy()
+    return results
+
+
+def check_one_refuses(names: list[str], num_ranks: int, env: dict[str, str]) -> None:
+    *peers, refuser = run_ranks(one_refuses, num_ranks, names, env=env)
+    for (kind, text), _, later in refuser:
+        assert kind == "ValueError", text
+        assert later in ("EPClosed", "EPPeerFailed")
+    for (kind, text), secs, later in (result for peer in peers for result in peer):
+        assert kind == "EPPeerFailed", text
+        assert f"rank {num_ranks - 1} refused this call, of which nothing was sent: " in text
+        assert "ValueError: " in text or "look at its output" in text
+        assert secs < AT_ONCE_SECS
+        assert later == "EPClosed"
+
+
+@worlds(ONE_NODE, NODES)
+def test_peers_of_a_rank_that_refuses_raise_at_once(device: str, num_ranks: int, env: dict) -> None:
+    check_one_refuses(["dispatch", "cached dispatch", "combine"], num_ranks, env)
+
+
+@worlds(ONE_NODE[:1], NODES)
+def test_peers_of_a_rank_that_refuses_a_low_latency_call_raise_at_once(device: str, num_ranks: int, env: dict) -> None:
+    check_one_refuses(["low_latency_dispatch", "low_latency_combine"], num_ranks, env)
+
+
+@pytest.mark.cpu_only
+@worlds(KERNELS)
+def test_kernels_that_wait_for_a_rank_that_refuses_end_at_once(device: str, num_ranks: int, env: dict) -> None:
+    names = ["dispatch"] if "DEEP_EP_RANKS_PER_NODE" in env else ["dispatch", "low_latency_combine"]
+    check_one_refuses(names, num_ranks, env)
+
+
+def all_refuse(rank: int, num_ranks: int, name: str) -> list[str]:
+    buffer = make_buffer(num_ranks, low_latency_mode=name.startswith("low_latency"))
+    call, (right, wrong) = calls(buffer, num_ranks)[name], right_and_wrong()
+    kinds = []
+    for _ in range(2):
+        for _ in range(3):
+            time.sleep(0.05 * rank)  # not all at the same time
+            kinds.append(error_of(call, wrong)[0])
+        call(right)
+    buffer.check()
+    buffer.destroy()
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "env"),
+    [
+        ("dispatch", 3, {}),
+        ("combine", 2, NOTHING_POSTED),
+        ("dispatch", 2, NODES[0][2]),
+        ("low_latency_dispatch", 2, {}),
+        ("low_latency_dispatch", 2, NODES[0][2]),
+    ],
+)
+def test_a_mistake_made_alike_everywhere_can_be_corrected(device: str, name: str, num_ranks: int, env: dict) -> None:
+    for kinds in run_ranks(all_refuse, num_ranks, name, env=env):
+        assert kinds == ["ValueError"] * 6
+
+
+@pytest.mark.cpu_only
+def test_kernels_take_a_corrected_call(device: str) -> None:
+    for kinds in run_ranks(all_refuse, 2, "dispatch", env=KERNELS[0][2]):
+        assert kinds == ["ValueError"] * 6
+
+
+def masked_refuser(rank: int, num_ranks: int) -> tuple[str, list[int]]:
+    buffer = make_buffer(num_ranks, low_latency_mode=True, enable_shrink=True)
+    call, (right, wrong) = calls(buffer, num_ranks)["low_latency_dispatch"], right_and_wrong()
+    dist.barrier()
+    kind = error_of(call, wrong if rank == 1 else right)[0]
+    status = torch.zeros(num_ranks, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    dist.barrier()
+    return kind, status.tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_that_refuses_is_masked_where_ranks_are_masked(device: str) -> None:
+    results = run_ranks(masked_refuser, 3)
+    assert results[1] == ("ValueError", [0, 0, 0])
+    assert results[0] == results[2] == ("none", [0, 1, 0])
