@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import reaper
 from .errors import EPError
 
 PRELOADED = ["torch", "torch.distributed", "deep_ep"]
@@ -171,6 +172,7 @@ def _run_rank(
         answer = _Answer(function(rank, num_ranks, *args))
     except BaseException:
         answer = _Answer(error=traceback.format_exc())
+        reaper.leave_quietly()  # what is told is the error
     pipe.send_bytes(pickle.dumps(answer))
     pipe.close()
     if answer.error is None and num_ranks > 1:

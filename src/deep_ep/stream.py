@@ -6,8 +6,6 @@ A process that ends first finishes what is queued, since peers need it; every jo
 
 from __future__ import annotations
 
-import atexit
-import functools
 import queue
 import sys
 import threading
@@ -45,9 +43,8 @@ class _Worker:
     def start(self) -> None:
         """Start the thread, if there is none yet."""
         if self._thread is None:
-            _running.add(self)
-            _stop_at_exit()
-            # A daemon: an interpreter that ends first waits for other threads, and this one has no end of its own.
+            # A daemon: an interpreter that ends first waits for other threads, and this one has no end of its own. Who
+            # owns the stream stops it before (`reaper.py`).
             thread = threading.Thread(target=self._run, name=self.name, daemon=True)
             thread.start()
             # An interrupt in between leaves a thread too many. They take turns.
@@ -191,21 +188,6 @@ def _nothing() -> None:
     """A job that only marks a place in the queue."""
 
 
-_running: weakref.WeakSet[_Worker] = weakref.WeakSet()
-
-
-@functools.cache
-def _stop_at_exit() -> None:
-    atexit.register(_stop_all)
-
-
-def _stop_all() -> None:
-    """Finish what is queued before the interpreter ends: peers need it, and every job has its limit."""
-    for worker in list(_running):
-        worker.stop()
-        worker.join()
-
-
 def _without_autograd(work: Callable[[], Any]) -> Any:
     """Run a job in inference mode: modes belong to threads, and only this one may write any caller's tensors.
 
@@ -336,10 +318,14 @@ class LaunchStream:
         """Mark the place behind what was launched."""
         return _PassedMark()
 
+    def await_capture(self) -> None:
+        """Wait until no graph is being captured on the streams of calls. The CPU has no graphs."""
+
     def stop(self) -> None:
         """Wait for everything that was launched."""
 
 
+_CAPTURE_LOOK_SECS, _MOST_CAPTURE_SECS = 1e-3, 60.0  # how often, and how long, a forgotten buffer waits for a capture
 _MOST_CALLERS = 64  # streams that are remembered: making the object takes longer than asking which it is
 
 
@@ -519,6 +505,14 @@ class CudaStream(LaunchStream):
         if self._clock is None:
             self._clock = _CudaClock(self.raw)
         return _CudaMark(self._clock, self.current)
+
+    def await_capture(self) -> None:
+        """Wait until no graph is being captured on the streams of calls: waiting for such a stream would break it."""
+        deadline = time.monotonic() + _MOST_CAPTURE_SECS
+        for stream in (self.raw, self._last_stream):
+            with torch.cuda.stream(stream):
+                while torch.cuda.is_current_stream_capturing() and time.monotonic() < deadline:
+                    time.sleep(_CAPTURE_LOOK_SECS)
 
     def stop(self) -> None:
         """Wait for everything that was launched."""

@@ -111,7 +111,9 @@ def holders(inodes: set[int]) -> list[str]:
 
 
 def threads_of_ours() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("deep_ep")]
+    """Threads of buffers. The reaper is one of the process."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("deep_ep") and name != "deep_ep-reaper"]
 
 
 def children(pid: int | str = "self") -> set[str]:

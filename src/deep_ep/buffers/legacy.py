@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
-import weakref
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..engine.direct import Order
 from ..errors import EPClosed, EPUnsupported
 from ..event import EventHandle, EventOverlap
 from ..handle import parse_handle
+from ..reaper import Closing
 from ..sizing import low_latency_buffer_bytes
 from ..stream import CommStream
 from ..topology import Topology, find_topology
@@ -142,7 +143,8 @@ class Buffer(LowLatencyMethods):
         if self._topology.num_nodes > 1 or low_latency_mode:
             self.nvshmem_qp_depth = env.QP_DEPTH.get()
         self.number = registry.register(self)
-        self._finalizer = weakref.finalize(self, _release, self._engine, self._trace, explicitly_destroy)
+        missed = f"Buffer (rank {self.rank}/{self.group_size})" if explicitly_destroy else None
+        self._finalizer = Closing(self, functools.partial(_release, self._engine, self._trace, missed))
 
     def _make_engine(self, control: Control, gpu_limit_secs: float) -> tuple[Engine, str]:
         sizes = WindowSizes(
@@ -585,7 +587,8 @@ class Buffer(LowLatencyMethods):
     def destroy(self) -> None:
         """Let the queued communication finish and close the buffer. Local: no other rank is waited for.
 
-        Received tensors stay valid. A second call does nothing.
+        Received tensors stay valid. A second call does nothing. A buffer that nobody has destroyed is closed likewise
+        when its last reference is gone, by a thread of ours, and at the latest when the process ends.
         """
         assert self.explicitly_destroy, "Buffer.destroy: make the buffer with explicitly_destroy=True"
         with self._lock:
@@ -615,10 +618,18 @@ class Buffer(LowLatencyMethods):
         return self._engine
 
 
-def _release(engine: Engine, trace: Trace | None, should_have_been_destroyed: bool) -> None:
-    """Close a buffer that was forgotten. Runs in garbage collection: on the CPU it does not wait."""
-    if should_have_been_destroyed:
-        warnings.warn("Buffer: explicitly_destroy=True, but destroy() was not called", RuntimeWarning, stacklevel=2)
+def _release(engine: Engine, trace: Trace | None, missed: str | None, is_quiet: bool) -> None:
+    """Close a buffer that was forgotten. Runs on the reaper's thread.
+
+    Args:
+        engine: Of the buffer.
+        trace: Likewise.
+        missed: The name of a buffer whose `destroy()` should have been called; None: it need not have been.
+        is_quiet: The buffer went with an exception. That is the error to be seen, as is the failure of a call.
+    """
     engine.forget()
     if trace is not None:
-        trace.describe(stats=engine.numbers())  # what is still queued goes on recording
+        trace.close(engine.numbers())
+    # Last: where warnings are errors, this raises.
+    if missed is not None and not is_quiet and not engine.has_failed():
+        warnings.warn(f"{missed}: explicitly_destroy=True, but destroy() was not called", RuntimeWarning, stacklevel=1)

@@ -203,8 +203,12 @@ class DirectEngine:
         self.window.close()
 
     def forget(self) -> None:
-        """Close when what is queued has finished, without waiting for it."""
+        """Close a buffer that nobody has destroyed, when what is queued has finished. Only the reaper calls it."""
         self.stop()
+
+    def has_failed(self) -> bool:
+        """Whether a call has failed, on this rank or on another."""
+        return self.window.failure is not None
 
     def tune(self, config: Config | None) -> None:
         """Take the chunks of the next call from a config. One hop has none."""

@@ -234,6 +234,10 @@ class Signals:
         if self.marks is not None:
             self.marks.step(step)
 
+    def has_failed(self) -> bool:
+        """Whether a call has failed. Reads two words, and changes nothing."""
+        return self._failure is not None or bool(self._failed_word.value)
+
     def require_working(self) -> None:
         """Refuse to go on after a failure.
 

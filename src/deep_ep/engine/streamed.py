@@ -556,8 +556,17 @@ class StreamedEngine:
             self.signals.marks.record()
 
     def forget(self) -> None:
-        """Wait for everything that was launched: memory under a running kernel cannot be unmapped."""
-        self.stop()
+        """Wait for everything that was launched: memory under a running kernel cannot be unmapped.
+
+        Only the reaper calls it, for a buffer that nobody has destroyed.
+        """
+        with self.stream.on_device():
+            self.stream.await_capture()
+            self.stop()
+
+    def has_failed(self) -> bool:
+        """Whether a call has failed, on this rank or on another."""
+        return self.signals.has_failed()
 
 
 class _Supply(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from ..reaper import Closing
 from .clock import Clock
 from .file import TraceFile
 
@@ -113,7 +113,7 @@ class Trace:
         name = f"rank {rank}" if number == 0 else f"rank {rank}, buffer {number + 1}"
         self._tell("process_name", 0, name=name)
         self._tell("process_sort_index", 0, sort_index=self._process)
-        self._finalizer = weakref.finalize(self, file.close)  # at the latest when the interpreter ends
+        self._closing = Closing(self, lambda _: file.close())  # at the latest when the process ends
 
     def describe(self, **facts: Any) -> None:
         """Tell a reader more."""
@@ -168,11 +168,11 @@ class Trace:
 
     def close(self, stats: Mapping[str, Any] | None = None) -> None:
         """End the trace, with what the buffer has counted. A second call does nothing."""
-        if self._finalizer.alive:
+        if self._closing.detach() is not None:
             self.end_call()
             if stats is not None:
                 self.describe(stats=dict(stats))
-            self._finalizer()
+            self._file.close()
 
     # Inside ----------------------------------------------------------------------------------------------------------
 

@@ -84,13 +84,6 @@ class RailsEngine(DirectEngine):
     def stop(self) -> None:
         """Let what is queued finish, and close."""
         self.stream.stop()
-        self._close()
-
-    def forget(self) -> None:
-        """Close when what is queued has finished, without waiting for it."""
-        self.stop()
-
-    def _close(self) -> None:
         self.window.close()
         self.rail.close()
         if self.mesh is not None:
