@@ -8,12 +8,27 @@ job does.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
 import torch
+
+from .errors import EPClosed
+
+_num_forks = 0  # between this process and the first of its line that imported us
+
+
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
 
 
 class EventHandle:
@@ -28,10 +43,17 @@ class EventHandle:
         if completion is None and torch.cuda.is_initialized():
             completion = torch.cuda.current_stream().record_event()
         self.completion = completion
+        self._num_forks = _num_forks
 
     def current_stream_wait(self) -> None:
         """Make the caller's stream wait for this point (on the CPU: block), and raise what failed before it."""
         if isinstance(self.completion, Future):
+            if self._num_forks != _num_forks and not self.query():
+                raise EPClosed(
+                    "EventOverlap: the call had not completed when this process was forked from its rank, and the "
+                    "thread that completes it does not exist here. Wait for events before the fork, or start processes "
+                    "with 'spawn' or 'forkserver'"
+                )
             self.completion.result()
         elif self.completion is not None:
             torch.cuda.current_stream().wait_event(self.completion)
@@ -39,6 +61,8 @@ class EventHandle:
     def query(self) -> bool:
         """Whether the point has been reached."""
         if isinstance(self.completion, Future):
+            if self._num_forks != _num_forks:  # a thread of the parent may have held its lock
+                self.completion._condition = threading.Condition()
             return self.completion.done()
         return self.completion is None or self.completion.query()
 

@@ -6,6 +6,7 @@ A process that ends first finishes what is queued, since peers need it; every jo
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
@@ -19,7 +20,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .errors import EPClosed
 from .event import EventHandle, EventOverlap, event_of
+
+_COMM_STREAM_METHODS = ("submit", "run", "stop", "synchronize", "query", "record_event", "wait_event", "wait_stream")
 
 
 class _Worker:
@@ -150,6 +154,18 @@ class CommStream:
         self._worker.stop()
         self._worker.join()
 
+    def refuse(self, reason: str) -> None:
+        """In a forked child, which has no such thread: have every method raise `EPClosed` from now on.
+
+        The stream becomes one of another class, so that calls need not look whether this has happened.
+        """
+
+        def refuse(*_: Any) -> Any:
+            raise EPClosed(f"CommStream: {reason}")
+
+        methods = dict.fromkeys(_COMM_STREAM_METHODS, refuse)
+        self.__class__ = type("CommStream", (CommStream,), {"__slots__": (), **methods})
+
     # What a torch.cuda.Stream offers, for callers that use `get_comm_stream()`
 
     def synchronize(self) -> None:
@@ -211,6 +227,15 @@ class _PromptSwitches:
         self._lock = threading.Lock()
         self._num_jobs = 0
         self._usual_secs = 0.0
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget_jobs)
+
+    def _forget_jobs(self) -> None:
+        """In a forked child, where none of the jobs run, and where nobody gives back a lock that was held."""
+        self._lock = threading.Lock()
+        if self._num_jobs:
+            self._num_jobs = 0
+            sys.setswitchinterval(self._usual_secs + 5e-7)
 
     def __enter__(self) -> None:
         with self._lock:
@@ -221,7 +246,7 @@ class _PromptSwitches:
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._num_jobs -= 1
+            self._num_jobs = max(0, self._num_jobs - 1)  # a child that was forked inside a job has forgotten it
             if self._num_jobs == 0:
                 # Python keeps whole microseconds and rounds down: half of one more gives the same number back.
                 sys.setswitchinterval(self._usual_secs + 5e-7)

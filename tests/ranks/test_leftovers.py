@@ -93,10 +93,10 @@ def open_memory(pid: int | str = "self") -> dict[str, int]:
     return found
 
 
-def mapped_memory(pid: int | str = "self") -> list[tuple[str, int]]:
-    """Mappings of a process that are memory of ours: addresses and inode."""
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return [(line.split()[0], int(line.split()[4])) for line in lines if MEMFD in line]
+def mapped_memory(pid: int | str = "self", kinds: str = "sp") -> list[tuple[str, int]]:
+    """Mappings of a process that are memory of ours, shared (s) or private (p): addresses and inode."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if MEMFD in line]
+    return [(fields[0], int(fields[4])) for fields in lines if fields[1][3] in kinds]
 
 
 def holders(inodes: set[int]) -> list[str]:
@@ -301,10 +301,11 @@ def in_a_child(work: Callable[[], str]) -> str:
 
 
 def held() -> str:
-    return f"{len(open_memory())} descriptors, {len(mapped_memory())} mappings"
+    """What a process shares with the ranks. A forked child may have private mappings, for as long as it has tensors."""
+    return f"{len(open_memory())} descriptors, {len(mapped_memory(kinds='s'))} shared mappings"
 
 
-NOTHING = "0 descriptors, 0 mappings"
+NOTHING = "0 descriptors, 0 shared mappings"
 
 
 def fork_with_a_buffer(rank: int, num_ranks: int, with_thread: bool) -> None:
@@ -322,14 +323,14 @@ def fork_with_a_buffer(rank: int, num_ranks: int, with_thread: bool) -> None:
         del buffer, recv_x
         everything.clear()
         gc.collect()
-        return held()
+        return f"{held()}, {len(mapped_memory())} in all"
 
     def end_as_interpreters_do() -> str:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         return held()
 
-    assert in_a_child(forget_everything) == NOTHING
+    assert in_a_child(forget_everything) == f"{NOTHING}, 0 in all"
     assert in_a_child(end_as_interpreters_do) == NOTHING
     assert in_a_child(lambda: in_a_child(held)) == NOTHING
     # A descriptor that the child opens must not be mistaken for one of ours when the inherited objects go.

@@ -31,6 +31,7 @@ from .low_latency import LowLatencyMethods
 
 topk_idx_t = torch.int64
 
+_inherited: list[Engine] = []  # of a forked child's parent: their tensors are a GPU's, which a child must not free
 _LEAST_SCRATCH_BYTES = 64 << 20  # reserved, not committed: staging needs a row of every rank to fit
 
 
@@ -67,6 +68,9 @@ class Buffer(LowLatencyMethods):
 
     All ranks of the group construct it together, and then make the same calls in the same order.
 
+    A buffer belongs to the process that made it. In a forked child every method raises `EPClosed` and does nothing;
+    tensors that were received before the fork stay readable there (`docs/protocol.md`).
+
     Args:
         group: The process group, of any kind. None: use `comm`.
         num_nvl_bytes: Size of the window inside a node, a multiple of 128. It is reserved at once, used as needed,
@@ -92,6 +96,7 @@ class Buffer(LowLatencyMethods):
 
     num_sms: int = 20
     _trace: Trace | None = None
+    _refusal: str | None = None  # why no method works in this process, which is a fork of the rank's
     _is_bounded = False  # whether `set_num_sms` was called: then configs made by default bound the blocks too
 
     def __init__(
@@ -130,6 +135,7 @@ class Buffer(LowLatencyMethods):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self._lock = threading.RLock()
+        self._pid = os.getpid()
         self._known_dispatches = {}
         self._known_combines = {}
         self._topology = find_topology(control, forced_ranks_per_node(self.device))
@@ -601,7 +607,26 @@ class Buffer(LowLatencyMethods):
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
+    def refuse_in_child(self) -> None:
+        """In a forked child: have every method raise from now on. The rank is the process that made the buffer."""
+        if self.runtime is None:  # it was destroyed before, or by an earlier fork
+            self._lock = self._lock if self._refusal is not None else threading.RLock()
+            return
+        self._refusal = (
+            f"only the process that made it can use a buffer, and process {os.getpid()} is a fork of that process "
+            f"({self._pid}, rank {self.rank}/{self.group_size}). Make buffers after the fork, or start processes with "
+            "'spawn' or 'forkserver'"
+        )
+        self._lock = registry.ForkedLock(self._refusal)
+        self.runtime = None
+        if isinstance(self._engine.stream, CommStream):
+            self._engine.stream.refuse(self._refusal)
+        if self.device.type == "cuda":
+            _inherited.append(self._engine)
+
     def _require_open(self, where: str) -> None:
+        if self._refusal is not None:
+            raise EPClosed(f"{where}: {self._refusal}")
         if self.runtime is None:
             raise EPClosed(f"{where}: the buffer was destroyed (rank {self.rank}/{self.group_size}). Make a new one")
 

@@ -14,6 +14,7 @@ from ..trace import NO_SLICE, Trace
 from . import checks
 from .calling import call
 from .engines import Engine
+from .registry import ForkedLock
 
 _MOST_TOPK = 32
 _HANDLE_ITEMS = 5  # packed_recv_src_info, packed_recv_layout_range, M, hidden, num_experts
@@ -29,7 +30,7 @@ class LowLatencyMethods:
     device: torch.device
     low_latency_mode: bool
     enable_shrink: bool
-    _lock: threading.RLock
+    _lock: threading.RLock | ForkedLock
     _known_dispatches: dict[tuple, Dispatching]
     _known_combines: dict[tuple, Combining]
     _trace: Trace | None

@@ -6,6 +6,7 @@ The table holds nothing alive: a buffer that nobody else has is gone from it.
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from typing import Any
 
@@ -32,3 +33,32 @@ def find(number: int) -> Any:
     if buffer is None:
         raise EPClosed(f"operator: buffer {number} is gone. Keep the buffer as long as a compiled model uses it")
     return buffer
+
+
+class ForkedLock:
+    """The lock of a buffer in a forked child. Every method takes it, and so none goes further.
+
+    Calls need not look whether they are in the process that made the buffer, and a lock that another thread of the
+    parent held at the fork is not waited for.
+
+    Args:
+        reason: The sentence to raise.
+    """
+
+    def __init__(self, reason: str):
+        self._reason = reason
+
+    def __enter__(self) -> None:
+        raise EPClosed(f"Buffer: {self._reason}")
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def _refuse_all() -> None:
+    for buffer in list(_buffers.values()):
+        buffer.refuse_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse_all)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ class TraceFile:
     def __init__(self, path: Path):
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._pending: list[str] = []
         self._start = _FIRST
+        _files.add(self)
 
     def add(self, event: dict[str, Any]) -> None:
         """Add an event. Any thread may."""
@@ -57,8 +58,8 @@ class TraceFile:
 
     def _write(self, end: str = "") -> None:
         lines, self._pending = self._pending, []
-        if self._fd < 0 or os.getpid() != self._pid or not (lines or end):
-            return  # a forked child is not this rank
+        if self._fd < 0 or not (lines or end):
+            return
         start = self._start if lines or self._start == _FIRST else ""
         data = (start + ",\n".join(lines) + end).encode()
         self._start = _NEXT
@@ -69,3 +70,23 @@ class TraceFile:
             # A full disk must not stop the communication that it was to tell of.
             os.close(self._fd)
             self._fd = -1
+
+    def _forget(self) -> None:
+        """In a forked child, which is not the rank that the file tells of: let go of it."""
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        self._pending.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+_files: weakref.WeakSet[TraceFile] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for file in list(_files):
+        file._forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

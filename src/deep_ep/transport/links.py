@@ -20,6 +20,7 @@ import torch
 
 from ..sizing import align
 from .board import Refusal
+from .inherited import close_in_children
 from .window import Failure
 
 # Topics of frames: what a call says first, whether its rows fit, rows; the last words of a rank; low-latency calls.
@@ -205,6 +206,7 @@ class Link:
         with contextlib.suppress(OSError):  # not TCP
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+        close_in_children(connection)
         self._pool = pool
         self.landing: Landing = landing or pool
         self._outbox: deque[_Outgoing] = deque()

@@ -25,7 +25,7 @@ from .spans import Span, whole_units
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: fault pages in at once instead of one by one
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9  # give pages back: of private memory, of a file
-_MADV_DONTFORK = 10
+_MAP_FIXED = 0x10  # at that address, in place of what is mapped there
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # reserve addresses only; memory is taken as it is touched
 
 
@@ -99,21 +99,54 @@ def bytes_tensor(view: memoryview) -> torch.Tensor:
 _NAME = "deep_ep"
 
 
+_LINK = f"/memfd:{_NAME}"  # what the system calls our memory in /proc
+_own_inodes: set[int] = set()  # of the memory that this process has made, and not one of its peers
+
+
 @functools.cache
-def _forget_in_children() -> None:
-    """Have forked children (a DataLoader's workers) let go of all shared memory, so that it ends with its ranks."""
-    os.register_at_fork(after_in_child=_forget)
+def _separate_children() -> None:
+    """Have forked children (a DataLoader's workers) share no memory with the ranks any more."""
+    libc_mmap = ctypes.CDLL(None, use_errno=True).mmap  # looked up here: a child may not be able to
+    libc_mmap.restype = ctypes.c_void_p
+    libc_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    os.register_at_fork(after_in_child=functools.partial(_separate, libc_mmap))
 
 
-def _forget() -> None:
-    # Every mapping has a descriptor of its own, inside Python's mmap object, which will close it by its number. So
-    # the number
-    # stays in use, for /dev/null.
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+def _separate(libc_mmap: Callable[..., int | None]) -> None:
+    """In a forked child: replace shared mappings by private ones, and let go of the descriptors.
+
+    Tensors that were received stay readable where they are, and what the child writes is its own. Memory of peers
+    holds no tensor of a caller: zeros take its addresses, so that the child does not keep that memory alive.
+
+    Mappings are inherited and then replaced, which the system does in one step. `MADV_DONTFORK` would leave a hole
+    until this runs: whatever was mapped there in between (by an earlier handler, or by the C library) would be
+    destroyed by `MAP_FIXED`, and a pointer into the hole would crash.
+    """
+    fds: dict[int, list[int]] = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith(f"/memfd:{_NAME}"):
-                os.dup2(null, int(name), inheritable=False)
+            if os.readlink(f"/proc/self/fd/{name}").startswith(_LINK):
+                fds.setdefault(os.fstat(int(name)).st_ino, []).append(int(name))
+    protection, private = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if _LINK not in line:
+            continue
+        addresses, permissions, offset, _, inode = line.split(maxsplit=5)[:5]
+        if permissions[3] != "s":
+            continue  # of an earlier fork
+        start, stop = (int(address, 16) for address in addresses.split("-"))
+        given = fds.get(int(inode), ()) if int(inode) in _own_inodes else ()
+        if given:
+            found = libc_mmap(start, stop - start, protection, private, given[0], int(offset, 16))
+        else:
+            found = libc_mmap(start, stop - start, protection, private | mmap.MAP_ANONYMOUS, -1, 0)
+        if found != start:
+            raise OSError(ctypes.get_errno(), "inherited shared memory could not be replaced")
+    # Every mapping has a descriptor of its own, inside Python's mmap object, which will close it by its number. So the
+    # number stays in use, for /dev/null.
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in (number for numbers in fds.values() for number in numbers):
+        os.dup2(null, number, inheritable=False)
     os.close(null)
 
 
@@ -143,8 +176,10 @@ class SharedMemory:
     @classmethod
     def create(cls) -> SharedMemory:
         """A new, empty one."""
-        _forget_in_children()
-        return cls(os.memfd_create(_NAME, os.MFD_CLOEXEC))
+        _separate_children()
+        memory = cls(os.memfd_create(_NAME, os.MFD_CLOEXEC))
+        _own_inodes.add(memory.identity()[1])
+        return memory
 
     def identity(self) -> tuple[int, int]:
         """Device and inode, by which a peer knows that it opened the right file."""
@@ -175,10 +210,8 @@ class SharedMemory:
             raise _too_little(span.num_bytes, f"the system says: {error.strerror}") from None
 
     def map(self, span: Span) -> Mapping:
-        """Map a span. Forked children do not inherit it."""
-        mapping = Mapping(_mapped(span, self.fd, offset=span.start), span)
-        mapping._advise(_MADV_DONTFORK, span)
-        return mapping
+        """Map a span. Forked children have a private copy of it, or zeros if it is a peer's."""
+        return Mapping(_mapped(span, self.fd, offset=span.start), span)
 
     def close(self) -> None:
         """Close the descriptor; mappings stay."""

@@ -20,6 +20,7 @@ from ..errors import EPTransportError
 from ..topology import Topology
 from .arena import Arena
 from .board import NUM_SENT_POSTS, Refusal, encode_text
+from .inherited import close_in_children
 from .links import FAILED, REFUSED, SENT, Link, Page, Pool
 from .memory import Mapping
 from .message import connect
@@ -173,6 +174,7 @@ class Mesh:
         # Guards what both threads touch: the links' queues and the pool. What a link reads is the thread's alone.
         self._lock = threading.Lock()
         self._bell, self._ring = socket.socketpair()
+        close_in_children(self._bell, self._ring)
         self._bell.setblocking(False)
         self._ring.setblocking(False)
         self._has_failed = self._is_stopping = self._is_closed = False

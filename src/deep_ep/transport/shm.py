@@ -16,6 +16,7 @@ from ..control import Control
 from ..errors import EPTransportError, EPUnsupported
 from .board import Board
 from .fds import exchange_fds
+from .inherited import close_in_children
 from .memory import SharedMemory
 from .spans import Span
 from .window import Peer, Place, Window, WindowSizes
@@ -37,6 +38,7 @@ class Process(Peer):
     def __init__(self, rank: int, memory: SharedMemory, board: Board, pidfd: int):
         super().__init__(rank, memory, board)
         self._pidfd = pidfd
+        close_in_children(self)
 
     def is_alive(self) -> bool:
         """Whether its process lives, as far as can be told."""
