@@ -75,6 +75,8 @@ def signalling() -> dict[str, str]:
     meets = words | dict.fromkeys(("landed", "rail"), "*i64")
     ptx["meet rail"] = ptx_of(rail._meet_rail_kernel, meets, {"IS_BACK": False, "LANES": 32}, 1)
     ptx["abort"] = ptx_of(exchange._abort_kernel, words, {"LANES": 32}, 1)
+    notes = words | dict.fromkeys(("numbers", "note"), "*i64")
+    ptx["refuse"] = ptx_of(exchange._refuse_kernel, notes, {"LANES": 32}, 1)
     return ptx
 
 

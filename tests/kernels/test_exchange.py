@@ -154,6 +154,43 @@ def test_a_rank_that_gave_up_ends_the_wait_of_the_others(device: str) -> None:
     assert boards.record(0) == [exchange.HOST, 0, 3, 0, 0, 0, 1]
 
 
+def refuse(places: Places, reason: str, device: str) -> None:
+    note = exchange.note_words(reason, torch.device(device))
+    exchange.refuse(places, 3, exchange.NORMAL, places.state, exchange.STATE_REFUSED, note)
+
+
+def test_a_rank_that_refuses_the_call_ends_the_wait_of_the_others(device: str) -> None:
+    boards = Boards(2, device)
+    announce = Announce([0, 0], [0, 0], device)
+    boards.meet(announce, announce)
+    refuse(boards.places[1], "a wrong 'x' of 7 rows, \udcff", device)
+    word = boards.boards[0].view(torch.int64)[8 * 3].item()
+    assert word == 2 << 17 | 1, "call 2, refused once"
+    announce(boards.places[0])  # with the whole limit: it does not wait for it
+    assert boards.record(0) == [exchange.REFUSED, 2, 3, 1, 0, 2, 1]
+    assert boards.places[0].note(boards.boards[0], 2, 1) == "a wrong 'x' of 7 rows, \\udcff"
+
+
+@pytest.mark.parametrize(("own", "other"), [(1, 1), (3, 1), (1, 2)])
+def test_a_refusal_counts_only_if_this_rank_has_not_refused_as_often(device: str, own: int, other: int) -> None:
+    boards = Boards(2, device)
+    for _ in range(own):
+        refuse(boards.places[0], "mine", device)
+    for _ in range(other):
+        refuse(boards.places[1], "the other's", device)
+    Announce([0, 0], [0, 0], device)(exchange.Places(**{**vars(boards.places[0]), "limit_ns": 1}))
+    assert boards.record(0)[0] == (exchange.TIMEOUT if own >= other else exchange.REFUSED)
+
+
+def test_a_refusal_of_an_earlier_call_is_past(device: str) -> None:
+    boards = Boards(2, device)
+    refuse(boards.places[1], "but then it comes", device)
+    announce = Announce([0, 0], [0, 0], device)
+    for places in reversed(boards.places):  # it has entered call 1 after all, and then call 2
+        announce(exchange.Places(**{**vars(places), "limit_ns": 1})) if places.rank else announce(places)
+    assert boards.record(0)[0] == exchange.TIMEOUT, "it waited for nobody, and said so: that came first"
+
+
 def test_staged_ranks_have_no_room_but_lanes(device: str) -> None:
     boards = Boards(3, device)
     prefix = int32([[1, 2, 0], [4, 6, 0], [4, 6, 1]], device)

@@ -750,6 +750,23 @@ def test_who_waits_for_a_failed_peer_fails_at_once_with_its_record(device: str) 
     assert not group.spots[0].mask.any()
 
 
+@pytest.mark.parametrize("can_mask", [True, False])
+def test_who_waits_for_a_rank_that_refuses_fails_at_once_or_masks_it(device: str, can_mask: bool) -> None:
+    group = Group(WAITS, device)
+    call = signals(group, (0, 2))
+    spots = group.spots[1]
+    note = exchange.note_words("a wrong argument", spots.state.device)
+    for _ in range(2):
+        exchange.refuse(spots.places, 3, exchange.LOW_LATENCY, spots.state, words.STATE_REFUSED, note)
+    if can_mask:  # it is as silent as any other, so the limit is that of a test
+        words.wait_for(group.patient(0, 1), call, 0, Patience(None, True), is_dispatch=True)
+        assert group.boards.record(0) is None
+        assert group.spots[0].mask.tolist() == [0, 1, 0]
+        return
+    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience(), is_dispatch=True)
+    assert group.boards.record(0) == [exchange.REFUSED, 1, 3, 1, 0, 1, 1]
+
+
 def test_a_satisfied_wait_sees_failures_too(device: str) -> None:
     group = Group(WAITS, device)
     call = signals(group, (0, 1, 2))

@@ -27,7 +27,7 @@ SAYING = tuple(f"meet nodes says=True hears=False counts={has_counts}" for has_c
 HEARING = tuple(f"meet nodes says=False hears=True counts={has_counts}" for has_counts in (True, False))
 FINISHING = ("finish dispatch", "finish combine")
 WAITING = (*MEETINGS, *NODES, *HEARING, *FINISHING)
-SIGNALLING = (*WAITING, *SAYING, "ring", "await landed", "meet rail", "abort")
+SIGNALLING = (*WAITING, *SAYING, "ring", "await landed", "meet rail", "abort", "refuse")
 BULK = (
     "put",
     "pull",
@@ -169,7 +169,7 @@ def test_a_wait_acquires_and_a_barrier_hands_on_what_it_saw(instructions: dict[s
     assert [one for one in behind[:barrier] if one.startswith("ld.global")] == []
 
 
-@pytest.mark.parametrize("kernel", [*SAYING, "ring", "abort"])
+@pytest.mark.parametrize("kernel", [*SAYING, "ring", "abort", "refuse"])
 def test_who_only_says_something_waits_for_nobody(instructions: dict[str, list[str]], kernel: str) -> None:
     assert [one for one in instructions[kernel] if "acquire" in one] == []
 
