@@ -6,6 +6,8 @@ without asking: the oracle gets all inputs and gives this rank's outputs. Everyt
 `plan` has the segments, `inputs` what is sent, `calls` and `low_latency` the calls (`state` what they leave for each
 other), `checks` what is compared, `faults` what disturbs, `rank` and `parent` the two sides of a run, `memory`, `show`
 and `files` what is told of it.
+
+`--faults` plays fault plans instead: `plans` has them as data, `fault_program` what a rank does, `fault_runs` the rest.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ from ..machine import find_machine
 from ..mps import shared_gpu
 from ..plotting import require_matplotlib
 from ..terminal import require_folder
-from . import files, show
+from . import fault_runs, files, show
 from .calls import play
 from .parent import run_soak
 from .plan import Goal
+from .plans import TOPOLOGIES, Plan, draw_plans
 from .state import Report
 
 __all__ = ["Report", "add_arguments", "run", "soak_rank"]
 
 _DEFAULT_MINUTES = 1.0
+_DEFAULT_RANKS = 4
+_STDOUT = Path("-")
 
 
 def soak_rank(_rank: int, _num_ranks: int, seed: int, num_calls: int, **sizes: int) -> Report:
@@ -49,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--minutes", type=float, metavar="N", help=f"how long (default: {_DEFAULT_MINUTES:g}, unless --calls is given)"
     )
     parser.add_argument("--calls", type=int, metavar="N", help="end after so many calls")
-    parser.add_argument("--ranks", type=int, default=4, metavar="R", help="processes")
+    parser.add_argument(
+        "--ranks", type=int, metavar="R", help=f"processes (default: {_DEFAULT_RANKS}; of fault plans: 2, 3 and 4)"
+    )
     parser.add_argument(
         "--ranks-per-node",
         type=int,
@@ -61,8 +68,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--segment", type=int, metavar="K", help="play one segment alone, as a failure says")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks, which may share a GPU")
     parser.add_argument("--low-latency", action="store_true", default=False, help="make low-latency calls only")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything, with each rank's memory over time")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=_STDOUT,
+        metavar="PATH",
+        help="write everything, with each rank's memory over time; of fault plans, without PATH, print it",
+    )
     parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw memory over time (needs matplotlib)")
+    parser.add_argument(
+        "--faults",
+        type=int,
+        metavar="N",
+        help="instead, play N fault plans: ranks that are killed, stopped, interrupted",
+    )
+    parser.add_argument("--plan", metavar="TEXT", help="play one fault plan, as a failure says")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: An option is wrong.
     """
+    if hasattr(args, "faults") or hasattr(args, "plan"):
+        return _run_plans(args)
     goal = _goal_of(args)
     json_path, plot_path = _paths_of(args)
     machine = find_machine(__version__)
@@ -93,15 +116,60 @@ def run(args: argparse.Namespace) -> int:
     return 1 if outcome.num_errors else 0
 
 
+def _run_plans(args: argparse.Namespace) -> int:
+    """Play the fault plans that were asked for, and print what came of them."""
+    for name in ("minutes", "calls", "segment", "plot"):
+        if hasattr(args, name):
+            raise ValueError(f"soak: --{name} is for random calls; leave it out with --faults and --plan")
+    if args.device != "cpu":
+        raise ValueError("soak: --faults and --plan are for CPU ranks. Leave --device out")
+    plans = _plans_of(args)
+    json_path: Path | None = getattr(args, "json", None)
+    if json_path not in (None, _STDOUT):
+        require_folder("soak", json_path)
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    with show.showing_plans(progress, len(plans)) as on_result:
+        results = fault_runs.run_plans(plans, on_result)
+    if json_path == _STDOUT:
+        print(fault_runs.as_json(results))
+    else:
+        fault_runs.show_results(Console(highlight=False), results)
+    if json_path not in (None, _STDOUT):
+        files.write_text(json_path, fault_runs.as_json(results))
+    return 1 if any(result.wrong for result in results) else 0
+
+
+def _plans_of(args: argparse.Namespace) -> list[Plan]:
+    if hasattr(args, "plan"):
+        if hasattr(args, "faults"):
+            raise ValueError("soak: --plan plays one plan; leave --faults out")
+        return [Plan.parse(args.plan)]
+    if args.faults < 1:
+        raise ValueError(f"soak: --faults must be at least 1, got {args.faults}")
+    ranks, per_node = getattr(args, "ranks", 0), args.ranks_per_node
+    topologies = [one for one in TOPOLOGIES if one[1] == per_node or not per_node]
+    if ranks:
+        _check_ranks(ranks, per_node)
+        topologies = [(ranks, per_node)]
+    if not topologies:
+        raise ValueError(f"soak: --ranks-per-node {per_node} needs --ranks")
+    return draw_plans(args.faults, args.seed, topologies, args.low_latency)
+
+
+def _check_ranks(num_ranks: int, ranks_per_node: int) -> None:
+    if num_ranks < 1:
+        raise ValueError(f"soak: --ranks must be at least 1, got {num_ranks}")
+    if ranks_per_node < 0 or (ranks_per_node and num_ranks % ranks_per_node):
+        raise ValueError(f"soak: --ranks-per-node must divide the {num_ranks} ranks, got {ranks_per_node}")
+
+
 def _goal_of(args: argparse.Namespace) -> Goal:
     minutes: float | None = getattr(args, "minutes", None)
     num_calls: int | None = getattr(args, "calls", None)
     segment: int | None = getattr(args, "segment", None)
-    if args.ranks < 1:
-        raise ValueError(f"soak: --ranks must be at least 1, got {args.ranks}")
-    if args.ranks_per_node < 0 or (args.ranks_per_node and args.ranks % args.ranks_per_node):
-        raise ValueError(f"soak: --ranks-per-node must divide the {args.ranks} ranks, got {args.ranks_per_node}")
-    per_node = args.ranks_per_node if args.ranks_per_node < args.ranks else 0
+    num_ranks: int = getattr(args, "ranks", _DEFAULT_RANKS)
+    _check_ranks(num_ranks, args.ranks_per_node)
+    per_node = args.ranks_per_node if args.ranks_per_node < num_ranks else 0
     if per_node and (args.low_latency or args.device != "cpu"):
         raise ValueError("soak: --ranks-per-node is for normal calls on the CPU. Leave --low-latency and --device out")
     if minutes is not None and not minutes > 0:
@@ -115,13 +183,15 @@ def _goal_of(args: argparse.Namespace) -> Goal:
     if minutes is None and num_calls is None and segment is None:
         minutes = _DEFAULT_MINUTES
     secs = None if minutes is None else 60 * minutes
-    return Goal(args.ranks, args.seed, secs, num_calls, segment, args.device, args.low_latency, per_node)
+    return Goal(num_ranks, args.seed, secs, num_calls, segment, args.device, args.low_latency, per_node)
 
 
 def _paths_of(args: argparse.Namespace) -> tuple[Path | None, Path | None]:
     """Where to write; checked now, since minutes of calls must not end at a missing folder or package."""
     json_path: Path | None = getattr(args, "json", None)
     plot_path: Path | None = getattr(args, "plot", None)
+    if json_path == _STDOUT:
+        raise ValueError("soak: --json needs a PATH where no fault plans are played")
     for path in (json_path, plot_path):
         if path is not None:
             require_folder("soak", path)

@@ -6,12 +6,15 @@ import gc
 import os
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 _NAME = "deep_ep"  # threads and memfds of ours begin with it
+_MEMFD = f"/memfd:{_NAME}"
+_LEFT_SECS = 6.0  # for what is about to go: a gather that a stopped rank joins late, say
 _PATIENCE_SECS = 5.0  # for a thread that is about to end, on a machine that is busy with other things
 
 
@@ -83,17 +86,28 @@ def threads_left() -> list[str]:
         time.sleep(0.005)
 
 
+def held() -> Counter[str]:
+    """Descriptors of memfds, sockets and processes, mappings of our memfds, and children of this process."""
+    found: Counter[str] = Counter()
+    if not Path("/proc/self/maps").exists():
+        return found  # not Linux, which does not tell
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, as the descriptor of the listing itself is
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith(("/memfd:", "socket:", "pidfd:", "anon_inode:[pidfd]")):
+                found[f"descriptor of {target}"] += 1
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        found[f"mapping of {_MEMFD}"] += _MEMFD in line
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has ended
+            found.update(f"child {pid}" for pid in (task / "children").read_text().split())
+    return found
+
+
 def memfds_left() -> int:
     """Descriptors and mappings of our shared memory that this process still has."""
     gc.collect()
-    mark = f"/memfd:{_NAME}"
-    num_left = 0
-    with suppress(OSError):  # not on Linux, where there are none
-        num_left += sum(mark in line for line in Path("/proc/self/maps").read_text().splitlines())
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed meanwhile, as the descriptor of the listing itself is
-                num_left += os.readlink(f"/proc/self/fd/{name}").startswith(mark)
-    return num_left
+    return sum(number for name, number in held().items() if _MEMFD in name)
 
 
 def require_nothing_left() -> None:
@@ -105,3 +119,14 @@ def require_nothing_left() -> None:
     threads, num_memfds = threads_left(), memfds_left()
     if threads or num_memfds:
         raise Mismatch(f"left after destroy(): threads {threads}, {num_memfds} descriptors and mappings of memfds")
+
+
+def left_since(before: Counter[str]) -> list[str]:
+    """What this process holds more than before, and our threads, after a moment for what is about to go."""
+    deadline = time.monotonic() + _LEFT_SECS
+    while True:
+        gc.collect()
+        left = [f"{number} x {name}" for name, number in (held() - before).items()]
+        if not left or time.monotonic() > deadline:
+            return left + [f"thread {name}" for name in threads_left()]
+        time.sleep(0.01)

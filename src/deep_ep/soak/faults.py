@@ -1,4 +1,4 @@
-"""What disturbs a soak: delays, on the ranks, and stops, from the process that started them."""
+"""What disturbs a soak: delays, on the ranks, stops, from the process that started them, and the fault of a plan."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import random
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import torch
+
+from ..control import Control
+from .plans import Plan
 
 _DELAY_SECS, _LONG_DELAY_SECS, _LONG_SHARE = 0.002, 0.05, 0.02
 _PAUSE_SECS = (0.05, 1.0)  # between two stops
@@ -75,7 +81,7 @@ class Stops:
         with self._lock:
             pidfds, self._pidfds = list(self._pidfds.values()), {}
         for pidfd in pidfds:
-            _send(pidfd, signal.SIGCONT)  # a second time costs nothing, a rank that stays stopped a process
+            send_signal(pidfd, signal.SIGCONT)  # a second time costs nothing, a rank that stays stopped a process
             os.close(pidfd)
 
     def _run(self) -> None:
@@ -89,17 +95,109 @@ class Stops:
         limits = _LONG_STOP_SECS if self._draw.random() < 0.05 else _STOP_SECS
         try:
             for pidfd in pidfds:
-                self.num_stops += _send(pidfd, signal.SIGSTOP)
+                self.num_stops += send_signal(pidfd, signal.SIGSTOP)
             self._ended.wait(self._draw.uniform(*limits))
         finally:
             for pidfd in pidfds:
-                _send(pidfd, signal.SIGCONT)
+                send_signal(pidfd, signal.SIGCONT)
 
 
-def _send(pidfd: int, number: signal.Signals) -> bool:
+def send_signal(pidfd: int, number: signal.Signals) -> bool:
     """Send a signal. Returns whether there was still somebody to get it."""
     try:
         signal.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:
         return False
     return True
+
+
+class Fired(NamedTuple):
+    """The faulty rank's last word: the fault comes now."""
+
+    pid: int
+    at_secs: float
+
+
+class PlannedError(RuntimeError):
+    """The exception of a `RAISE` plan."""
+
+
+class Fault:
+    """Brings the fault on the plan's rank; does nothing on the others.
+
+    Args:
+        plan: The plan.
+        rank: This rank.
+        news: Where the rank tells that the fault comes.
+    """
+
+    def __init__(self, plan: Plan, rank: int, news: Connection):
+        self.is_mine = rank == plan.rank
+        self._plan, self._moment, self._news = plan, plan.moment, news
+        self._has_fired = False
+        self._is_interruptible = False
+        self._timer: threading.Timer | None = None
+        self._num_gathers = 0
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, self._interrupt)
+
+    def enter(self, phase: str) -> None:
+        """A phase begins: the delay until the fault runs from now on."""
+        if self.is_mine and phase == self._moment.phase and not self._moment.point:
+            self._timer = threading.Timer(self._moment.delay_secs, self._fire)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def reach(self, phase: str, point: str) -> None:
+        """The rank passes a fault point."""
+        if self.is_mine and (phase, point) == (self._moment.phase, self._moment.point) and not self._has_fired:
+            self._fire()
+
+    def wait(self) -> None:
+        """Wait until a delay is over."""
+        if self._timer is not None:
+            self._timer.join()
+
+    @contextmanager
+    def in_construction(self) -> Iterator[None]:
+        """Count the gathers of construction, which are its steps. If there are too few, the fault comes at the end."""
+        original = Control.gather
+
+        def gather(control: Control, value: Any, purpose: str) -> list[Any]:
+            self._num_gathers += 1
+            step = self._num_gathers
+            self.reach("make", f"before-{step}")
+            answer = original(control, value, purpose)
+            self.reach("make", f"after-{step}")
+            return answer
+
+        self.enter("make")
+        Control.gather = gather  # type: ignore[method-assign, assignment]
+        try:
+            yield
+            if self._moment.phase == "make" and self._moment.point:
+                self.reach("make", self._moment.point)
+        finally:
+            Control.gather = original  # type: ignore[method-assign]
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Where the program is ready for a `KeyboardInterrupt`. Elsewhere one is ignored."""
+        self._is_interruptible = True
+        try:
+            yield
+        finally:
+            self._is_interruptible = False
+
+    def _interrupt(self, *_: object) -> None:
+        if self._is_interruptible:
+            self._is_interruptible = False
+            raise KeyboardInterrupt
+
+    def _fire(self) -> None:
+        self._has_fired = True
+        self._news.send(Fired(os.getpid(), time.monotonic()))
+        if self._plan.signal == "RAISE":
+            raise PlannedError("a planned fault")
+        name = "STOP" if self._plan.signal == "PAUSE" else self._plan.signal
+        os.kill(os.getpid(), getattr(signal, f"SIG{name}"))

@@ -26,8 +26,17 @@ def write_json(path: Path, outcome: Outcome, machine: dict[str, Any]) -> None:
         "replay": outcome.replay,
         "machine": machine,
     }
+    write_text(path, json.dumps(content, indent=1, default=vars))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write what `--json` asks for.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
     try:
-        path.write_text(json.dumps(content, indent=1, default=vars) + "\n")
+        path.write_text(text + "\n")
     except OSError as error:
         raise ValueError(f"soak: --json: cannot write {path} ({error.strerror})") from None
 

@@ -45,7 +45,7 @@ def low_latency_round(state: State) -> None:
     got = state.buffer.low_latency_dispatch(x, own_ids, max_tokens, num_experts, **form, **_way(state))
     _settle(state, got[3], got[4])
     scribble(x)
-    _check_dispatched(got, want[rank])
+    check_received(got, want[rank])
     handle, num_local = got[2], num_experts // num_ranks
     ys = [
         _integers(state, one, (num_local, num_ranks * max_tokens, hidden), "rows").bfloat16()
@@ -103,7 +103,7 @@ def _settle(state: State, event: EventOverlap, hook: Callable[[], None] | None) 
         event.current_stream_wait()
 
 
-def _check_dispatched(got: tuple, want: reference.LowLatencyDispatched) -> None:
+def check_received(got: tuple, want: reference.LowLatencyDispatched) -> None:
     """Compare what is valid.
 
     Raises:

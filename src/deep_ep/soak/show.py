@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..terminal import counted, only_on_terminal, plain_table
+from .fault_runs import Result
 from .parent import Outcome
 from .plan import Goal, plan_segment
 from .rank import Note
@@ -82,6 +83,23 @@ def showing_progress(goal: Goal) -> Iterator[Progress]:
     progress = Progress(goal)
     with only_on_terminal(progress.console, progress.status):
         yield progress
+
+
+@contextmanager
+def showing_plans(console: Console, num_plans: int) -> Iterator[Callable[[Result], None]]:
+    """Show how many fault plans have been played. Yields what is to be told of each result."""
+    status = Status("starting the ranks", console=console, refresh_per_second=2)
+    results: list[Result] = []
+
+    def hear(result: Result) -> None:
+        results.append(result)
+        num_failed = sum(bool(one.wrong) for one in results)
+        status.update(f"{len(results)} of {counted(num_plans, 'fault plan')}, {num_failed} failed")
+        if result.wrong:
+            console.print(f"plan {len(results)} of {num_plans} failed: {result.plan}", markup=False)
+
+    with only_on_terminal(console, status):
+        yield hear
 
 
 def show_outcome(console: Console, outcome: Outcome) -> None:
