@@ -24,6 +24,7 @@ from .fault_program import Account, play_plan
 from .faults import Fired, send_signal
 from .plans import HANG_SECS, Expectation, Plan
 
+_ACCOUNTS = re.compile(" (?:failed|reported): ")
 _ME = re.compile(r"\(rank \d+/\d+\)")  # who writes, at the end of a message
 _RANKS = re.compile(r"\branks? (\d+(?:, \d+)*)")
 
@@ -162,10 +163,10 @@ def _wrong_error(rank: int, account: Account, plan: Plan, fired_secs: float | No
 def accused(text: str) -> set[int]:
     """The ranks that a message blames: those that its innermost account names.
 
-    A message may pass on that of another rank: `rank 1 failed: dispatch (call 3): the process of rank 2 has ended`
+    A message may pass on that of another rank: `rank 1 reported: dispatch (call 3): the process of rank 2 has ended`
     blames rank 2, and `rank 1 failed: MemoryError` blames rank 1.
     """
-    for account in reversed(_ME.sub("", text).split(" failed: ")):
+    for account in reversed(_ACCOUNTS.split(_ME.sub("", text))):
         ranks = {int(number) for found in _RANKS.findall(account) for number in found.split(", ")}
         if ranks:
             return ranks
