@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import warnings
@@ -509,6 +510,9 @@ class Buffer(LowLatencyMethods):
     ) -> torch.Tensor:
         """A view of the raw buffer, which is free for the caller between calls. It holds no result and no signal.
 
+        Memory is taken only for what the view shows. On a GPU two views show the same memory if the later one lies
+        within what the earlier one shows; one that reaches beyond begins with a copy of it.
+
         Args:
             dtype: Of the view.
             size: Its shape; default: one dimension, as many elements as the whole buffer has.
@@ -526,14 +530,12 @@ class Buffer(LowLatencyMethods):
                 raise ValueError(
                     f"{where}: `offset` must be a multiple of {dtype.itemsize} within {num_bytes} bytes, got {offset}"
                 )
+            most = num_bytes // dtype.itemsize
+            shape = (most,) if size is None else tuple(checks.check_shape(where, "size", size))
+            if math.prod(shape) > most:
+                raise ValueError(f"{where}: `size` {list(shape)} does not fit into the buffer's {most} elements")
             start = offset + (2 * self.num_nvl_bytes if use_rdma_buffer else 0)
-            view = engine.local_bytes(start, num_bytes // dtype.itemsize * dtype.itemsize).view(dtype)
-        if size is None:
-            return view
-        shape = checks.check_shape(where, "size", size)
-        if shape.numel() > view.numel():
-            raise ValueError(f"{where}: `size` {list(shape)} does not fit into the buffer's {view.numel()} elements")
-        return view[: shape.numel()].view(shape)
+            return engine.local_bytes(start, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def get_comm_stream(self) -> torch.cuda.Stream | CommStream:
         """The stream that communication runs on: on the CPU a thread, with `synchronize`, `wait_event` and the like."""

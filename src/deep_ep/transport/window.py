@@ -62,7 +62,7 @@ class Peer:
         """A [num_rows, num_columns] tensor over the peer's memory behind a base."""
         stop = base.offset + num_rows * num_columns * dtype.itemsize
         mapping = self.mapping(base, stop)
-        mapping.populate(stop)
+        mapping.populate(Span(base.offset, stop))
         return mapping.rows(base.offset, num_rows, num_columns, dtype)
 
     def mapping(self, base: Base, stop: int) -> Mapping:
