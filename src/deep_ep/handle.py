@@ -6,9 +6,13 @@ and is all there is: no state is kept beside it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+
+from .tensors import ordinary
 
 
 class Handle(NamedTuple):
@@ -114,7 +118,7 @@ def parse_handle(handle: Any, num_ranks: int, device: torch.device, where: str, 
             f"{where}: `handle` must have {len(kind._fields)} items ({nodes}), this one has {len(handle)}. "
             "Pass the handle of a dispatch on this buffer"
         )
-    parsed = kind(*handle)
+    parsed = kind(*(ordinary(where, f"handle[{index}]", item) for index, item in enumerate(handle)))
     shapes = _direct_shapes(parsed, num_ranks) if num_nodes == 1 else _rail_shapes(parsed, num_ranks, num_nodes)
     for name, (shape, dtype) in shapes.items():
         tensor = getattr(parsed, name)

@@ -247,9 +247,9 @@ class Buffer(LowLatencyMethods):
             `num_tokens_per_rank` [R] int32, `num_tokens_per_rdma_rank` [nodes] int32 (None on one node),
             `num_tokens_per_expert` [E] int32, `is_token_in_rank` [T, R] bool, and the event.
         """
-        where = "get_dispatch_layout"
-        order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
-        checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES, device=self.device)
+        where, stream = "get_dispatch_layout", (previous_event, async_finish, allocate_on_comm_stream)
+        order = Order(checks.check_event(where, *stream, topk_idx), async_finish)
+        topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES, device=self.device)
         num_experts = checks.check_num_experts(where, "num_experts", num_experts, self.group_size)
         self._require_open(where)
         num_nodes = self._topology.num_nodes
@@ -320,8 +320,10 @@ class Buffer(LowLatencyMethods):
             `recv_topk_weights` [n, K] (0 elsewhere), the aligned counts per local expert (empty with
             `num_worst_tokens`), the handle, the event. With a handle: only `recv_x` and the event, None between.
         """
-        where = "dispatch"
-        order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
+        where, stream = "dispatch", (previous_event, async_finish, allocate_on_comm_stream)
+        layout = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
+        event = checks.check_event(where, *stream, x, handle, layout, topk_idx, topk_weights)
+        order = Order(event, async_finish)
         given = checks.check_config(where, config)
         num_sms = Buffer._bound(given)
         config = config or Buffer.get_dispatch_config(self.group_size)
@@ -407,8 +409,8 @@ class Buffer(LowLatencyMethods):
         Returns:
             `combined_x` [T, H], `combined_topk_weights` [T, K] float32 or None, the event. Ordinary memory.
         """
-        where = "combine"
-        order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
+        where, stream = "combine", (previous_event, async_finish, allocate_on_comm_stream)
+        order = Order(checks.check_event(where, *stream, x, handle, topk_weights, bias), async_finish)
         given = checks.check_config(where, config)
         num_sms = Buffer._bound(given)
         with self._lock:
@@ -416,9 +418,10 @@ class Buffer(LowLatencyMethods):
             engine.tune(given)
             parsed = self._parse(handle, where)
             shape, device = (parsed.num_rows, None), self.device
-            checks.check_tensor(where, "x", x, shape, checks.COMBINE_DTYPES, device=device)
+            x = checks.check_tensor(where, "x", x, shape, checks.COMBINE_DTYPES, device=device)
             if topk_weights is not None:
-                checks.check_tensor(where, "topk_weights", topk_weights, shape, (torch.float32,), device=device)
+                dtypes = (torch.float32,)
+                topk_weights = checks.check_tensor(where, "topk_weights", topk_weights, shape, dtypes, device=device)
             biases = checks.check_biases(where, bias, x, parsed.num_tokens)
             combined, event = engine.combine(x, parsed, topk_weights, biases, order, num_sms)
             return combined.x, combined.topk_weights, EventOverlap(event)
