@@ -161,22 +161,43 @@ def _rail_shapes(handle: RailHandle, num_ranks: int, num_nodes: int) -> dict[str
 
 
 def check_rows(handle: Handle, rank: int, where: str) -> None:
-    """Check that a handle has room for the rows that it counts. Its tensors must have been filled.
+    """Check that a handle counts rows as a dispatch does, and has room for them. Its tensors must have been filled.
 
     Raises:
-        ValueError: It has not.
+        ValueError: It does not.
     """
-    _check_count(where, "received rows", handle.rank_prefix_matrix.tolist()[-1][rank], "recv_src_idx", handle.num_rows)
+    prefix = handle.rank_prefix_matrix.tolist()
+    _check_ascending(where, "rank_prefix_matrix", zip(*prefix, strict=True))
+    _check_count(where, "received rows", prefix[-1][rank], "recv_src_idx", handle.num_rows)
+    ends, starts = prefix[rank], prefix[rank - 1] if rank else [0] * len(prefix)
+    sent, slots = [end - start for start, end in zip(starts, ends, strict=True)], handle.send_head
+    named = (slots >= 0).sum(0).tolist()
+    last = slots.amax(0).tolist() if handle.num_tokens else [-1] * len(ends)
+    if sent != named or last != [end - 1 if count else -1 for end, count in zip(ends, sent, strict=True)]:
+        raise ValueError(
+            f"{where}: the `handle` counts {sent} rows that this rank sends, up to rows {ends} of the ranks: its "
+            f"`send_head` names {named} rows, the last ones {last}. Pass the handle as dispatch returned it"
+        )
 
 
 def check_rail_rows(handle: RailHandle, where: str) -> None:
     """The same for the handle of a dispatch across nodes."""
-    num_rows, num_passed_on = (
-        handle.recv_gbl_rank_prefix_sum.tolist()[-1],
-        handle.recv_rdma_rank_prefix_sum.tolist()[-1],
-    )
-    _check_count(where, "received rows", num_rows, "recv_src_meta", handle.num_rows)
-    _check_count(where, "rows passed on", num_passed_on, "send_nvl_head", handle.send_nvl_head.size(0))
+    rows = handle.recv_gbl_rank_prefix_sum.tolist()
+    passed_on = handle.recv_rdma_rank_prefix_sum.tolist()
+    _check_ascending(where, "recv_gbl_rank_prefix_sum", [rows])
+    _check_ascending(where, "recv_rdma_rank_prefix_sum", [passed_on])
+    _check_count(where, "received rows", rows[-1], "recv_src_meta", handle.num_rows)
+    _check_count(where, "rows passed on", passed_on[-1], "send_nvl_head", handle.send_nvl_head.size(0))
+
+
+def _check_ascending(where: str, name: str, columns: Iterable[Sequence[int]]) -> None:
+    """Prefix sums of counts begin at 0 or more, and never fall."""
+    for column in columns:
+        if any(later < earlier for earlier, later in pairwise((0, *column))):
+            raise ValueError(
+                f"{where}: the `handle`'s `{name}` must be prefix sums of counts, it has {list(column)}. "
+                "Pass the handle as dispatch returned it"
+            )
 
 
 def _check_count(where: str, what: str, counted: int, name: str, num_rows: int) -> None:

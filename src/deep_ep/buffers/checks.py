@@ -63,7 +63,7 @@ def check_tensor(
     return value
 
 
-def check_int(where: str, name: str, value: Any, least: int | None = None) -> int:
+def check_int(where: str, name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """Check one integer argument."""
     try:
         number = operator.index(value)
@@ -73,7 +73,22 @@ def check_int(where: str, name: str, value: Any, least: int | None = None) -> in
         raise TypeError(f"{where}: `{name}` must be an integer, got {value!r} ({type(value).__name__})")
     if least is not None and number < least:
         raise ValueError(f"{where}: `{name}` must be at least {least}, got {number}")
+    if most is not None and number > most:
+        raise ValueError(f"{where}: `{name}` must be at most {most}, got {number}")
     return number
+
+
+def check_bytes(where: str, name: str, value: Any) -> int:
+    """Check a size of the window."""
+    num_bytes = check_int(where, name, value, 0)
+    if num_bytes > env.MOST_BYTES:
+        raise ValueError(
+            f"{where}: `{name}` must be at most {env.MOST_BYTES}, got {num_bytes}. The window grows by itself: "
+            "pass what get_nvl_buffer_size_hint, get_rdma_buffer_size_hint or get_low_latency_rdma_size_hint say"
+        )
+    if num_bytes % 128:
+        raise ValueError(f"{where}: `{name}` must be a multiple of 128, got {num_bytes}")
+    return num_bytes
 
 
 def check_secs(where: str, name: str, value: Any) -> float:
@@ -84,6 +99,11 @@ def check_secs(where: str, name: str, value: Any) -> float:
         raise TypeError(f"{where}: `{name}` must be a number of seconds, got {value!r} ({type(value).__name__})")
     if not value > 0:
         raise ValueError(f"{where}: `{name}` must be greater than 0, got {value}")
+    if value > env.MOST_SECS:
+        raise ValueError(
+            f"{where}: `{name}` must be at most {env.MOST_SECS}, got {value}. Every wait has a limit; "
+            f"pass {name}={env.MOST_SECS} for one that will not be met"
+        )
     return float(value)
 
 
@@ -91,7 +111,7 @@ def check_shape(where: str, name: str, value: Any) -> torch.Size:
     """Check a shape."""
     if isinstance(value, str) or not hasattr(value, "__iter__"):
         raise TypeError(f"{where}: `{name}` must be a shape, got {value!r} ({type(value).__name__})")
-    return torch.Size([check_int(where, name, size, 0) for size in value])
+    return torch.Size([check_int(where, name, size, 0, env.MOST_BYTES) for size in value])
 
 
 def check_num_experts(where: str, name: str, num_experts: Any, num_ranks: int) -> int:

@@ -69,9 +69,9 @@ class Buffer(LowLatencyMethods):
 
     Args:
         group: The process group, of any kind. None: use `comm`.
-        num_nvl_bytes: Size of the window inside a node, a multiple of 128. It is reserved at once, used as needed,
-            and grows.
-        num_rdma_bytes: Size of the window across nodes, a multiple of 128.
+        num_nvl_bytes: Size of the window inside a node, a multiple of 128, at most 2**40. It is reserved at once, used
+            as needed, and grows.
+        num_rdma_bytes: Size of the window across nodes, a multiple of 128, at most 2**40.
         low_latency_mode: Whether low-latency calls will be made, in memory of `num_rdma_bytes`.
         num_qps_per_rank: Accepted for DeepEP's callers; there are no queue pairs here.
         allow_nvlink_for_low_latency_mode: Accepted likewise.
@@ -81,7 +81,8 @@ class Buffer(LowLatencyMethods):
         comm: An mpi4py communicator, or anything with its `Get_rank`, `Get_size` and `allgather`.
         use_fabric: Accepted for DeepEP's callers.
         device: Where tensors live; default `DEEP_EP_DEVICE`, else the current GPU, else the CPU.
-        num_cpu_timeout_secs: Seconds that a wait for a peer may take; default `DEEP_EP_TIMEOUT_SECS`.
+        num_cpu_timeout_secs: Seconds that a wait for a peer may take, at most a million; default
+            `DEEP_EP_TIMEOUT_SECS`.
         num_gpu_timeout_secs: The same for waits on a GPU.
         trace: A folder in which this rank records its calls, for `python -m deep_ep report` and Perfetto; default
             `DEEP_EP_TRACE`, empty: none.
@@ -114,9 +115,8 @@ class Buffer(LowLatencyMethods):
         trace: str | os.PathLike[str] | None = None,
     ):
         del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
-        for name, num_bytes in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
-            if checks.check_int("Buffer", name, num_bytes, 0) % 128:
-                raise ValueError(f"Buffer: `{name}` must be a multiple of 128, got {num_bytes}")
+        num_nvl_bytes = checks.check_bytes("Buffer", "num_nvl_bytes", num_nvl_bytes)
+        num_rdma_bytes = checks.check_bytes("Buffer", "num_rdma_bytes", num_rdma_bytes)
         self.device = find_device(device)
         gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
         limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
@@ -124,8 +124,8 @@ class Buffer(LowLatencyMethods):
         self.group = group
         self.rank = control.rank
         self.group_size = control.num_ranks
-        self.num_nvl_bytes = int(num_nvl_bytes)
-        self.num_rdma_bytes = int(num_rdma_bytes)
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
@@ -307,8 +307,8 @@ class Buffer(LowLatencyMethods):
             num_tokens_per_expert: [E] int32.
             topk_idx: [T, K] int32 or int64 expert ids, or None.
             topk_weights: [T, K] float32, or None; both or neither.
-            expert_alignment: The counts per expert are rounded up to a multiple of it.
-            num_worst_tokens: Make room for this many rows and do not wait for the counts; needs top-k.
+            expert_alignment: The counts per expert are rounded up to a multiple of it, which is below 2**31.
+            num_worst_tokens: Make room for this many rows, below 2**31, and do not wait for the counts; needs top-k.
             config: Across nodes, how many tokens a message holds and how many messages are queued; without one the
                 buffer chooses. Inside a node the CPU needs no tuning.
             previous_event: Wait for it first.
@@ -356,8 +356,9 @@ class Buffer(LowLatencyMethods):
                 self._topology.num_nodes,
                 num_tokens_per_rdma_rank,
             )
-            expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1)
-            num_worst_tokens = checks.check_int(where, "num_worst_tokens", num_worst_tokens, 0)
+            most = checks.MOST_ROWS
+            expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1, most)
+            num_worst_tokens = checks.check_int(where, "num_worst_tokens", num_worst_tokens, 0, most)
             expert_list: list[int] = []
             if num_worst_tokens:
                 if topk_idx is None:
@@ -498,7 +499,7 @@ class Buffer(LowLatencyMethods):
             if hidden is None and self._last_rows is None:
                 raise ValueError(f"{where}: `hidden` must be given where no dispatch came before")
             last_hidden, last_dtype = self._last_rows or (0, torch.bfloat16)
-            hidden = last_hidden if hidden is None else checks.check_int(where, "hidden", hidden, 1)
+            hidden = last_hidden if hidden is None else checks.check_int(where, "hidden", hidden, 1, checks.MOST_ROWS)
             dtype = dtype or (last_dtype if last_dtype in checks.COMBINE_DTYPES else torch.bfloat16)
             if dtype not in checks.COMBINE_DTYPES:
                 raise ValueError(f"{where}: `dtype` must be one that combine takes, got {dtype}")

@@ -135,7 +135,7 @@ def ordinary_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """
     try:
         return torch.empty(*shape, dtype=dtype, device="cpu")
-    except RuntimeError:
+    except (RuntimeError, OverflowError):  # also a number of bytes that is none
         raise _too_little(math.prod(shape) * dtype.itemsize, "the system refuses them") from None
 
 
@@ -163,7 +163,7 @@ class SharedMemory:
 
     def grow(self, num_bytes: int) -> Span:
         """Add that many bytes, of which none is committed yet."""
-        span = Span(self.num_bytes, self.num_bytes + whole_units(num_bytes))
+        span = _grown(self.num_bytes, num_bytes)
         os.ftruncate(self.fd, span.stop)
         self.num_bytes = span.stop
         return span
@@ -205,7 +205,7 @@ class PrivateMemory:
 
     def grow(self, num_bytes: int) -> Span:
         """Add that many bytes."""
-        span = Span(self.num_bytes, self.num_bytes + whole_units(num_bytes))
+        span = _grown(self.num_bytes, num_bytes)
         self.num_bytes = span.stop
         return span
 
@@ -225,6 +225,18 @@ class PrivateMemory:
 
 
 Memory = SharedMemory | PrivateMemory
+
+
+def _grown(start: int, num_bytes: int) -> Span:
+    """The span behind `start` of so many bytes.
+
+    Raises:
+        EPTransportError: No process has room for it.
+    """
+    span = Span(start, start + whole_units(num_bytes))
+    if span.stop > _MOST_BYTES:
+        raise _too_little(num_bytes, "a process has no addresses for them")
+    return span
 
 
 def _mapped(span: Span, fd: int, **options: int) -> mmap.mmap:
