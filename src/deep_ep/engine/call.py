@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import env
-from ..errors import EPClosed, EPError, EPOverflow
+from ..errors import EPClosed, EPError, EPOverflow, account
 from ..trace import NO_SLICE, WAIT, Slice
 from ..transport import HEADER, OFFER, POSTED_BYTES, Arena, Base, EPPeerFailed, PrivateMemory, Window, ordinary_tensor
 from .stats import Stats
@@ -318,7 +318,7 @@ class Chain:
             self.window.fail(str(error))
         else:
             where = f"{call}: " if call is not None else ""
-            self.window.fail(f"{where}{type(error).__name__}: {error}")
+            self.window.fail(f"{where}{account(error)}")
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in private memory: recycled if it is large."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import EPClosed, EPTimeout
+from ..errors import EPClosed, EPTimeout, account
 from ..kernels import exchange
 from ..kernels.exchange import Nodes, Places, Post
 from ..stream import LaunchStream
@@ -193,7 +193,7 @@ class Signals:
         """Tell the peers what went wrong in a call, but a wrong argument that none heard of."""
         is_refused = not self.is_announced and isinstance(error, (ValueError, TypeError, AssertionError))
         if not is_refused and self._failure is None and not self._failed_word.value:
-            self._failure = f"{operation}: {type(error).__name__}: {error}"
+            self._failure = f"{operation}: {account(error)}"
             with self._stream.aside():
                 exchange.abort(self.places, OPERATIONS.index(operation))
                 if self.tell_failure is not None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import EPTransportError
+from ..errors import EPTransportError, encoded
 from .arena import Base
 from .memory import Mapping
 from .spans import Span, whole_units
@@ -118,8 +118,7 @@ class Board:
 
     def write_text(self, text: str) -> None:
         """Write why this rank failed, cut to the room there is."""
-        room = self._text.nbytes - 8
-        data = text.encode()[:room]
+        data = encoded(text, self._text.nbytes - 8)
         self._text[:8] = len(data).to_bytes(8, "little")
         self._text[8 : 8 + len(data)] = data
 

@@ -16,7 +16,7 @@ import time
 from typing import NamedTuple
 
 from ..control import Control
-from ..errors import EPTransportError
+from ..errors import EPTransportError, encoded
 from ..topology import Topology
 from .arena import Arena
 from .board import NUM_SENT_POSTS
@@ -199,7 +199,7 @@ class Mesh:
         self._has_failed = True
         for rank in self.senders:
             self.drop(rank)
-            self._queue(rank, FAILED, 0, self._filled(cause.encode()))
+            self._queue(rank, FAILED, 0, self._filled(encoded(cause)))
 
     def close(self) -> None:
         """Have what is queued sent, say that this rank leaves, and close the links."""

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from ..control import Control
-from ..errors import EPError, EPTimeout, EPTransportError
+from ..errors import EPError, EPTimeout, EPTransportError, encoded
 from ..topology import Topology
 from ..trace import NETWORK, NO_SLICE, WAIT, Slice, Trace, from_track, to_track
 from .links import ANNOUNCE, FAILED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
@@ -157,7 +157,7 @@ class Rail:
         for link in self.links.values():
             link.drop_queued()
             if link.ending is None:
-                link.send(FAILED, 0, 0, self.pool.filled(cause.encode()))
+                link.send(FAILED, 0, 0, self.pool.filled(encoded(cause)))
         deadline = time.monotonic() + _FAREWELL_SECS
         while any(link.num_queued for link in self.links.values()) and time.monotonic() < deadline:
             self.turn(_LOOK_SECS)
