@@ -396,6 +396,13 @@ class Buffer(LowLatencyMethods):
         Fastest where `x` lies in the window: rows received by dispatch and changed in place, or `get_combine_buffer`.
         Other input is copied into the window first.
 
+        Sums are taken in FP32 (FP64 in FP64): biases, then rows by rank ascending, and rounded once to x's dtype.
+        Across nodes the rows of each node are summed and rounded to x's dtype on their way, then added to the biases,
+        nodes ascending, and rounded again. So results of one node and of several may differ in the last bit; and where
+        the rows of one node alone exceed x's dtype (65504 in FP16) the result is infinite or NaN across nodes, although
+        a bias, or another node's rows, would have brought it back into range. A sum of zeros is 0.0; with a bias it is
+        -0.0 if all that is added is -0.0, and a token that was sent nowhere gets its bias, to the bit.
+
         Args:
             x: [n, H] BF16, FP16, FP32 or FP64, contiguous: row i belongs to row i of the dispatch.
             handle: Of the dispatch.
