@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
 import warnings
 import weakref
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from .. import env
 from ..config import Config, combine_config, dispatch_config
 from ..control import Comm, Control
 from ..engine.direct import Order
-from ..errors import EPClosed, EPUnsupported
+from ..errors import EPClosed, EPUnsupported, account
 from ..event import EventHandle, EventOverlap
 from ..handle import parse_handle
 from ..sizing import low_latency_buffer_bytes
@@ -66,6 +68,10 @@ class Buffer(LowLatencyMethods):
     """The expert-parallel communication buffer of one rank: dispatch tokens to experts, combine their results.
 
     All ranks of the group construct it together, and then make the same calls in the same order.
+
+    `with Buffer(...) as buffer:` closes it at the end of the block, whatever `explicitly_destroy` is, as `destroy()`
+    does. If an exception leaves the block, nothing is waited for: what is queued fails, and all peers raise at once and
+    name this rank (on the CPU also its exception; where ranks may be masked, they go on without it).
 
     Args:
         group: The process group, of any kind. None: use `comm`.
@@ -602,7 +608,27 @@ class Buffer(LowLatencyMethods):
 
         Received tensors stay valid. A second call does nothing.
         """
-        assert self.explicitly_destroy, "Buffer.destroy: make the buffer with explicitly_destroy=True"
+        assert self.explicitly_destroy, (
+            "Buffer.destroy: make the buffer with explicitly_destroy=True, or use it in a `with` block"
+        )
+        self._close()
+
+    def __enter__(self) -> Buffer:
+        self._require_open("Buffer")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._close()
+        else:
+            self._leave(error)
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Close, once what is queued has finished."""
         with self._lock:
             if self._finalizer.detach() is None:
                 return
@@ -611,7 +637,23 @@ class Buffer(LowLatencyMethods):
             if self._trace is not None:
                 self._trace.close(self._engine.numbers())
 
-    # Inside ----------------------------------------------------------------------------------------------------------
+    def _leave(self, error: BaseException) -> None:
+        """Close without waiting, because of an error that is on its way to the caller: nothing here may hide it.
+
+        Peers are told, so that they raise at once and name this rank. Where ranks may be masked they are not: they go
+        on without this one. No lock is taken: another thread may hold it, inside of a call that waits.
+        """
+        if self._finalizer.detach() is None:
+            return
+        self.runtime = None
+        with contextlib.suppress(Exception):  # a device that has failed cannot be told anything
+            if not self.enable_shrink:
+                self._engine.leave(f"rank {self.rank} left its `with` block by {account(error)}")
+            if self.device.type == "cpu":
+                _release(self._engine, self._trace, False)
+                return
+        # Memory under a running kernel cannot be unmapped: on a GPU it goes with the last reference.
+        self._finalizer = weakref.finalize(self, _release, self._engine, self._trace, False)
 
     def _require_open(self, where: str) -> None:
         if self.runtime is None:

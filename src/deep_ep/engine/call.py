@@ -27,6 +27,7 @@ ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4
 _STEP_NAMES = {ANNOUNCED: "announced", OFFERED: "offered", READY: "ready", TAKEN: "taken"}
 
 LOW_LATENCY = "low-latency"
+LEAVE = "leave"  # no call: what a rank says of itself that leaves its buffer by an exception
 OPERATIONS = (
     "dispatch",
     "worst-case dispatch",
@@ -37,6 +38,7 @@ OPERATIONS = (
     f"{LOW_LATENCY} combine",
     f"{LOW_LATENCY} barrier",
     "pushed combine",
+    LEAVE,
 )
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -319,6 +321,9 @@ class Chain:
         else:
             where = f"{call}: " if call is not None else ""
             self.window.fail(f"{where}{account(error)}")
+
+    def tell_failure(self) -> None:
+        """Tell ranks that do not see the window that this rank has failed. On one node there are none."""
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in private memory: recycled if it is large."""

@@ -6,6 +6,7 @@ with the event that says when it is filled. `num_sms` is for GPUs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -185,6 +186,12 @@ class DirectEngine:
     def forget(self) -> None:
         """Close when what is queued has finished, without waiting for it."""
         self.stream.finish_with(self.window.close)
+
+    def leave(self, cause: str) -> None:
+        """Tell all peers that this rank has left, and why. Waits for nothing: what is queued fails by itself."""
+        self.window.fail(cause)  # ranks of this node see it at once
+        with contextlib.suppress(RuntimeError):  # the thread has ended: nothing is queued, and nobody waits for it
+            self.stream.submit(self.chain.tell_failure)  # links are the comm stream's alone
 
     def tune(self, config: Config | None) -> None:
         """Take the chunks of the next call from a config. One hop has none."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import EPError, EPOverflow, EPTimeout, named
 from ..kernels import exchange
-from .call import OPERATIONS, step_name
+from .call import LEAVE, OPERATIONS, step_name
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,9 @@ class Record:
                 f"{self.expected} ({me}). Make the buffer with a larger num_rdma_bytes, or begin with a dispatch "
                 "without handle or num_worst_tokens, in which it grows. The buffer is closed: make a new one"
             )
+        if operation == LEAVE:
+            left = f"rank {self.origin} left its buffer by an exception, after call {self.epoch}"
+            return EPError(f"{left} ({me}). Look at its output")
         return EPError(f"{where}: rank {self.origin} failed ({me}). Look at its output")
 
 

@@ -192,8 +192,18 @@ class Signals:
     def spread(self, operation: str, error: BaseException) -> None:
         """Tell the peers what went wrong in a call, but a wrong argument that none heard of."""
         is_refused = not self.is_announced and isinstance(error, (ValueError, TypeError, AssertionError))
-        if not is_refused and self._failure is None and not self._failed_word.value:
-            self._failure = f"{operation}: {account(error)}"
+        if not is_refused:
+            self.give_up(operation, f"{operation}: {account(error)}")
+
+    def give_up(self, operation: str, cause: str) -> None:
+        """Fail, and tell the peers so, unless the buffer has failed already.
+
+        Args:
+            operation: In which.
+            cause: Why. Peers learn the operation alone: kernels have no words for more.
+        """
+        if self._failure is None and not self._failed_word.value:
+            self._failure = cause
             with self._stream.aside():
                 exchange.abort(self.places, OPERATIONS.index(operation))
                 if self.tell_failure is not None:

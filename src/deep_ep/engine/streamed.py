@@ -33,7 +33,7 @@ from ..sizing import align
 from ..stream import LaunchStream
 from ..trace import Trace
 from ..transport.device import DeviceWindow
-from .call import ANNOUNCED, OFFERED, OPERATIONS, READY, TAKEN, Agreement, warn_staged
+from .call import ANNOUNCED, LEAVE, OFFERED, OPERATIONS, READY, TAKEN, Agreement, warn_staged
 from .combine import Combined
 from .digest import pack
 from .direct import Order
@@ -537,6 +537,10 @@ class StreamedEngine:
         self.stream.stop()
         if self.signals.marks is not None:
             self.signals.marks.record()
+
+    def leave(self, cause: str) -> None:
+        """Tell all peers that this rank has left. Waits for nothing: what is launched fails by itself."""
+        self.signals.give_up(LEAVE, cause)
 
     def forget(self) -> None:
         """Wait for everything that was launched: memory under a running kernel cannot be unmapped."""

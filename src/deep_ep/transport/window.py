@@ -12,6 +12,7 @@ It moves bytes and knows nothing of tokens. `shm.py` and `solo.py` make windows;
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import EPError, EPTimeout, EPTransportError, named
+from ..errors import EPClosed, EPError, EPTimeout, EPTransportError, named
 from ..trace import Trace
 from .arena import GROWTH_BYTES, Arena, Base, Segment
 from .board import MAX_EXPERTS, NUM_SENT_POSTS, Board, progress_of
@@ -156,6 +157,7 @@ class Window:
         self.board = peers[rank].board
         self.limit_secs = limit_secs
         self.failure: str | None = None
+        self._failing = threading.Lock()
         self.look: Callable[[str], None] | None = None
         self.trace: Trace | None = None
         self.fault: Callable[[str], None] | None = None
@@ -251,11 +253,12 @@ class Window:
     # Failure --------------------------------------------------------------------------------------------------------
 
     def fail(self, cause: str) -> None:
-        """Tell all peers, once and for all, that this rank has failed. The first cause stays."""
-        if self.failure is None:
-            self.failure = cause
-            self.board.write_text(cause)
-            self.board.failed.store_release(1)
+        """Tell all peers, once and for all, that this rank has failed. The first cause stays. Any thread may."""
+        with self._failing:  # the comm stream, and a caller that leaves: one text, and the flag behind it
+            if self.failure is None:
+                self.failure = cause
+                self.board.write_text(cause)
+                self.board.failed.store_release(1)
 
     def raise_if_peer_failed(self, epoch: int, operation: str) -> None:
         """For waits that are not the window's: raise if a peer has failed."""
@@ -270,6 +273,8 @@ class Window:
             peer.close()
 
     def _raise_if_failed(self, where: Where) -> None:
+        if self.failure is not None:  # its caller has left meanwhile: what is still queued has no use any more
+            raise EPClosed(f"{where}: the buffer was closed ({self.failure}) ({self.me()})")
         for peer in self._others:
             if peer.board.failed.load_acquire():
                 rank = self.place.first_rank + peer.rank
