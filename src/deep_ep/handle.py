@@ -6,8 +6,9 @@ and is all there is: no state is kept beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
+from operator import gt
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +98,9 @@ class RailHandle(NamedTuple):
         return self.recv_src_meta.view(torch.int32)[:, 1]
 
 
+_ITEMS = [f"handle[{index}]" for index in range(len(RailHandle._fields))]  # as messages name them
+
+
 def parse_handle(handle: Any, num_ranks: int, device: torch.device, where: str, num_nodes: int = 1) -> Any:
     """Check a handle that a caller hands back.
 
@@ -118,7 +122,7 @@ def parse_handle(handle: Any, num_ranks: int, device: torch.device, where: str, 
             f"{where}: `handle` must have {len(kind._fields)} items ({nodes}), this one has {len(handle)}. "
             "Pass the handle of a dispatch on this buffer"
         )
-    parsed = kind(*(ordinary(where, f"handle[{index}]", item) for index, item in enumerate(handle)))
+    parsed = kind(*(ordinary(where, name, item) for name, item in zip(_ITEMS, handle, strict=False)))
     shapes = _direct_shapes(parsed, num_ranks) if num_nodes == 1 else _rail_shapes(parsed, num_ranks, num_nodes)
     for name, (shape, dtype) in shapes.items():
         tensor = getattr(parsed, name)
@@ -167,16 +171,17 @@ def check_rows(handle: Handle, rank: int, where: str) -> None:
         ValueError: It does not.
     """
     prefix = handle.rank_prefix_matrix.tolist()
-    _check_ascending(where, "rank_prefix_matrix", zip(*prefix, strict=True))
+    _check_ascending(where, "rank_prefix_matrix", prefix)
     _check_count(where, "received rows", prefix[-1][rank], "recv_src_idx", handle.num_rows)
     ends, starts = prefix[rank], prefix[rank - 1] if rank else [0] * len(prefix)
-    sent, slots = [end - start for start, end in zip(starts, ends, strict=True)], handle.send_head
-    named = (slots >= 0).sum(0).tolist()
-    last = slots.amax(0).tolist() if handle.num_tokens else [-1] * len(ends)
-    if sent != named or last != [end - 1 if count else -1 for end, count in zip(ends, sent, strict=True)]:
+    # Down a column the slots are `start` to `end - 1`, and -1 for all other tokens. The sum of all tells whether they
+    # can be: a wrong one among thousands shows, and adding is what a call can spend on it.
+    pairs = zip(starts, ends, strict=True)
+    expected = sum((end - start) * (start + end + 1) // 2 for start, end in pairs) - handle.send_head.numel()
+    if int(handle.send_head.sum()) != expected:
         raise ValueError(
-            f"{where}: the `handle` counts {sent} rows that this rank sends, up to rows {ends} of the ranks: its "
-            f"`send_head` names {named} rows, the last ones {last}. Pass the handle as dispatch returned it"
+            f"{where}: the `handle` counts rows {starts} to {ends} of the ranks as those of this rank, its `send_head` "
+            "names others. Pass the handle as dispatch returned it"
         )
 
 
@@ -184,20 +189,19 @@ def check_rail_rows(handle: RailHandle, where: str) -> None:
     """The same for the handle of a dispatch across nodes."""
     rows = handle.recv_gbl_rank_prefix_sum.tolist()
     passed_on = handle.recv_rdma_rank_prefix_sum.tolist()
-    _check_ascending(where, "recv_gbl_rank_prefix_sum", [rows])
-    _check_ascending(where, "recv_rdma_rank_prefix_sum", [passed_on])
+    _check_ascending(where, "recv_gbl_rank_prefix_sum", [[count] for count in rows])
+    _check_ascending(where, "recv_rdma_rank_prefix_sum", [[count] for count in passed_on])
     _check_count(where, "received rows", rows[-1], "recv_src_meta", handle.num_rows)
     _check_count(where, "rows passed on", passed_on[-1], "send_nvl_head", handle.send_nvl_head.size(0))
 
 
-def _check_ascending(where: str, name: str, columns: Iterable[Sequence[int]]) -> None:
-    """Prefix sums of counts begin at 0 or more, and never fall."""
-    for column in columns:
-        if any(later < earlier for earlier, later in pairwise((0, *column))):
-            raise ValueError(
-                f"{where}: the `handle`'s `{name}` must be prefix sums of counts, it has {list(column)}. "
-                "Pass the handle as dispatch returned it"
-            )
+def _check_ascending(where: str, name: str, rows: Sequence[Sequence[int]]) -> None:
+    """Prefix sums of counts, one row below the other, begin at 0 or more and never fall."""
+    if min(rows[0]) < 0 or any(any(map(gt, above, below)) for above, below in pairwise(rows)):
+        raise ValueError(
+            f"{where}: the `handle`'s `{name}` must be prefix sums of counts, it is {rows}. "
+            "Pass the handle as dispatch returned it"
+        )
 
 
 def _check_count(where: str, what: str, counted: int, name: str, num_rows: int) -> None:

@@ -19,6 +19,12 @@ import torch
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
+# Everything that is looked for here is a dispatch key of the tensor: its layout, what wraps it, a lazy sign. So a set
+# of keys that was found to be ordinary once is so for every tensor, and a call looks at one number for each of its
+# dozen tensors. Only what is not known goes through the questions below.
+_dispatch_keys = torch._C._dispatch_keys
+_plain_keys: set[int] = set()
+
 
 def is_lazy(value: Any) -> bool:
     """Whether a value is a tensor that must be resolved, which reads it: its bytes are not yet its values."""
@@ -37,23 +43,9 @@ def ordinary(where: str, name: str, value: torch.Tensor, is_written: bool = Fals
     Raises:
         ValueError: There is no such tensor, or only a copy.
     """
-    kind = type(value)
-    # Each of these costs tens of nanoseconds, and a call has a dozen tensors: the usual ones take the shortest way.
-    if (
-        value.layout is not torch.strided
-        or value.is_quantized
-        or kind not in _PLAIN_TYPES
-        or _is_transformed(value)
-        or value.is_nested
-    ):
-        value = _unwrapped(where, name, value)
-    if value.is_neg() or value.is_conj():
-        if is_written:
-            raise ValueError(
-                f"{where}: `{name}` is written, so it must not be lazily negated or conjugated. "
-                f"Pass `{name}.resolve_conj().resolve_neg()`"
-            )
-        value = value.resolve_conj().resolve_neg()
+    if type(value) not in _PLAIN_TYPES or _dispatch_keys(value).raw_repr() not in _plain_keys:
+        value = _resolved(where, name, _unwrapped(where, name, value), is_written)
+        _plain_keys.add(_dispatch_keys(value).raw_repr())
     shape = value.shape
     if (1 in shape or 0 in shape) and value.is_contiguous():
         strides = _fresh_strides(shape)
@@ -62,8 +54,20 @@ def ordinary(where: str, name: str, value: torch.Tensor, is_written: bool = Fals
     return value
 
 
+def _resolved(where: str, name: str, value: torch.Tensor, is_written: bool) -> torch.Tensor:
+    """The tensor, or a copy of it whose bytes are its values."""
+    if not is_lazy(value):
+        return value
+    if is_written:
+        raise ValueError(
+            f"{where}: `{name}` is written, so it must not be lazily negated or conjugated. "
+            f"Pass `{name}.resolve_conj().resolve_neg()`"
+        )
+    return value.resolve_conj().resolve_neg()
+
+
 def _unwrapped(where: str, name: str, value: torch.Tensor) -> torch.Tensor:
-    """An instance of a subclass as a tensor that behaves like any other.
+    """A tensor that behaves like any other, which an instance of a subclass becomes.
 
     Raises:
         ValueError: It has no memory of its own, or its memory is not its values.
@@ -82,7 +86,8 @@ def _unwrapped(where: str, name: str, value: torch.Tensor) -> torch.Tensor:
         remedy = f"`{name}.to_local()`" if hasattr(value, "to_local") else remedy
     if seen:
         raise ValueError(f"{where}: `{name}` must be an ordinary strided tensor, it is {seen}. Pass {remedy}")
-    return value.as_subclass(torch.Tensor)  # what a subclass does to operators is no part of communication
+    # What a subclass does to operators is no part of communication.
+    return value if type(value) in _PLAIN_TYPES else value.as_subclass(torch.Tensor)
 
 
 def _fresh_strides(shape: torch.Size) -> tuple[int, ...]:
