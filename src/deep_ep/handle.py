@@ -199,7 +199,7 @@ def _check_ascending(where: str, name: str, rows: Sequence[Sequence[int]]) -> No
     """Prefix sums of counts, one row below the other, begin at 0 or more and never fall."""
     if min(rows[0]) < 0 or any(any(map(gt, above, below)) for above, below in pairwise(rows)):
         raise ValueError(
-            f"{where}: the `handle`'s `{name}` must be prefix sums of counts, it is {rows}. "
+            f"{where}: the `handle`'s `{name}` must be prefix sums of counts, it falls, or begins below 0. "
             "Pass the handle as dispatch returned it"
         )
 
