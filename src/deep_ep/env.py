@@ -9,6 +9,12 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+# The largest limit and the largest sizes that can be asked for, by a variable or by an argument of a buffer. Beyond
+# them some part of the machine has no number for it: `poll` takes 2**31 milliseconds, a wait of the host is up to twice
+# the limit, and kernels address 2**40 bytes of a segment. Both are far beyond any use: eleven days, a tebibyte.
+MOST_SECS = 1_000_000
+MOST_BYTES = 1 << 40
+
 
 @dataclass(frozen=True)
 class Variable(Generic[T]):
@@ -30,18 +36,23 @@ class Variable(Generic[T]):
             raise ValueError(f"{self.name}: cannot read {text!r} ({error}). {self.help}") from None
 
 
-def _positive_float(text: str) -> float:
+def _secs(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise ValueError("must be greater than 0")
+    if not 0 < value <= MOST_SECS:  # `nan` is neither
+        raise ValueError(f"must be greater than 0 and at most {MOST_SECS}")
     return value
 
 
 def _non_negative_int(text: str) -> int:
-    value = int(float(text)) if "e" in text.lower() else int(text)
-    if value < 0:
-        raise ValueError("must not be negative")
+    value = _whole(float(text)) if "e" in text.lower() else int(text)
+    if not 0 <= value <= MOST_BYTES:
+        raise ValueError(f"must not be negative, and at most {MOST_BYTES}")
     return value
+
+
+def _whole(value: float) -> int:
+    """A number as `1e9` is one. What no integer is (`1e400` is infinite) is out of range in any case."""
+    return int(value) if abs(value) < MOST_BYTES else MOST_BYTES + 1
 
 
 def _service_level(text: str) -> int | None:
@@ -52,7 +63,7 @@ def _service_level(text: str) -> int | None:
 
 
 TIMEOUT_SECS = Variable(
-    "DEEP_EP_TIMEOUT_SECS", _positive_float, 100.0, "Seconds that a call, or construction, waits for a peer."
+    "DEEP_EP_TIMEOUT_SECS", _secs, 100.0, "Seconds that a call, or construction, waits for a peer; at most 1000000."
 )
 DEVICE = Variable(
     "DEEP_EP_DEVICE", str, "", "Device of new buffers: `cpu` or `cuda`; unset: a GPU where torch sees one."
@@ -85,7 +96,7 @@ ARENA_BYTES = Variable(
     "DEEP_EP_ARENA_BYTES",
     _non_negative_int,
     0,
-    "Most bytes that the arena of received tensors may take on a rank (0: as many as are needed).",
+    "Most bytes that the arena of received tensors may take on a rank (0: as many as are needed; at most 2**40).",
 )
 POSTED_BYTES = Variable(
     "DEEP_EP_POSTED_BYTES",

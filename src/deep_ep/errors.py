@@ -14,6 +14,23 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
 
 
+_MOST_TEXT_BYTES = 1 << 14  # of an account of a failure: nobody reads more, and peers keep room for it
+
+
+def account(error: BaseException) -> str:
+    """What an error says, as a peer is told it. A failure is told even if the error cannot say what it is."""
+    try:
+        text = str(error)
+        return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    except Exception as trouble:
+        return f"{type(error).__name__} (its text is not to be had: {type(trouble).__name__})"
+
+
+def encoded(text: str, most_bytes: int = _MOST_TEXT_BYTES) -> bytes:
+    """A text for peers, cut to the room there is. What UTF-8 has no bytes for (a lone surrogate) is written out."""
+    return text.encode(errors="backslashreplace")[:most_bytes]
+
+
 class EPError(RuntimeError):
     """Something outside this call went wrong: a peer failed, peers disagree, memory is short."""
 

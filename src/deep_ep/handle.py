@@ -6,11 +6,15 @@ and is all there is: no state is kept beside it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from operator import gt
 from typing import Any, NamedTuple
 
 import torch
 
 from .errors import EPOverflow
+from .tensors import ordinary
 
 
 class Handle(NamedTuple):
@@ -95,6 +99,9 @@ class RailHandle(NamedTuple):
         return self.recv_src_meta.view(torch.int32)[:, 1]
 
 
+_ITEMS = [f"handle[{index}]" for index in range(len(RailHandle._fields))]  # as messages name them
+
+
 def parse_handle(handle: Any, num_ranks: int, device: torch.device, where: str, num_nodes: int = 1) -> Any:
     """Check a handle that a caller hands back.
 
@@ -116,7 +123,7 @@ def parse_handle(handle: Any, num_ranks: int, device: torch.device, where: str, 
             f"{where}: `handle` must have {len(kind._fields)} items ({nodes}), this one has {len(handle)}. "
             "Pass the handle of a dispatch on this buffer"
         )
-    parsed = kind(*handle)
+    parsed = kind(*(ordinary(where, name, item) for name, item in zip(_ITEMS, handle, strict=False)))
     shapes = _direct_shapes(parsed, num_ranks) if num_nodes == 1 else _rail_shapes(parsed, num_ranks, num_nodes)
     for name, (shape, dtype) in shapes.items():
         tensor = getattr(parsed, name)
@@ -189,22 +196,43 @@ def _mark_of(handle: Handle | RailHandle) -> torch.Tensor:
 
 
 def check_rows(handle: Handle, rank: int, where: str) -> None:
-    """Check that a handle has room for the rows that it counts. Its tensors must have been filled.
+    """Check that a handle counts rows as a dispatch does, and has room for them. Its tensors must have been filled.
 
     Raises:
-        ValueError: It has not.
+        ValueError: It does not.
     """
-    _check_count(where, "received rows", handle.rank_prefix_matrix.tolist()[-1][rank], "recv_src_idx", handle.num_rows)
+    prefix = handle.rank_prefix_matrix.tolist()
+    _check_ascending(where, "rank_prefix_matrix", prefix)
+    _check_count(where, "received rows", prefix[-1][rank], "recv_src_idx", handle.num_rows)
+    ends, starts = prefix[rank], prefix[rank - 1] if rank else [0] * len(prefix)
+    # Down a column the slots are `start` to `end - 1`, and -1 for all other tokens. The sum of all tells whether they
+    # can be: a wrong one among thousands shows, and adding is what a call can spend on it.
+    pairs = zip(starts, ends, strict=True)
+    expected = sum((end - start) * (start + end + 1) // 2 for start, end in pairs) - handle.send_head.numel()
+    if int(handle.send_head.sum()) != expected:
+        raise ValueError(
+            f"{where}: the `handle` counts rows {starts} to {ends} of the ranks as those of this rank, its `send_head` "
+            "names others. Pass the handle as dispatch returned it"
+        )
 
 
 def check_rail_rows(handle: RailHandle, where: str) -> None:
     """The same for the handle of a dispatch across nodes."""
-    num_rows, num_passed_on = (
-        handle.recv_gbl_rank_prefix_sum.tolist()[-1],
-        handle.recv_rdma_rank_prefix_sum.tolist()[-1],
-    )
-    _check_count(where, "received rows", num_rows, "recv_src_meta", handle.num_rows)
-    _check_count(where, "rows passed on", num_passed_on, "send_nvl_head", handle.send_nvl_head.size(0))
+    rows = handle.recv_gbl_rank_prefix_sum.tolist()
+    passed_on = handle.recv_rdma_rank_prefix_sum.tolist()
+    _check_ascending(where, "recv_gbl_rank_prefix_sum", [[count] for count in rows])
+    _check_ascending(where, "recv_rdma_rank_prefix_sum", [[count] for count in passed_on])
+    _check_count(where, "received rows", rows[-1], "recv_src_meta", handle.num_rows)
+    _check_count(where, "rows passed on", passed_on[-1], "send_nvl_head", handle.send_nvl_head.size(0))
+
+
+def _check_ascending(where: str, name: str, rows: Sequence[Sequence[int]]) -> None:
+    """Prefix sums of counts, one row below the other, begin at 0 or more and never fall."""
+    if min(rows[0]) < 0 or any(any(map(gt, above, below)) for above, below in pairwise(rows)):
+        raise ValueError(
+            f"{where}: the `handle`'s `{name}` must be prefix sums of counts, it falls, or begins below 0. "
+            "Pass the handle as dispatch returned it"
+        )
 
 
 def _check_count(where: str, what: str, counted: int, name: str, num_rows: int) -> None:

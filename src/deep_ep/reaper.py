@@ -54,9 +54,14 @@ class Closing:
         self._finalizer.detach()
         return self._close if _open.pop(id(self), None) is not None else None
 
+    def close_soon(self) -> None:
+        """Have the reaper close, without a warning, though the owner lives on. Waits for nothing."""
+        self._is_quiet = True
+        _handed_over.put(self)
+
     def _hand_over(self) -> None:
         """The finalizer, which may run anywhere."""
-        self._is_quiet = sys.exc_info()[1] is not None
+        self._is_quiet = self._is_quiet or sys.exc_info()[1] is not None
         _handed_over.put(self)
 
     def run(self) -> None:

@@ -176,7 +176,8 @@ def combine(
 
     Sums are taken in float32 (float64 for float64) from bias 0 + bias 1 on, ranks ascending, and rounded
     once to the dtype of `ys`. With several nodes the rows of each node are summed and rounded first, then
-    added to the biases, nodes ascending.
+    added to the biases, nodes ascending. A sum without biases begins with 0.0, that of a node with -0.0, which
+    changes no number.
 
     Example: three ranks return 1, 2**-8 and 2**-8 in BF16 for a token. On one node the result is 1 + 2**-7,
     which BF16 holds. With two ranks per node the first node's 1 + 2**-8 is halfway between two BF16 numbers
@@ -429,7 +430,7 @@ def _reduce(
                 for part in parts:
                     total[token] += part.to(total.dtype)
             elif parts:
-                node_sum = torch.zeros_like(total[token])
+                node_sum = torch.full_like(total[token], -0.0)
                 for part in parts:
                     node_sum += part.to(total.dtype)
                 total[token] += node_sum.to(node_dtype).to(total.dtype)
@@ -437,11 +438,12 @@ def _reduce(
 
 
 def _bias_sum(bias: Bias, num_tokens: int, y: torch.Tensor) -> torch.Tensor:
-    """Bias 0 + bias 1, `[T, H]` in the dtype to accumulate in; zeros for what is missing."""
+    """Bias 0 + bias 1, `[T, H]` in the dtype to accumulate in; zeros where there is neither."""
     dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
-    zeros = torch.zeros((num_tokens, *y.shape[1:]), dtype=dtype, device=y.device)
-    bias_0, bias_1 = bias if isinstance(bias, tuple) else (bias, None)
-    return (zeros if bias_0 is None else bias_0.to(dtype)) + (zeros if bias_1 is None else bias_1.to(dtype))
+    biases = [one.to(dtype) for one in (bias if isinstance(bias, tuple) else (bias,)) if one is not None]
+    if not biases:
+        return torch.zeros((num_tokens, *y.shape[1:]), dtype=dtype, device=y.device)
+    return biases[0] + biases[1] if len(biases) == 2 else biases[0].clone()
 
 
 def _num_local_experts(num_experts: int | None, num_ranks: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from .. import env
 from ..config import Config
 from ..engine.parcel import Payload, Routing
 from ..event import EventHandle, EventOverlap, event_of
+from ..tensors import is_lazy, ordinary
 from ..transport import MAX_EXPERTS
 
 COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 IDX_DTYPES = (torch.int32, torch.int64)
+MOST_ROWS = (1 << 31) - 1  # rows are counted and numbered in int32
 
 
 def check_tensor(
@@ -24,10 +27,11 @@ def check_tensor(
     shape: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...] = (),
     contiguous: bool = True,
+    is_written: bool = False,
     *,
     device: torch.device,
 ) -> torch.Tensor:
-    """Check one tensor argument.
+    """Check one tensor argument, and make it ordinary (`tensors.py`): callers go on with what is returned.
 
     Args:
         where: The method.
@@ -36,12 +40,14 @@ def check_tensor(
         shape: What its shape must be; None: any size there.
         dtypes: What its dtype may be; none given: any.
         contiguous: Whether it must be contiguous.
+        is_written: Whether the method writes into it.
         device: The buffer's.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{where}: `{name}` must be a tensor, got {type(value).__name__}")
     if value.device != device:
         raise ValueError(f"{where}: `{name}` must be on the buffer's device {device}, it is on {value.device}")
+    value = ordinary(where, name, value, is_written)
     if value.dim() != len(shape) or any(
         want not in (None, size) for want, size in zip(shape, value.shape, strict=True)
     ):
@@ -57,7 +63,7 @@ def check_tensor(
     return value
 
 
-def check_int(where: str, name: str, value: Any, least: int | None = None) -> int:
+def check_int(where: str, name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """Check one integer argument."""
     try:
         number = operator.index(value)
@@ -67,7 +73,22 @@ def check_int(where: str, name: str, value: Any, least: int | None = None) -> in
         raise TypeError(f"{where}: `{name}` must be an integer, got {value!r} ({type(value).__name__})")
     if least is not None and number < least:
         raise ValueError(f"{where}: `{name}` must be at least {least}, got {number}")
+    if most is not None and number > most:
+        raise ValueError(f"{where}: `{name}` must be at most {most}, got {number}")
     return number
+
+
+def check_bytes(where: str, name: str, value: Any) -> int:
+    """Check a size of the window."""
+    num_bytes = check_int(where, name, value, 0)
+    if num_bytes > env.MOST_BYTES:
+        raise ValueError(
+            f"{where}: `{name}` must be at most {env.MOST_BYTES}, got {num_bytes}. The window grows by itself: "
+            "pass what get_nvl_buffer_size_hint, get_rdma_buffer_size_hint or get_low_latency_rdma_size_hint say"
+        )
+    if num_bytes % 128:
+        raise ValueError(f"{where}: `{name}` must be a multiple of 128, got {num_bytes}")
+    return num_bytes
 
 
 def check_secs(where: str, name: str, value: Any) -> float:
@@ -78,6 +99,11 @@ def check_secs(where: str, name: str, value: Any) -> float:
         raise TypeError(f"{where}: `{name}` must be a number of seconds, got {value!r} ({type(value).__name__})")
     if not value > 0:
         raise ValueError(f"{where}: `{name}` must be greater than 0, got {value}")
+    if value > env.MOST_SECS:
+        raise ValueError(
+            f"{where}: `{name}` must be at most {env.MOST_SECS}, got {value}. Every wait has a limit; "
+            f"pass {name}={env.MOST_SECS} for one that will not be met"
+        )
     return float(value)
 
 
@@ -85,7 +111,7 @@ def check_shape(where: str, name: str, value: Any) -> torch.Size:
     """Check a shape."""
     if isinstance(value, str) or not hasattr(value, "__iter__"):
         raise TypeError(f"{where}: `{name}` must be a shape, got {value!r} ({type(value).__name__})")
-    return torch.Size([check_int(where, name, size, 0) for size in value])
+    return torch.Size([check_int(where, name, size, 0, env.MOST_BYTES) for size in value])
 
 
 def check_num_experts(where: str, name: str, num_experts: Any, num_ranks: int) -> int:
@@ -146,27 +172,25 @@ def check_routing(
             f"{where}: without a handle, {', '.join(f'`{name}`' for name in missing)} must be given. "
             "`get_dispatch_layout` makes them"
         )
-    check_tensor(where, "num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), (torch.int32,), device=device)
+    per_rank = check_tensor(
+        where, "num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), (torch.int32,), device=device
+    )
     for name, counts in per_node.items():
-        check_tensor(where, name, counts, (num_nodes,), (torch.int32,), device=device)
-    check_tensor(where, "is_token_in_rank", is_token_in_rank, (num_tokens, num_ranks), (torch.bool,), device=device)
-    check_tensor(where, "num_tokens_per_expert", num_tokens_per_expert, (None,), (torch.int32,), device=device)
-    check_num_experts(where, "num_tokens_per_expert", num_tokens_per_expert.numel(), num_ranks)
+        per_node[name] = check_tensor(where, name, counts, (num_nodes,), (torch.int32,), device=device)
+    shape = (num_tokens, num_ranks)
+    mask = check_tensor(where, "is_token_in_rank", is_token_in_rank, shape, (torch.bool,), device=device)
+    per_expert = check_tensor(
+        where, "num_tokens_per_expert", num_tokens_per_expert, (None,), (torch.int32,), device=device
+    )
+    check_num_experts(where, "num_tokens_per_expert", per_expert.numel(), num_ranks)
     if (topk_idx is None) != (topk_weights is None):
         raise ValueError(f"{where}: `topk_idx` and `topk_weights` must be given together, or neither")
     if topk_idx is not None:
-        check_tensor(where, "topk_idx", topk_idx, (num_tokens, None), IDX_DTYPES, device=device)
-        check_tensor(
+        topk_idx = check_tensor(where, "topk_idx", topk_idx, (num_tokens, None), IDX_DTYPES, device=device)
+        topk_weights = check_tensor(
             where, "topk_weights", topk_weights, (num_tokens, topk_idx.size(1)), (torch.float32,), device=device
         )
-    return Routing(
-        num_tokens_per_rank,
-        num_tokens_per_expert,
-        is_token_in_rank,
-        topk_idx,
-        topk_weights,
-        num_tokens_per_rdma_rank if num_nodes > 1 else None,
-    )
+    return Routing(per_rank, per_expert, mask, topk_idx, topk_weights, per_node.get("num_tokens_per_rdma_rank"))
 
 
 def check_biases(where: str, bias: Any, like: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
@@ -198,13 +222,32 @@ def check_config(where: str, config: Any) -> Config | None:
 
 
 def check_event(
-    where: str, previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool
+    where: str, previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool, *arguments: Any
 ) -> EventHandle | None:
-    """Check the stream arguments. Returns the event to wait for, None where none was given."""
+    """Check the stream arguments.
+
+    Args:
+        where: The method.
+        previous_event: What was passed.
+        async_finish: What was passed.
+        allocate_on_comm_stream: What was passed.
+        arguments: Tensors, or tuples of them, or anything else, that the method will check next. Making a lazy one
+            ordinary reads it, which has to come after `previous_event`: so the caller's stream waits for it here.
+
+    Returns:
+        The event to wait for, None where none was given.
+    """
     if previous_event is not None and not isinstance(previous_event, (EventOverlap, EventHandle)):
         raise TypeError(f"{where}: `previous_event` must be an EventOverlap, got {type(previous_event).__name__}")
     event = event_of(previous_event)
     assert not allocate_on_comm_stream or (event is not None and async_finish), (
         f"{where}: `allocate_on_comm_stream` needs a previous event and `async_finish=True`"
     )
+    if event is not None and _has_lazy(arguments):
+        event.current_stream_wait()
+        return None  # the call then comes behind the caller's stream, on which the copies are made next
     return event
+
+
+def _has_lazy(arguments: Iterable[Any]) -> bool:
+    return any(_has_lazy(value) if isinstance(value, (tuple, list)) else is_lazy(value) for value in arguments)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import os
 import threading
 import warnings
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from .. import env
 from ..config import Config, combine_config, dispatch_config
 from ..control import Comm, Control
 from ..engine.direct import Order
-from ..errors import EPClosed, EPUnsupported
+from ..errors import EPClosed, EPUnsupported, account
 from ..event import EventHandle, EventOverlap
 from ..handle import parse_handle
 from ..reaper import Closing
@@ -71,11 +74,15 @@ class Buffer(LowLatencyMethods):
     A buffer belongs to the process that made it. In a forked child every method raises `EPClosed` and does nothing;
     tensors that were received before the fork stay readable there (`docs/protocol.md`).
 
+    `with Buffer(...) as buffer:` closes it at the end of the block, whatever `explicitly_destroy` is, as `destroy()`
+    does. If an exception leaves the block, nothing is waited for: what is queued fails, and all peers raise at once and
+    name this rank (on the CPU also its exception; where ranks may be masked, they go on without it).
+
     Args:
         group: The process group, of any kind. None: use `comm`.
-        num_nvl_bytes: Size of the window inside a node, a multiple of 128. It is reserved at once, used as needed,
-            and grows.
-        num_rdma_bytes: Size of the window across nodes, a multiple of 128.
+        num_nvl_bytes: Size of the window inside a node, a multiple of 128, at most 2**40. It is reserved at once, used
+            as needed, and grows.
+        num_rdma_bytes: Size of the window across nodes, a multiple of 128, at most 2**40.
         low_latency_mode: Whether low-latency calls will be made, in memory of `num_rdma_bytes`.
         num_qps_per_rank: Accepted for DeepEP's callers; there are no queue pairs here.
         allow_nvlink_for_low_latency_mode: Accepted likewise.
@@ -85,7 +92,8 @@ class Buffer(LowLatencyMethods):
         comm: An mpi4py communicator, or anything with its `Get_rank`, `Get_size` and `allgather`.
         use_fabric: Accepted for DeepEP's callers.
         device: Where tensors live; default `DEEP_EP_DEVICE`, else the current GPU, else the CPU.
-        num_cpu_timeout_secs: Seconds that a wait for a peer may take; default `DEEP_EP_TIMEOUT_SECS`.
+        num_cpu_timeout_secs: Seconds that a wait for a peer may take, at most a million; default
+            `DEEP_EP_TIMEOUT_SECS`.
         num_gpu_timeout_secs: The same for waits on a GPU.
         trace: A folder in which this rank records its calls, for `python -m deep_ep report` and Perfetto; default
             `DEEP_EP_TRACE`, empty: none.
@@ -119,9 +127,8 @@ class Buffer(LowLatencyMethods):
         trace: str | os.PathLike[str] | None = None,
     ):
         del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
-        for name, num_bytes in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
-            if checks.check_int("Buffer", name, num_bytes, 0) % 128:
-                raise ValueError(f"Buffer: `{name}` must be a multiple of 128, got {num_bytes}")
+        num_nvl_bytes = checks.check_bytes("Buffer", "num_nvl_bytes", num_nvl_bytes)
+        num_rdma_bytes = checks.check_bytes("Buffer", "num_rdma_bytes", num_rdma_bytes)
         self.device = find_device(device)
         gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
         limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
@@ -129,8 +136,8 @@ class Buffer(LowLatencyMethods):
         self.group = group
         self.rank = control.rank
         self.group_size = control.num_ranks
-        self.num_nvl_bytes = int(num_nvl_bytes)
-        self.num_rdma_bytes = int(num_rdma_bytes)
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
@@ -254,9 +261,9 @@ class Buffer(LowLatencyMethods):
             `num_tokens_per_rank` [R] int32, `num_tokens_per_rdma_rank` [nodes] int32 (None on one node),
             `num_tokens_per_expert` [E] int32, `is_token_in_rank` [T, R] bool, and the event.
         """
-        where = "get_dispatch_layout"
-        order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
-        checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES, device=self.device)
+        where, stream = "get_dispatch_layout", (previous_event, async_finish, allocate_on_comm_stream)
+        order = Order(checks.check_event(where, *stream, topk_idx), async_finish)
+        topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES, device=self.device)
         num_experts = checks.check_num_experts(where, "num_experts", num_experts, self.group_size)
         self._require_open(where)
         num_nodes = self._topology.num_nodes
@@ -314,8 +321,8 @@ class Buffer(LowLatencyMethods):
             num_tokens_per_expert: [E] int32.
             topk_idx: [T, K] int32 or int64 expert ids, or None.
             topk_weights: [T, K] float32, or None; both or neither.
-            expert_alignment: The counts per expert are rounded up to a multiple of it.
-            num_worst_tokens: Make room for this many rows and do not wait for the counts; needs top-k.
+            expert_alignment: The counts per expert are rounded up to a multiple of it, which is below 2**31.
+            num_worst_tokens: Make room for this many rows, below 2**31, and do not wait for the counts; needs top-k.
             config: Across nodes, how many tokens a message holds and how many messages are queued; without one the
                 buffer chooses. Inside a node the CPU needs no tuning.
             previous_event: Wait for it first.
@@ -327,8 +334,10 @@ class Buffer(LowLatencyMethods):
             `recv_topk_weights` [n, K] (0 elsewhere), the aligned counts per local expert (empty with
             `num_worst_tokens`), the handle, the event. With a handle: only `recv_x` and the event, None between.
         """
-        where = "dispatch"
-        order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
+        where, stream = "dispatch", (previous_event, async_finish, allocate_on_comm_stream)
+        layout = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
+        event = checks.check_event(where, *stream, x, handle, layout, topk_idx, topk_weights)
+        order = Order(event, async_finish)
         given = checks.check_config(where, config)
         num_sms = Buffer._bound(given)
         config = config or Buffer.get_dispatch_config(self.group_size)
@@ -360,8 +369,9 @@ class Buffer(LowLatencyMethods):
             self._topology.num_nodes,
             num_tokens_per_rdma_rank,
         )
-        expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1)
-        num_worst_tokens = checks.check_int(where, "num_worst_tokens", num_worst_tokens, 0)
+        most = checks.MOST_ROWS
+        expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1, most)
+        num_worst_tokens = checks.check_int(where, "num_worst_tokens", num_worst_tokens, 0, most)
         expert_list: list[int] = []
         if num_worst_tokens:
             if topk_idx is None:
@@ -399,6 +409,13 @@ class Buffer(LowLatencyMethods):
         Fastest where `x` lies in the window: rows received by dispatch and changed in place, or `get_combine_buffer`.
         Other input is copied into the window first.
 
+        Sums are taken in FP32 (FP64 in FP64): biases, then rows by rank ascending, and rounded once to x's dtype.
+        Across nodes the rows of each node are summed and rounded to x's dtype on their way, then added to the biases,
+        nodes ascending, and rounded again. So results of one node and of several may differ in the last bit; and where
+        the rows of one node alone exceed x's dtype (65504 in FP16) the result is infinite or NaN across nodes, although
+        a bias, or another node's rows, would have brought it back into range. A sum of zeros is 0.0; with a bias it is
+        -0.0 if all that is added is -0.0, and a token that was sent nowhere gets its bias, to the bit.
+
         Args:
             x: [n, H] BF16, FP16, FP32 or FP64, contiguous: row i belongs to row i of the dispatch.
             handle: Of the dispatch.
@@ -413,17 +430,18 @@ class Buffer(LowLatencyMethods):
         Returns:
             `combined_x` [T, H], `combined_topk_weights` [T, K] float32 or None, the event. Ordinary memory.
         """
-        where = "combine"
-        order = Order(checks.check_event(where, previous_event, async_finish, allocate_on_comm_stream), async_finish)
+        where, stream = "combine", (previous_event, async_finish, allocate_on_comm_stream)
+        order = Order(checks.check_event(where, *stream, x, handle, topk_weights, bias), async_finish)
         given = checks.check_config(where, config)
         num_sms = Buffer._bound(given)
         engine = self._require_engine(where)
         engine.tune(given)
         parsed = self._parse(handle, where)
         shape, device = (parsed.num_rows, None), self.device
-        checks.check_tensor(where, "x", x, shape, checks.COMBINE_DTYPES, device=device)
+        x = checks.check_tensor(where, "x", x, shape, checks.COMBINE_DTYPES, device=device)
         if topk_weights is not None:
-            checks.check_tensor(where, "topk_weights", topk_weights, shape, (torch.float32,), device=device)
+            dtypes = (torch.float32,)
+            topk_weights = checks.check_tensor(where, "topk_weights", topk_weights, shape, dtypes, device=device)
         biases = checks.check_biases(where, bias, x, parsed.num_tokens)
         combined, event = engine.combine(x, parsed, topk_weights, biases, order, num_sms)
         return combined.x, combined.topk_weights, EventOverlap(event)
@@ -500,7 +518,7 @@ class Buffer(LowLatencyMethods):
             if hidden is None and self._last_rows is None:
                 raise ValueError(f"{where}: `hidden` must be given where no dispatch came before")
             last_hidden, last_dtype = self._last_rows or (0, torch.bfloat16)
-            hidden = last_hidden if hidden is None else checks.check_int(where, "hidden", hidden, 1)
+            hidden = last_hidden if hidden is None else checks.check_int(where, "hidden", hidden, 1, checks.MOST_ROWS)
             dtype = dtype or (last_dtype if last_dtype in checks.COMBINE_DTYPES else torch.bfloat16)
             if dtype not in checks.COMBINE_DTYPES:
                 raise ValueError(f"{where}: `dtype` must be one that combine takes, got {dtype}")
@@ -514,6 +532,9 @@ class Buffer(LowLatencyMethods):
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
         """A view of the raw buffer, which is free for the caller between calls. It holds no result and no signal.
+
+        Memory is taken only for what the view shows. On a GPU two views show the same memory if the later one lies
+        within what the earlier one shows; one that reaches beyond begins with a copy of it.
 
         Args:
             dtype: Of the view.
@@ -532,14 +553,12 @@ class Buffer(LowLatencyMethods):
                 raise ValueError(
                     f"{where}: `offset` must be a multiple of {dtype.itemsize} within {num_bytes} bytes, got {offset}"
                 )
+            most = num_bytes // dtype.itemsize
+            shape = (most,) if size is None else tuple(checks.check_shape(where, "size", size))
+            if math.prod(shape) > most:
+                raise ValueError(f"{where}: `size` {list(shape)} does not fit into the buffer's {most} elements")
             start = offset + (2 * self.num_nvl_bytes if use_rdma_buffer else 0)
-            view = engine.local_bytes(start, num_bytes // dtype.itemsize * dtype.itemsize).view(dtype)
-        if size is None:
-            return view
-        shape = checks.check_shape(where, "size", size)
-        if shape.numel() > view.numel():
-            raise ValueError(f"{where}: `size` {list(shape)} does not fit into the buffer's {view.numel()} elements")
-        return view[: shape.numel()].view(shape)
+            return engine.local_bytes(start, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def get_comm_stream(self) -> torch.cuda.Stream | CommStream:
         """The stream that communication runs on: on the CPU a thread, with `synchronize`, `wait_event` and the like."""
@@ -596,7 +615,29 @@ class Buffer(LowLatencyMethods):
         Received tensors stay valid. A second call does nothing. A buffer that nobody has destroyed is closed likewise
         when its last reference is gone, by a thread of ours, and at the latest when the process ends.
         """
-        assert self.explicitly_destroy, "Buffer.destroy: make the buffer with explicitly_destroy=True"
+        assert self.explicitly_destroy, (
+            "Buffer.destroy: make the buffer with explicitly_destroy=True, or use it in a `with` block"
+        )
+        self._close()
+
+    def __enter__(self) -> Buffer:
+        self._require_open("Buffer")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._refusal is not None:
+            return  # a forked child, which is not the rank
+        if error is None:
+            self._close()
+        else:
+            self._leave(error)
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Close, once what is queued has finished."""
         with self._lock:
             if self._finalizer.detach() is None:
                 return
@@ -605,7 +646,19 @@ class Buffer(LowLatencyMethods):
             if self._trace is not None:
                 self._trace.close(self._engine.numbers())
 
-    # Inside ----------------------------------------------------------------------------------------------------------
+    def _leave(self, error: BaseException) -> None:
+        """Close without waiting, because of an error that is on its way to the caller: nothing here may hide it.
+
+        Peers are told, so that they raise at once and name this rank. Where ranks may be masked they are not: they go
+        on without this one. No lock is taken: another thread may hold it, inside of a call that waits.
+        """
+        if self.runtime is None:
+            return
+        self.runtime = None
+        with contextlib.suppress(Exception):  # a device that has failed cannot be told anything
+            if not self.enable_shrink:
+                self._engine.abandon(f"left its `with` block by {account(error)}")
+        self._finalizer.close_soon()
 
     def refuse_in_child(self) -> None:
         """In a forked child: have every method raise from now on. The rank is the process that made the buffer."""

@@ -10,6 +10,7 @@ import torch
 from ..engine.low_latency.calls import Combining, Dispatching, Hook, LowLatency, Rows, Way
 from ..engine.low_latency.geometry import MOST_TOKENS, Form, Geometry
 from ..event import EventOverlap
+from ..tensors import is_lazy
 from ..trace import NO_SLICE, Trace
 from . import checks
 from .calling import call
@@ -78,13 +79,15 @@ class LowLatencyMethods:
             in the low and first rows in the high 32 bits, M, H, E).
         """
         # A decoding loop makes the same calls again and again: what was checked once is not checked again.
-        tensors = (x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+        tensors: tuple = (x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         options = (use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook)
         key = (num_max_dispatch_tokens_per_rank, num_experts, options, *map(_look_of, tensors))
         known = _look_up(self._known_dispatches, key)
         if known is None:
-            known = self._check_dispatch(num_max_dispatch_tokens_per_rank, num_experts, *options, *tensors)
-            self._known_dispatches[key] = known
+            given = tensors
+            known, tensors = self._check_dispatch(num_max_dispatch_tokens_per_rank, num_experts, *options, *given)
+            if _are_same(tensors, given):  # else they are made ordinary in every call
+                self._known_dispatches[key] = known
         packed, event, hook = self._require_low_latency("low_latency_dispatch").dispatch(known, *tensors)
         recv_x, num_rows, src_info, layout_range, scales = packed
         _, num_experts, max_tokens, hidden, _ = known.geometry
@@ -109,20 +112,23 @@ class LowLatencyMethods:
         topk_idx: torch.Tensor,
         recv_stats: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
-    ) -> Dispatching:
+    ) -> tuple[Dispatching, tuple]:
+        """Check a dispatch. Returns its kind, and its tensors, made ordinary."""
         where = "low_latency_dispatch"
         way = _check_way(where, async_finish, return_recv_hook)
         if use_ue8m0 and not round_scale:
             raise ValueError(f"{where}: `use_ue8m0` needs round_scale=True: exponents are all that is kept of a scale")
         form = Form(bool(use_fp8), bool(round_scale and use_fp8), bool(use_ue8m0 and use_fp8))
-        checks.check_tensor(where, "x", x, (None, None), (torch.bfloat16,), device=self.device)
+        x = checks.check_tensor(where, "x", x, (None, None), (torch.bfloat16,), device=self.device)
         shape = (x.size(0), None)
-        checks.check_tensor(where, "topk_idx", topk_idx, shape, checks.IDX_DTYPES, device=self.device)
+        topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, shape, checks.IDX_DTYPES, device=self.device)
         geometry = self._geometry(where, max_tokens, x.size(1), num_experts, topk_idx.size(1), x.size(0))
         num_local = geometry.num_local_experts
-        self._check_stats(where, "cumulative_local_expert_recv_stats", recv_stats, num_local, torch.int32)
-        self._check_stats(where, "dispatch_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
-        return Dispatching(geometry, form, way, topk_idx.dtype, recv_stats is not None, wait_stats is not None)
+        recv_stats = self._check_stats(where, "cumulative_local_expert_recv_stats", recv_stats, num_local, torch.int32)
+        wait_stats = self._check_stats(where, "dispatch_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
+        has_stats = (recv_stats is not None, wait_stats is not None)
+        kind = Dispatching(geometry, form, way, topk_idx.dtype, *has_stats)
+        return kind, (x, topk_idx, recv_stats, wait_stats)
 
     @call
     def low_latency_combine(
@@ -155,18 +161,25 @@ class LowLatencyMethods:
         Returns:
             `combined_x` [T, H] BF16, the event, the hook or None. A token without experts gives zeros.
         """
-        tensors = (x, topk_idx, topk_weights, out, combine_wait_recv_cost_stats)
+        tensors: tuple = (x, topk_idx, topk_weights, out, combine_wait_recv_cost_stats)
         options = (use_logfmt, zero_copy, async_finish, return_recv_hook)
         items = handle if isinstance(handle, (tuple, list)) else ()
         key = (options, *map(_look_of, (*tensors, *items[:2])), *items[2:])
         known = _look_up(self._known_combines, key)
         if known is None:
-            known = self._check_combine(handle, use_logfmt, zero_copy, async_finish, return_recv_hook, *tensors)
-            self._known_combines[key] = known
-        rows = Rows(x, topk_idx, topk_weights, *handle[:2])
+            given = (*tensors, handle[1] if len(items) > 1 else None)
+            known, layout_range, tensors = self._check_combine(handle, *options, *tensors)
+            if _are_same((*tensors, layout_range), given):  # else they are made ordinary in every call
+                self._known_combines[key] = known
+        else:
+            layout_range = items[1]
+        x, topk_idx, topk_weights, result, wait_stats = tensors
+        rows = Rows(x, topk_idx, topk_weights, items[0], layout_range)
         engine = self._require_low_latency("low_latency_combine")
-        combined, event, hook = engine.combine(known, rows, out, combine_wait_recv_cost_stats)
+        combined, event, hook = engine.combine(known, rows, result, wait_stats)
         overlap = EventOverlap() if event is None else EventOverlap(event, (*rows, combined))
+        if out is not None:
+            combined = out
         return combined, overlap, hook if hook is None else self._locked(hook)
 
     def _check_combine(
@@ -181,22 +194,29 @@ class LowLatencyMethods:
         topk_weights: torch.Tensor,
         out: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
-    ) -> Combining:
+    ) -> tuple[Combining, torch.Tensor, tuple]:
+        """Check a combine. Returns its kind, the handle's layout, and its tensors, made ordinary."""
         where, device = "low_latency_combine", self.device
         way = _check_way(where, async_finish, return_recv_hook)
         assert not (use_logfmt and zero_copy), f"{where}: `use_logfmt` and `zero_copy` exclude each other"
-        checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES, device=device)
+        topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES, device=device)
         shape = num_tokens, num_topk = tuple(topk_idx.shape)
-        checks.check_tensor(where, "topk_weights", topk_weights, shape, (torch.float32,), device=device)
-        _, _, geometry = self._parse_handle(where, handle, num_topk, num_tokens)
+        topk_weights = checks.check_tensor(where, "topk_weights", topk_weights, shape, (torch.float32,), device=device)
+        _, layout_range, geometry = self._parse_handle(where, handle, num_topk, num_tokens)
         rows = (geometry.num_local_experts, geometry.num_rows, geometry.hidden)
-        checks.check_tensor(where, "x", x, rows, (torch.bfloat16,), contiguous=not zero_copy, device=device)
+        if zero_copy and is_lazy(x):
+            raise ValueError(
+                f"{where}: with `zero_copy` the window's tensor is sent as it is, so `x` must not be lazily negated. "
+                "Write the values into the tensor of `get_next_low_latency_combine_buffer`"
+            )
+        x = checks.check_tensor(where, "x", x, rows, (torch.bfloat16,), contiguous=not zero_copy, device=device)
         if out is not None:
             result = (num_tokens, geometry.hidden)
-            checks.check_tensor(where, "out", out, result, (torch.bfloat16,), device=device)
-        self._check_stats(where, "combine_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
+            out = checks.check_tensor(where, "out", out, result, (torch.bfloat16,), is_written=True, device=device)
+        wait_stats = self._check_stats(where, "combine_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
         has_stats = wait_stats is not None
-        return Combining(geometry, way, bool(use_logfmt), bool(zero_copy), topk_idx.dtype, has_stats)
+        kind = Combining(geometry, way, bool(use_logfmt), bool(zero_copy), topk_idx.dtype, has_stats)
+        return kind, layout_range, (x, topk_idx, topk_weights, out, wait_stats)
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
         """Window memory for the experts to write into, so that combine need not copy (`zero_copy=True`).
@@ -252,8 +272,10 @@ class LowLatencyMethods:
             mask_status: [R] int32, written: 1 where a rank is masked.
         """
         where = "low_latency_query_mask_buffer"
-        shape = (self.group_size,)
-        checks.check_tensor(where, "mask_status", mask_status, shape, (torch.int32,), device=self.device)
+        shape, dtypes = (self.group_size,), (torch.int32,)
+        mask_status = checks.check_tensor(
+            where, "mask_status", mask_status, shape, dtypes, is_written=True, device=self.device
+        )
         with self._lock:
             self._require_masks(where).query_mask(mask_status)
 
@@ -311,14 +333,18 @@ class LowLatencyMethods:
         src_info, layout_range, max_tokens, hidden, num_experts = handle
         geometry = self._geometry(where, max_tokens, hidden, num_experts, num_topk, num_tokens)
         shape = (geometry.num_local_experts, geometry.num_rows)
+        # Known by its address alone, and for as long as the caller's tensor lives: it stays the caller's.
         checks.check_tensor(where, "handle[0]", src_info, shape, (torch.int32,), device=self.device)
         shape = (geometry.num_local_experts, self.group_size)
-        checks.check_tensor(where, "handle[1]", layout_range, shape, (torch.int64,), device=self.device)
+        layout_range = checks.check_tensor(where, "handle[1]", layout_range, shape, (torch.int64,), device=self.device)
         return src_info, layout_range, geometry
 
-    def _check_stats(self, where: str, name: str, stats: torch.Tensor | None, size: int, dtype: torch.dtype) -> None:
-        if stats is not None:
-            checks.check_tensor(where, name, stats, (size,), (dtype,), device=self.device)
+    def _check_stats(
+        self, where: str, name: str, stats: torch.Tensor | None, size: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        if stats is None:
+            return None
+        return checks.check_tensor(where, name, stats, (size,), (dtype,), is_written=True, device=self.device)
 
     def _locked(self, hook: Hook) -> Hook:
         def receive() -> None:
@@ -337,13 +363,17 @@ def _look_up(known: dict[tuple, _Kind], key: tuple) -> _Kind | None:
         return None
 
 
+def _are_same(tensors: tuple, others: tuple) -> bool:
+    return all(one is other for one, other in zip(tensors, others, strict=True))
+
+
 def _look_of(value: Any) -> Any:
     """What of an argument is checked, as a key: nothing of a tensor's contents is."""
     if value is None:
         return None
     try:
-        return value.shape, value.dtype, value.device, value.is_contiguous()
-    except AttributeError:  # not a tensor
+        return type(value), value.shape, value.dtype, value.device, value.stride(), value.is_neg()
+    except (AttributeError, RuntimeError):  # not a tensor, or one that has no strides
         return value
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import env
-from ..errors import EPClosed, EPError, EPOverflow, EPPeerFailed, EPTransportError, EPUnsupported
+from ..errors import EPClosed, EPError, EPOverflow, EPPeerFailed, EPTransportError, EPUnsupported, account
 from ..trace import NO_SLICE, WAIT, Slice
 from ..transport import (
     HEADER,
@@ -38,6 +38,7 @@ ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4
 _STEP_NAMES = {ANNOUNCED: "announced", OFFERED: "offered", READY: "ready", TAKEN: "taken"}
 
 LOW_LATENCY = "low-latency"
+LEAVE = "leave"  # no call: what a rank says of itself that leaves its buffer by an exception
 OPERATIONS = (
     "dispatch",
     "worst-case dispatch",
@@ -48,6 +49,7 @@ OPERATIONS = (
     f"{LOW_LATENCY} combine",
     f"{LOW_LATENCY} barrier",
     "pushed combine",
+    LEAVE,
 )
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -277,12 +279,6 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, (ValueError, TypeError, AssertionError, EPError))
 
 
-def reason_of(error: BaseException) -> str:
-    """An exception, for the error of another rank."""
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 class Chain:
     """The calls of a buffer, one after the other. Only the comm stream moves it on.
 
@@ -340,7 +336,7 @@ class Chain:
         if self.window.failure is not None:
             return
         if call is None and is_refusal(error):
-            self.refuse(reason_of(error))
+            self.refuse(account(error))
         else:
             self.fail(error, call)
 
@@ -365,7 +361,10 @@ class Chain:
             self.window.fail(f"reported: {error}")  # what this rank noticed of others
         else:
             where = f"{call}: " if call is not None else ""
-            self.window.fail(f"failed: {where}{reason_of(error)}")
+            self.window.fail(f"failed: {where}{account(error)}")
+
+    def tell_failure(self) -> None:
+        """Tell ranks that do not see the window that this rank has failed. On one node there are none."""
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in private memory: recycled if it is large."""

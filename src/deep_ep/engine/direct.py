@@ -7,7 +7,7 @@ with the event that says when it is filled. `num_sms` is for GPUs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -16,13 +16,13 @@ import torch
 
 from .. import layout
 from ..config import Config
-from ..errors import EPClosed, EPOverflow
+from ..errors import EPClosed, EPOverflow, account
 from ..event import EventHandle
 from ..handle import Handle, check_rows, is_refused
 from ..stream import CommStream
 from ..trace import Trace
 from ..transport import Window, ordinary_tensor
-from .call import LOW_LATENCY, Chain, is_refusal, reason_of
+from .call import LOW_LATENCY, Chain, is_refusal
 from .combine import Combine, Combined
 from .dispatch import Dispatch
 from .low_latency.calls import operation_of
@@ -161,7 +161,7 @@ class DirectEngine:
             return
         is_low_latency = operation_of(method).startswith(LOW_LATENCY)
         if is_low_latency and self.low_latency is not None and is_refusal(error):
-            self.low_latency.refuse(reason_of(error))
+            self.low_latency.refuse(account(error))
         else:
             self._after_queued(partial(self.chain.leave, error, None))
 
@@ -209,6 +209,16 @@ class DirectEngine:
     def has_failed(self) -> bool:
         """Whether a call has failed, on this rank or on another."""
         return self.window.failure is not None
+
+    def abandon(self, cause: str) -> None:
+        """Tell all peers that this rank has left, and why. Waits for nothing: what is queued fails by itself.
+
+        Args:
+            cause: As it follows the rank in a sentence.
+        """
+        self.window.fail(cause)  # ranks of this node see it at once
+        with suppress(RuntimeError):  # the thread has ended: nothing is queued, and nobody waits for it
+            self.stream.submit(self.chain.tell_failure)  # links are the comm stream's alone
 
     def tune(self, config: Config | None) -> None:
         """Take the chunks of the next call from a config. One hop has none."""

@@ -201,6 +201,9 @@ class Dispatch:
                 "dispatch: `num_tokens_per_rank` must be the column sums of `is_token_in_rank`, "
                 f"got {told}, the sums are {seen}"
             )
+        least = int(self._routing.num_tokens_per_expert.amin())
+        if least < 0:
+            raise ValueError(f"dispatch: `num_tokens_per_expert` must not be negative, it has a {least}")
         self._counts = told
 
     def _agree(self, call: Call) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import EPError, EPOverflow, EPPeerFailed, EPTimeout, named
 from ..kernels import exchange
-from .call import OPERATIONS, step_name
+from .call import LEAVE, OPERATIONS, step_name
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,9 @@ class Record:
                 f"{self.expected} ({me}). Make the buffer with a larger num_rdma_bytes, or begin with a dispatch "
                 "without handle or num_worst_tokens, in which it grows. The buffer is closed: make a new one"
             )
+        if operation == LEAVE:
+            left = "left its `with` block by an exception, as its output will say"
+            return EPPeerFailed(self.origin, left, f"call {self.epoch}", me)
         return EPPeerFailed(self.origin, "failed, as its output will say", where, me)
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from ..errors import EPClosed, EPTimeout
+from ..errors import EPClosed, EPTimeout, account
 from ..kernels import exchange
 from ..kernels.exchange import Nodes, Places, Post
 from ..kernels.low_latency import words
 from ..stream import LaunchStream
 from ..trace import NO_SLICE
 from ..transport.device import DeviceWindow
-from .call import LOW_LATENCY, OPERATIONS, Agreement, is_refusal, reason_of
+from .call import LOW_LATENCY, OPERATIONS, Agreement, is_refusal
 from .digest import unpack
 from .failure import Record
 from .marks import Marks
@@ -198,17 +198,26 @@ class Signals:
 
     def spread(self, operation: str, error: BaseException) -> None:
         """Tell the peers what went wrong in a call. One that was not announced may be made after all, corrected."""
-        if self._failure is not None or self._failed_word.value:
+        if self.has_failed():
             return
-        if not self.is_announced and is_refusal(error):
-            if not self._is_capturing():  # the host that captures makes no call now
-                self._refuse(operation, reason_of(error))
-            return
-        self._failure = f"{operation}: {reason_of(error)}"
-        with self._stream.aside():
-            exchange.abort(self.places, OPERATIONS.index(operation))
-            if self.tell_failure is not None:
-                self.tell_failure()
+        if self.is_announced or not is_refusal(error):
+            self.give_up(operation, f"{operation}: {account(error)}")
+        elif not self._is_capturing():  # else no call is made now
+            self._refuse(operation, account(error))
+
+    def give_up(self, operation: str, cause: str) -> None:
+        """Fail, and tell the peers so, unless the buffer has failed already.
+
+        Args:
+            operation: In which.
+            cause: Why. Peers learn the operation alone.
+        """
+        if self._failure is None and not self._failed_word.value:
+            self._failure = cause
+            with self._stream.aside():
+                exchange.abort(self.places, OPERATIONS.index(operation))
+                if self.tell_failure is not None:
+                    self.tell_failure()
 
     def _refuse(self, operation: str, reason: str) -> None:
         """Tell the peers, behind the calls before, that this rank does not make one."""

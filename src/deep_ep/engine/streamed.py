@@ -33,7 +33,7 @@ from ..sizing import align
 from ..stream import LaunchStream
 from ..trace import Trace
 from ..transport.device import DeviceWindow
-from .call import ANNOUNCED, OFFERED, OPERATIONS, READY, TAKEN, Agreement, warn_staged
+from .call import ANNOUNCED, LEAVE, OFFERED, OPERATIONS, READY, TAKEN, Agreement, warn_staged
 from .combine import Combined
 from .digest import pack
 from .direct import Order
@@ -88,8 +88,7 @@ class StreamedEngine:
         self._guessed_rows = 0
         self._has_warned = False
         self._is_pushed = is_pushed
-        self._num_local_bytes = num_local_bytes
-        self._local: torch.Tensor | None = None
+        self._local = LocalBytes(num_local_bytes, window.device)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -514,9 +513,7 @@ class StreamedEngine:
 
     def local_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
         """Bytes of the raw buffer, free for the caller between calls. We do not use them: they are made on demand."""
-        if self._local is None:
-            self._local = torch.zeros(self._num_local_bytes, dtype=torch.uint8, device=self.window.device)
-        return self._local[start : start + num_bytes]
+        return self._local.bytes(start, num_bytes)
 
     def tune(self, config: Config | None) -> None:
         """Take the chunks of the next call from a config. One hop has none."""
@@ -555,6 +552,10 @@ class StreamedEngine:
         if self.signals.marks is not None:
             self.signals.marks.record()
 
+    def abandon(self, cause: str) -> None:
+        """Tell all peers that this rank has left. Waits for nothing: what is launched fails by itself."""
+        self.signals.give_up(LEAVE, cause)
+
     def forget(self) -> None:
         """Wait for everything that was launched: memory under a running kernel cannot be unmapped.
 
@@ -567,6 +568,41 @@ class StreamedEngine:
     def has_failed(self) -> bool:
         """Whether a call has failed, on this rank or on another."""
         return self.signals.has_failed()
+
+
+class LocalBytes:
+    """The raw buffer that callers may look at. Memory is taken only for what was asked for.
+
+    A request that lies within an earlier one is shown the same memory. One that reaches beyond gets new memory for
+    both, with the contents of the earlier one; a tensor that shows the earlier one keeps the memory that it has.
+
+    Args:
+        num_bytes: Its size.
+        device: Where it is.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device):
+        self._num_bytes = num_bytes
+        self._device = device
+        self._parts: list[tuple[int, torch.Tensor]] = []  # disjoint: where each begins, and its bytes
+
+    def bytes(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Bytes `[start, start + num_bytes)`; zeros where nothing was written."""
+        stop = min(start + num_bytes, self._num_bytes)
+        for first, part in self._parts:
+            if first <= start and stop <= first + part.numel():
+                return part[start - first : stop - first]
+        met: list[tuple[int, torch.Tensor]] = []
+        apart: list[tuple[int, torch.Tensor]] = []
+        for first, part in self._parts:
+            (met if first < stop and start < first + part.numel() else apart).append((first, part))
+        begin = min([start, *(first for first, _ in met)])
+        end = max([stop, *(first + part.numel() for first, part in met)])
+        whole = torch.zeros(end - begin, dtype=torch.uint8, device=self._device)
+        for first, part in met:
+            whole[first - begin : first - begin + part.numel()].copy_(part)
+        self._parts = [*apart, (begin, whole)]
+        return whole[start - begin : stop - begin]
 
 
 class _Supply(NamedTuple):

@@ -2,6 +2,9 @@
 
 Shape letters: T tokens, R ranks, H elements of a row. FP32 accumulation (FP64 for FP64 rows), biases first, then
 peers in ascending order, one rounding at the end: the result does not depend on tiles, threads or timing.
+
+A sum without biases begins with 0.0, so that a token whose rows are all -0.0 gets 0.0. A *part* of a sum, which will be
+added to something, begins with -0.0: that changes no number, not even the sign of a zero.
 """
 
 from __future__ import annotations
@@ -78,6 +81,7 @@ class RowSums:
         slots: [T, R] int32.
         shifts: What to add to the slots of each peer.
         scratch: Where to add.
+        is_part: The sums will be added to something; a token without rows or biases gets -0.0.
 
     Raises:
         EPError: A peer has no such rows.
@@ -89,8 +93,10 @@ class RowSums:
         slots: torch.Tensor,
         shifts: Sequence[int],
         scratch: Scratch | None = None,
+        is_part: bool = False,
     ):
         self._scratch = scratch
+        self._zero = -0.0 if is_part else 0.0
         self._num_tokens = slots.size(0)
         self._token_idx, self._blocks = _blocks(peers, slots, shifts) if self._num_tokens else ([], [])
         self._names: list[list[int]] | None = None
@@ -108,7 +114,7 @@ class RowSums:
         if not out.numel():
             return
         if (first, last) == (0, self._num_tokens):
-            _sum_blocks(out, self._blocks, self._token_idx, biases, self._scratch)
+            _sum_blocks(out, self._blocks, self._token_idx, biases, self._scratch, self._zero)
         elif (
             self._scratch is not None
             and first % (tile := tile_tokens(out)) == 0
@@ -128,7 +134,8 @@ class RowSums:
             self._tiles = places, tile_bounds(self._token_idx, self._num_tokens, tile)
         places, bounds = self._tiles
         bounds = [one[first : last + 1] for one in bounds]
-        _sum_tiles(out, self._blocks, places, bounds, list(biases), *scratch.pair(out, tile, _accumulator(out)))
+        pair = scratch.pair(out, tile, _accumulator(out))
+        _sum_tiles(out, self._blocks, places, bounds, list(biases), self._zero, *pair)
 
     def _sum_some(self, out: torch.Tensor, first: int, last: int, biases: Sequence[torch.Tensor]) -> None:
         """Sum tokens [first, last), wherever tiles begin."""
@@ -137,7 +144,7 @@ class RowSums:
         spans = [slice(bisect_left(names, first), bisect_left(names, last)) for names in self._names]
         blocks = [rows[span] for rows, span in zip(self._blocks, spans, strict=True)]
         token_idx = [tokens[span] - first for tokens, span in zip(self._token_idx, spans, strict=True)]
-        _sum_blocks(out, blocks, token_idx, biases, self._scratch)
+        _sum_blocks(out, blocks, token_idx, biases, self._scratch, self._zero)
 
 
 def sum_rows(
@@ -189,12 +196,13 @@ def _sum_blocks(
     token_idx: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
     scratch: Scratch | None = None,
+    zero: float = 0.0,
 ) -> None:
     """Sum each peer's rows of these tokens: in tiles, or, where there is only a small one, with fewer operators."""
     accumulate = _accumulator(out)
     num_tokens, tile = out.size(0), tile_tokens(out)
     if num_tokens <= tile and (scratch is None or out.numel() < _SMALL_ELEMENTS):
-        total = _sum_biases(out, biases, accumulate)
+        total = _sum_biases(out, biases, accumulate, zero)
         for rows, tokens in zip(blocks, token_idx, strict=True):
             total.index_add_(0, tokens, rows.to(accumulate))
         out.copy_(total)
@@ -205,6 +213,7 @@ def _sum_blocks(
         [tokens % tile for tokens in token_idx],
         tile_bounds(token_idx, num_tokens, tile),
         list(biases),
+        zero,
         *(scratch or Scratch()).pair(out, tile, accumulate),
     )
 
@@ -218,8 +227,10 @@ def tile_tokens(out: torch.Tensor) -> int:
     return max(1, _TILE_BYTES // max(1, out.size(1) * _accumulator(out).itemsize))
 
 
-def _sum_biases(out: torch.Tensor, biases: Sequence[torch.Tensor], accumulate: torch.dtype) -> torch.Tensor:
-    total = biases[0].to(accumulate, copy=True) if biases else torch.zeros_like(out, dtype=accumulate)
+def _sum_biases(
+    out: torch.Tensor, biases: Sequence[torch.Tensor], accumulate: torch.dtype, zero: float = 0.0
+) -> torch.Tensor:
+    total = biases[0].to(accumulate, copy=True) if biases else torch.full_like(out, zero, dtype=accumulate)
     for bias in biases[1:]:
         total.add_(bias.to(accumulate))
     return total
@@ -232,6 +243,7 @@ def _sum_tiles(
     places: list[torch.Tensor],
     bounds: list[list[int]],
     biases: list[torch.Tensor],
+    zero: float,
     total: torch.Tensor,
     wide: torch.Tensor,
 ) -> None:
@@ -243,6 +255,7 @@ def _sum_tiles(
         places: For each peer, the place in its tile of each row's token, int64.
         bounds: For each peer, the first row of each tile, and the number of rows.
         biases: [T, H] each.
+        zero: What a sum without biases begins with, 0.0 or -0.0.
         total: [tile, H] scratch, the accumulators.
         wide: [tile, H] scratch, rows in the accumulators' type.
     """
@@ -254,15 +267,15 @@ def _sum_tiles(
         if len(blocks) == 2 and len(biases) == 0:
             one, other = bounds[0][index], bounds[1][index]
             if bounds[0][index + 1] - one == stop - start and bounds[1][index + 1] - other == stop - start:
-                # Two rows each: one addition in their own type rounds as a wide one would. A zero keeps its sign only
-                # if both are negative, and sums begin with a positive one.
+                # Two rows each: one addition in their own type rounds as a wide one would. The sum is a negative zero
+                # only if both are, and then `zero` decides.
                 torch.add(
                     blocks[0][one : one + stop - start], blocks[1][other : other + stop - start], out=out[start:stop]
                 )
-                out[start:stop].add_(0)
+                out[start:stop].add_(zero)
                 continue
         if len(biases) == 0:
-            part.zero_()
+            part.fill_(zero)
         for order, bias in enumerate(biases):
             if order == 0:
                 part.copy_(bias[start:stop])

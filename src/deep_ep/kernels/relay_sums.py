@@ -379,8 +379,13 @@ def _sum_rows(
     like, numbers, bases, values, columns, hidden, count, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of one piece of some rows, in order: of `values`, which are there, and of those behind them."""
-    total = _add_values(tl.zeros([columns.shape[0]], WIDE), values, AT_ONCE, WIDE)
+    """The sum of one piece of some rows, in order: of `values`, which are there, and of those behind them.
+
+    It is a part of a sum, and begins with -0.0: that changes no number, so that a zero has the sign that it has where
+    all rows are added in one go.
+    """
+    nothing = tl.zeros([columns.shape[0]], WIDE) * -1.0  # as a literal it would lose its sign
+    total = _add_values(nothing, values, AT_ONCE, WIDE)
     if numbers.shape[0] <= _MOST_UNROLLED:
         for first in tl.static_range(AT_ONCE, numbers.shape[0], AT_ONCE):
             more = _load_rows(like, numbers, bases, first, columns, hidden, AT_ONCE, VECTOR)

@@ -9,8 +9,7 @@ from typing import Any
 
 from ..errors import named
 from ..trace import COMM
-
-Event = dict[str, Any]
+from .valid import Event, check_event, check_facts
 
 _PATTERN = "rank*.json"
 
@@ -119,40 +118,53 @@ def read_file(path: Path) -> RankFile:
         ValueError: It is not a trace of ours; the message is a sentence.
     """
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path.name} cannot be read ({error}).") from None
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path.name} cannot be read (it is not text).") from None
     events, is_whole = _parse(text)
     facts: dict[str, Any] = {}
     for event in events:
         if event.get("ph") == "M" and event.get("name") == "deep_ep":
-            facts.update(event.get("args", {}))
-    if not isinstance(facts.get("rank"), int) or not isinstance(facts.get("num_ranks"), int):
+            args = event.get("args")
+            facts.update(args if isinstance(args, dict) else {})
+    if type(facts.get("rank")) is not int or type(facts.get("num_ranks")) is not int:  # not even a bool, which is one
         raise ValueError(f"{path.name} is not a trace of deep_ep, or was cut off before it began.")
     file = RankFile(path, facts, events, is_whole)
     try:
+        check_facts(facts)
+        for event in events:
+            check_event(event)
         file.slices = sorted(_slices_of(file), key=lambda one: (one.begin_us, -one.dur_us))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path.name} has an event that makes no sense ({type(error).__name__}: {error}).") from None
+    except KeyError as error:
+        raise ValueError(f"{path.name} has an event that makes no sense (it has no {error}).") from None
+    except ValueError as error:
+        raise ValueError(f"{path.name} has an event that makes no sense ({error}).") from None
     return file
 
 
 def _parse(text: str) -> tuple[list[Event], bool]:
     """The events, and whether the array is closed. An event that was cut off is left out."""
     try:
-        events = json.loads(text)
+        events = _read_json(text)
         return ([one for one in events if isinstance(one, dict)] if isinstance(events, list) else []), True
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     events = []
-    for line in text.splitlines():
+    for line in text.split("\n"):  # not `splitlines`: a text may hold other ends of lines
         try:
-            event = json.loads(line.strip().rstrip(","))
-        except ValueError:
-            continue  # the bracket, or half an event
+            event = _read_json(line.strip().rstrip(","))
+        except (ValueError, RecursionError):
+            continue  # the bracket, half an event, or nested so deeply that it is none
         if isinstance(event, dict):
             events.append(event)
     return events, False
+
+
+def _read_json(text: str) -> Any:
+    """JSON alone: what Python reads beside it (NaN, Infinity) is nothing, since no other reader knows it."""
+    return json.loads(text, parse_constant=lambda _: None)
 
 
 def _slices_of(file: RankFile) -> list[Slice]:

@@ -33,8 +33,7 @@ def render(trace: LoadedTrace, figures: Figures, most_slices: int) -> str:
         _kinds(figures),
         _ranks(trace, figures),
     ]
-    # A script ends at the first `</`, wherever that stands.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    text = _script_json(data)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -44,6 +43,18 @@ def render(trace: LoadedTrace, figures: Figures, most_slices: int) -> str:
         f'<script type="application/json" id="data">{text}</script>\n<script>\n{_asset("page.js")}</script>\n'
         "</body>\n</html>\n"
     )
+
+
+def _script_json(data: Any) -> str:
+    """JSON that can stand inside a script element, whatever texts it holds.
+
+    The element ends at the first `</script`, `<!--` begins a comment in it, and U+2028 and U+2029 once ended lines of
+    scripts. None of these characters can be outside of a text in JSON, and inside of one their escapes mean the same.
+    """
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
 
 
 def _asset(name: str) -> str:

@@ -116,7 +116,7 @@ def _remark(one: Slice) -> str:
     if "error" in args:
         lines.append(str(args["error"]))
     if "call" in args:
-        shape = f", {args['tokens']} tokens of {args['hidden']}" if args.get("hidden") else ""
+        shape = f", {args['tokens']} tokens of {args['hidden']}" if args.get("hidden") and "tokens" in args else ""
         lines.append(f"call {args['call']}{shape}")
     if "path" in args:
         rounds = args.get("rounds", 1)

@@ -61,7 +61,7 @@ class Segment:
             except EPTransportError:
                 self._uncommitted.add(fresh)
                 raise
-        self.mapping.populate(span.stop)
+            self.mapping.fault_in(fresh)  # no more than this: pages that are touched are memory that is taken
 
     def trim(self) -> int:
         """Give what is free back to the system. Returns the bytes given back."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import EPTransportError
+from ..errors import EPTransportError, encoded
 from .arena import Base
 from .memory import Mapping
 from .spans import Span, whole_units
@@ -175,13 +175,8 @@ class Board:
         return Refusal(word >> _TIMES_BITS, word % (1 << _TIMES_BITS), _read_text(self._refusal_texts[kind]))
 
 
-def encode_text(text: str) -> bytes:
-    """A text for other ranks. What cannot be encoded (half a surrogate pair, of a file name) is escaped."""
-    return text.encode(errors="backslashreplace")
-
-
 def _write_text(memory: memoryview, text: str) -> None:
-    data = encode_text(text)[: memory.nbytes - 8]
+    data = encoded(text, memory.nbytes - 8)
     memory[:8] = len(data).to_bytes(8, "little")
     memory[8 : 8 + len(data)] = data
 

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from ..control import Control
-from ..errors import EPTransportError
+from ..errors import EPTransportError, account
 from ..topology import Topology
 from .far import BELL_EPOCH, MOST_CHUNKS, FarLayout
 from .far_memory import FarPieces, FarWords
@@ -131,7 +131,7 @@ class MessageCourier:
             self._choose_events()
             self._drain()
         except BaseException as error:  # nobody must wait for a thread that is gone, neither here nor there
-            self.failure = f"{type(error).__name__}: {error}"
+            self.failure = account(error)
             for rank in self._links:
                 self._lose(rank, self.failure)
         for link in self._links.values():

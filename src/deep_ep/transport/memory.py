@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 
 from ..errors import EPTransportError
-from .spans import Span, whole_units
+from .spans import UNIT_BYTES, Span, whole_units
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: fault pages in at once instead of one by one
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9  # give pages back: of private memory, of a file
 _MAP_FIXED = 0x10  # at that address, in place of what is mapped there
+_MOST_BYTES = 1 << 47  # of a process's addresses; what is more than an offset of a file could say is among it
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # reserve addresses only; memory is taken as it is touched
 
 
@@ -67,12 +68,21 @@ class Mapping:
             raise EPTransportError(f"window: there can be no {dtype} at byte {start}")
         return self._elements[dtype].as_strided((num_rows, num_columns), (num_columns, 1), first)
 
-    def populate(self, stop: int) -> None:
-        """Fault in the pages up to `stop`, so that the first copy into them does not do so one by one."""
-        if stop > self._populated_until:
-            fresh = Span(self._populated_until, whole_units(stop))
-            self._populated_until = fresh.stop
-            self._advise(_MADV_POPULATE_WRITE, fresh)
+    def populate(self, span: Span) -> None:
+        """Fault in the pages of a span, so that the first copy into them does not do so one by one.
+
+        Only what lies beyond all earlier spans: as a rule memory is used from the bottom up, and one comparison is all
+        that a call can spend on it. What lies below is left out even if it was never faulted in: doing so would take
+        memory that its owner has not set aside.
+        """
+        if span.stop > self._populated_until:
+            start = max(self._populated_until, span.start // UNIT_BYTES * UNIT_BYTES)
+            self._populated_until = whole_units(span.stop)
+            self.fault_in(Span(start, self._populated_until))
+
+    def fault_in(self, span: Span) -> None:
+        """Fault in the pages of a span of whole units, whether they are there or not."""
+        self._advise(_MADV_POPULATE_WRITE, span)
 
     def discard(self, span: Span) -> None:
         """Give the pages of a part back to the system; the span stays mapped and reads as zeros."""
@@ -158,7 +168,7 @@ def ordinary_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """
     try:
         return torch.empty(*shape, dtype=dtype, device="cpu")
-    except RuntimeError:
+    except (RuntimeError, OverflowError):  # also a number of bytes that is none
         raise _too_little(math.prod(shape) * dtype.itemsize, "the system refuses them") from None
 
 
@@ -188,7 +198,7 @@ class SharedMemory:
 
     def grow(self, num_bytes: int) -> Span:
         """Add that many bytes, of which none is committed yet."""
-        span = Span(self.num_bytes, self.num_bytes + whole_units(num_bytes))
+        span = _grown(self.num_bytes, num_bytes)
         os.ftruncate(self.fd, span.stop)
         self.num_bytes = span.stop
         return span
@@ -228,7 +238,7 @@ class PrivateMemory:
 
     def grow(self, num_bytes: int) -> Span:
         """Add that many bytes."""
-        span = Span(self.num_bytes, self.num_bytes + whole_units(num_bytes))
+        span = _grown(self.num_bytes, num_bytes)
         self.num_bytes = span.stop
         return span
 
@@ -248,6 +258,18 @@ class PrivateMemory:
 
 
 Memory = SharedMemory | PrivateMemory
+
+
+def _grown(start: int, num_bytes: int) -> Span:
+    """The span behind `start` of so many bytes.
+
+    Raises:
+        EPTransportError: No process has room for it.
+    """
+    span = Span(start, start + whole_units(num_bytes))
+    if span.stop > _MOST_BYTES:
+        raise _too_little(num_bytes, "a process has no addresses for them")
+    return span
 
 
 def _mapped(span: Span, fd: int, **options: int) -> mmap.mmap:

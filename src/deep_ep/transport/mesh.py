@@ -16,10 +16,10 @@ import time
 from typing import NamedTuple
 
 from ..control import Control
-from ..errors import EPTransportError
+from ..errors import EPTransportError, encoded
 from ..topology import Topology
 from .arena import Arena
-from .board import NUM_SENT_POSTS, Refusal, encode_text
+from .board import NUM_SENT_POSTS, Refusal
 from .inherited import close_in_children
 from .links import FAILED, REFUSED, SENT, Link, Page, Pool
 from .memory import Mapping
@@ -203,7 +203,7 @@ class Mesh:
     def refuse(self, refusal: Refusal) -> None:
         """Tell all far ranks that this rank does not make a call."""
         for rank in self.senders:
-            self._queue(rank, REFUSED, refusal.number, self._filled(encode_text(refusal.reason)), refusal.times)
+            self._queue(rank, REFUSED, refusal.number, self._filled(encoded(refusal.reason)), refusal.times)
 
     def fail(self, failure: Failure) -> None:
         """Tell all far ranks, once, that this rank has failed, in place of what was queued for them."""
@@ -212,7 +212,7 @@ class Mesh:
         self._has_failed = True
         for rank in self.senders:
             self.drop(rank)
-            self._queue(rank, FAILED, 0, self._filled(encode_text(failure.cause)), failure.rank)
+            self._queue(rank, FAILED, 0, self._filled(encoded(failure.cause)), failure.rank)
 
     def close(self) -> None:
         """Have what is queued sent, say that this rank leaves, and close the links."""

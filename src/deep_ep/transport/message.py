@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from ..control import Control
-from ..errors import EPError, EPPeerFailed, EPTimeout, EPTransportError
+from ..errors import EPError, EPPeerFailed, EPTimeout, EPTransportError, encoded
 from ..topology import Topology
 from ..trace import NETWORK, NO_SLICE, WAIT, Slice, Trace, from_track, to_track
-from .board import NO_REFUSAL, Refusal, encode_text
+from .board import NO_REFUSAL, Refusal
 from .links import ANNOUNCE, FAILED, REFUSED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
 from .rendezvous import connect_rail
 from .service import mark, service_level
@@ -162,7 +162,7 @@ class Rail:
         self._own_refusal = refusal
         for link in self.links.values():
             if link.ending is None:
-                link.send(REFUSED, refusal.number, refusal.times, self.pool.filled(encode_text(refusal.reason)))
+                link.send(REFUSED, refusal.number, refusal.times, self.pool.filled(encoded(refusal.reason)))
 
     def fail(self, failure: Failure) -> None:
         """Tell the rail, once, that this rank has failed. The links stay open: peers may still be sending."""
@@ -172,7 +172,7 @@ class Rail:
         for link in self.links.values():
             link.drop_queued()
             if link.ending is None:
-                link.send(FAILED, 0, failure.rank, self.pool.filled(encode_text(failure.cause)))
+                link.send(FAILED, 0, failure.rank, self.pool.filled(encoded(failure.cause)))
         deadline = time.monotonic() + _FAREWELL_SECS
         while any(link.num_queued for link in self.links.values()) and time.monotonic() < deadline:
             self.turn(_LOOK_SECS)

@@ -102,5 +102,5 @@ class HollowMemory(PrivateMemory):
 
 
 class _HollowMapping(Mapping):
-    def populate(self, stop: int) -> None:
+    def fault_in(self, span: Span) -> None:
         """Leave the pages to who touches them."""

@@ -12,6 +12,7 @@ It moves bytes and knows nothing of tokens. `shm.py` and `solo.py` make windows;
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Peer:
         """A [num_rows, num_columns] tensor over the peer's memory behind a base."""
         stop = base.offset + num_rows * num_columns * dtype.itemsize
         mapping = self.mapping(base, stop)
-        mapping.populate(stop)
+        mapping.populate(Span(base.offset, stop))
         return mapping.rows(base.offset, num_rows, num_columns, dtype)
 
     def mapping(self, base: Base, stop: int) -> Mapping:
@@ -163,6 +164,7 @@ class Window:
         self.limit_secs = limit_secs
         self.failure: Failure | None = None
         self.refusals = [NO_REFUSAL, NO_REFUSAL]
+        self._failing = threading.Lock()
         self.look: Callable[[str], None] | None = None
         self.trace: Trace | None = None
         self.fault: Callable[[str], None] | None = None
@@ -259,18 +261,19 @@ class Window:
     # Failure --------------------------------------------------------------------------------------------------------
 
     def fail(self, cause: str, rank: int | None = None) -> None:
-        """Tell all peers, once and for all, that this rank has failed. The first cause stays.
+        """Tell all peers, once and for all, that this rank has failed. The first cause stays. Any thread may.
 
         Args:
             cause: What happened, as it follows the rank in a sentence.
             rank: The rank where it happened, as the group counts; None: this one.
         """
-        if self.failure is None:
-            rank = self.place.first_rank + self.rank if rank is None else rank
-            self.failure = Failure(rank, cause)
-            self.board.write_text(cause)
-        # Also if the failure is known already: an interrupt may have come between the two.
-        self.board.failed.store_release(self.failure.rank + 1)
+        with self._failing:  # the comm stream, and a caller that leaves: one text, and the word behind it
+            if self.failure is None:
+                rank = self.place.first_rank + self.rank if rank is None else rank
+                self.failure = Failure(rank, cause)
+                self.board.write_text(cause)
+            # Also if the failure is known already: an interrupt may have come between the two.
+            self.board.failed.store_release(self.failure.rank + 1)
 
     def refuse(self, kind: int, number: int, reason: str) -> Refusal:
         """Tell all peers that this rank does not make a call, of which nothing was sent.

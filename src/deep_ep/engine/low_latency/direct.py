@@ -89,6 +89,8 @@ class DirectLowLatency:
     ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:
         """Bring the experts' rows back; see `LowLatency`."""
         geometry = kind.geometry
+        if self._stream.query():  # else the dispatch that fills it may still be under way
+            _check_layout(rows.layout_range, geometry)
         plan = plan_sets("low_latency_combine", self.shared.num_bytes, geometry.combine_bytes, geometry)
         if out is None:
             out = self._chain.result((rows.topk_idx.size(0), geometry.hidden), torch.bfloat16)
@@ -237,3 +239,20 @@ class DirectLowLatency:
         large = math.prod(shape) * dtype.itemsize >= _LEAST_RECYCLED_BYTES
         region = self._results.allocate(shape, dtype) if large else None
         return region if region is not None else ordinary_tensor(shape, dtype)
+
+
+def _check_layout(layout_range: torch.Tensor, geometry: Geometry) -> None:
+    """Check what a handle says of rows before anything is sent: a mistake must not close the buffer.
+
+    Raises:
+        ValueError: It names rows that a dispatch cannot have brought.
+    """
+    counts = layout_range & 0xFFFFFFFF
+    last = int((counts + (layout_range >> 32)).amax())
+    num_rows, most = int(counts.sum()), geometry.num_experts * geometry.max_tokens
+    if int(layout_range.amin()) < 0 or last > geometry.num_rows or num_rows > most:
+        raise ValueError(
+            f"low_latency_combine: the `handle`'s `packed_recv_layout_range` names {num_rows} rows, up to row {last} "
+            f"of an expert: at most {most} rows, and {geometry.num_rows} of an expert, can have come. "
+            "Pass the handle as low_latency_dispatch returned it"
+        )

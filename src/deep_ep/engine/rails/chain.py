@@ -39,6 +39,10 @@ class RailChain(Chain):
     def fail(self, error: BaseException, call: Call | None) -> None:
         """Whatever goes wrong in a call goes wrong for all ranks of all nodes: tell node, mesh and rail, and close."""
         super().fail(error, call)
+        self.tell_failure()
+
+    def tell_failure(self) -> None:
+        """Tell ranks of other nodes that this rank has failed, if it has."""
         if self.window.failure is not None:
             if self.mesh is not None:
                 self.mesh.fail(self.window.failure)

@@ -1,7 +1,7 @@
 """Combine across nodes: a token's rows are summed inside each node, and one row a node goes back over the rail.
 
 Who passed a token on in dispatch sums its rows, in FP32, local ranks ascending, and rounds; the token's own rank adds
-biases and nodes, ascending. See `docs/protocol.md` for the steps.
+biases and nodes, ascending. See `docs/protocol.md` for the steps, and for what the second rounding changes.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class RailsCombine(Combine):
         """Sum inside the node for every node, exchange the sums, add them up. `taken` is the step of having read."""
         sections, shifts = self._sections(), [0] * self._topology.ranks_per_node
         scratch = Scratch()
-        blocks = [[RowSums(table, block, shifts, scratch) for table in tables] for block in routes.blocks]
+        blocks = [[RowSums(table, block, shifts, scratch, is_part=True) for table in tables] for block in routes.blocks]
         form, pool = ChunkForm([(part.size(1), part.dtype) for part in sections]), self._rails.rail.pool
         tile = tile_tokens(sections[0])
         chunks, wait, rail = Chunks.of(self._config, form.row_bytes, tile), self._rails.waiting(call), self._rails.rail
