@@ -6,6 +6,7 @@ forkserver that ranks come from: so the environment is set here, before any test
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ from common import default_device, quicken_interpreter
 
 torch.set_num_threads(1)
 
-GPU_FOLDER = Path(__file__).parent / "gpu"
-FEW_BLOCKS = Path(__file__).with_name("few_blocks.json")  # the interpreter spends time on each, also if it is idle
+HERE = Path(__file__).parent
+GPU_FOLDER = HERE / "gpu"
+FEW_BLOCKS = HERE / "few_blocks.json"  # the interpreter spends time on each, also if it is idle
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,8 +50,9 @@ def _preload() -> None:
     """Have ranks find imported what many tests need: each would spend up to a second on it."""
     from deep_ep import launch  # late: the environment that it is imported under is set above
 
-    launch.PRELOADED += ["deep_ep.engine.streamed", "deep_ep.engine.low_latency.streamed", "deep_ep.moe"]
-    launch.PRELOADED += ["torch._dynamo"]  # of optimizers and custom operators
+    launch.PRELOADED += ["preloaded"]
+    # The forkserver finds it by the environment: not that of every Python looks where this process does.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 
 
 def _share_gpu(config: pytest.Config) -> None:
@@ -66,6 +69,7 @@ _OPEN: pytest.StashKey[ExitStack] = pytest.StashKey()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()
     alone.forget()
     stack = config.stash.get(_OPEN, None)
     if stack is not None:
@@ -80,6 +84,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="only the CPU has this"))
         if not on_cuda and GPU_FOLDER in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="only a GPU has this"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what is imported and collected stays: tests that collect garbage need not look at it again and again
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -26,9 +29,19 @@ import training_step  # noqa: E402
 
 
 def run(*command: str) -> str:
+    """What a program says that is started as users do."""
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def said_by(program: ModuleType, *arguments: str) -> str:
+    """What a program says whose ranks come from the suite's forkserver, which has everything imported."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(sys, "argv", [str(program.__file__), *arguments])
+        program.main()
+    return out.getvalue()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
@@ -36,7 +49,9 @@ def test_training_step_under_run_ranks(device: str, num_ranks: int) -> None:
     assert max(run_ranks(training_step.step, num_ranks)) < 1e-3
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])  # more sizes are under run_ranks, above
+@pytest.mark.parametrize(  # more sizes are under run_ranks, above
+    "num_ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 3]
+)
 @pytest.mark.cpu_only
 def test_training_step_under_torchrun(device: str, num_ranks: int) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
@@ -86,12 +101,26 @@ def test_gloo_does_the_same_work_where_it_is_measured(device: str) -> None:
         assert min(numbers) > 0
 
 
+def steps_told(rank: int, num_ranks: int, options: train_moe.Options) -> str:
+    """What a rank says as it trains."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        train_moe.train(rank, num_ranks, options)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.exhaustive), "run_ranks"])
 @pytest.mark.cpu_only
-def test_train_moe_under_torchrun(device: str, tmp_path: Path) -> None:
+def test_train_moe_by_its_command(device: str, launcher: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/train_moe.py")
     picture = tmp_path / "loss.png"
-    out = run(*launcher, "examples/train_moe.py", "--steps", "3", "--sequences", "4", "--plot", str(picture))
+    options = ("--steps", "3", "--sequences", "4", "--plot", str(picture))
+    if launcher == "torchrun":
+        out = run(*torchrun, *options)
+    else:
+        out = said_by(train_moe, "--ranks", "2", *options)
+        out += run_ranks(steps_told, 2, train_moe.Options(steps=3, sequences=4))[0]
     for word in (
         "step    3/3  loss",
         "tokens/s on 2 ranks",
@@ -109,7 +138,7 @@ def test_decode(device: str, num_ranks: int) -> None:
 
 @pytest.mark.cpu_only
 def test_decode_alone(device: str) -> None:
-    assert "2 ranks on cpu" in run("examples/decode.py", "--steps", "3", "--tokens", "4")
+    assert "2 ranks on cpu" in said_by(decode, "--steps", "3", "--tokens", "4")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -130,7 +159,7 @@ def test_overlap(device: str, num_ranks: int) -> None:
 @pytest.mark.cpu_only
 def test_overlap_alone(device: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    out = run("examples/overlap.py", "--layers", "2", "--ms", "1", "--plot", str(tmp_path / "o.png"))
+    out = said_by(overlap, "--layers", "2", "--ms", "1", "--plot", str(tmp_path / "o.png"))
     assert "rank 0 with hooks" in out
     assert "waits:" in out
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")

@@ -439,16 +439,25 @@ def run_plans(
     return len(points) * len(victims), wrong, delays
 
 
+STAGED = ("staged dispatch", "staged combine")  # they have the most points
 PLANS = [
     # operation, ranks, victims, is_async
-    *[(operation, 2, [0, 1], False) for operation in ("full dispatch", "pulled combine", "staged dispatch")],
-    *[(operation, 3, [0, 1, 2], False) for operation in STEPS],
-    *[(operation, 4, [0, 3], False) for operation in ("full dispatch", "cached dispatch", "pulled combine")],
-    *[(operation, 4, [3], False) for operation in ("worst-case dispatch", "staged dispatch", "staged combine")],
-    *[(operation, 4, [0, 3], False) for operation in ("posted dispatch", "posted combine")],
+    ("pulled combine", 2, [0, 1], False),
+    *[(operation, 3, [0, 1, 2], False) for operation in STEPS if operation not in STAGED],
+    *[(operation, 3, [1], False) for operation in STAGED],
+    ("worst-case dispatch", 4, [3], False),
+    ("posted dispatch", 4, [0, 3], False),
     *[(operation, 3, [1], True) for operation in ("full dispatch", "cached dispatch", "pulled combine")],
     *[(operation, 3, [1], True) for operation in ("posted dispatch", "posted cached dispatch", "posted combine")],
 ]
+MORE_PLANS = [
+    *[(operation, 2, [0, 1], False) for operation in ("full dispatch", "staged dispatch")],
+    *[(operation, 3, [0, 2], False) for operation in STAGED],
+    *[(operation, 4, [0, 3], False) for operation in ("full dispatch", "cached dispatch", "pulled combine")],
+    *[(operation, 4, [3], False) for operation in STAGED],
+    ("posted combine", 4, [0, 3], False),
+]
+PLANS += [pytest.param(*plan, marks=pytest.mark.exhaustive) for plan in MORE_PLANS]
 
 
 @pytest.mark.parametrize(("operation", "num_ranks", "victims", "is_async"), PLANS)

@@ -84,7 +84,6 @@ def test_short_rows_fit_into_copies() -> None:
 # Masks, silence, disagreement ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
 def test_masks_of_the_caller_and_of_a_silent_far_rank() -> None:
     told = run_nodes(masks, 3, 1)
     for rank in (0, 2):
@@ -94,7 +93,6 @@ def test_masks_of_the_caller_and_of_a_silent_far_rank() -> None:
     assert told[1] == []
 
 
-@pytest.mark.alone
 def test_a_silent_far_rank_is_named_at_the_limit_without_shrink() -> None:
     for rank, errors in enumerate(run_nodes(silence, 3, 1)):
         assert errors[0][0] == "EPTimeout"
@@ -127,7 +125,6 @@ def told_by_far(rank: int, num_ranks: int) -> tuple[str, str, float]:
     return *error, elapsed
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("rows", ["put", "fetch"])
 def test_far_ranks_hear_of_a_failure_at_once(rows: str) -> None:
     for rank, (kind, text, elapsed) in enumerate(run_nodes(told_by_far, 4, 2, rows=rows)):

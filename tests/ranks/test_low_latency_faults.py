@@ -138,24 +138,16 @@ def silent_peer(rank: int, num_ranks: int, enable_shrink: bool) -> tuple[list[st
     return [str(one.message) for one in caught if one.category is RuntimeWarning], errors, mask
 
 
-@pytest.mark.alone
-def test_a_silent_peer_is_masked(device: str) -> None:
+def test_a_silent_peer_is_masked_and_told_once(device: str) -> None:
     results = run_ranks(silent_peer, 3, True)
     for rank in (0, 2):
         assert results[rank][2] == [0, 1, 0]
+        if device == "cpu":
+            (text,) = results[rank][0]
+            assert f"low-latency dispatch (call 3): no signal from rank 1 after {LIMIT_SECS:g} s" in text
+            assert f"(rank {rank}/3)" in text
 
 
-@pytest.mark.cpu_only
-@pytest.mark.alone
-def test_a_mask_is_told_once(device: str) -> None:
-    results = run_ranks(silent_peer, 3, True)
-    for rank in (0, 2):
-        (text,) = results[rank][0]
-        assert f"low-latency dispatch (call 3): no signal from rank 1 after {LIMIT_SECS:g} s" in text
-        assert f"(rank {rank}/3)" in text
-
-
-@pytest.mark.alone
 def test_a_silent_peer_closes_a_buffer_without_shrink(device: str) -> None:
     results = run_ranks(silent_peer, 3, False)
     for rank in (0, 2):
@@ -305,7 +297,6 @@ def stopped_peer(rank: int, num_ranks: int) -> list[int]:
 
 @pytest.mark.cpu_only
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.alone
 def test_a_stopped_rank_is_left_behind_and_notices(device: str) -> None:
     assert run_ranks(stopped_peer, 3) == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
 
@@ -352,6 +343,5 @@ def barrier_alone(rank: int, num_ranks: int) -> list[int]:
     return mask
 
 
-@pytest.mark.alone
 def test_a_barrier_masks_who_stays_away(device: str) -> None:
     assert run_ranks(barrier_alone, 3) == [[0, 1, 0], [0, 0, 0], [0, 1, 0]]

@@ -324,7 +324,6 @@ def masks(rank: int, num_ranks: int) -> list[str]:
     return [str(one.message) for one in caught if one.category is RuntimeWarning and "rank" in str(one.message)]
 
 
-@pytest.mark.alone
 def test_masks_of_the_caller_and_of_a_silent_rank() -> None:
     told = run_ranks(masks, 3, env=INTERPRETED)
     for rank in (0, 2):
@@ -351,7 +350,6 @@ def silence(rank: int, num_ranks: int) -> list[tuple[str, str]]:
     return errors
 
 
-@pytest.mark.alone
 def test_a_silent_rank_is_named_at_the_limit_without_shrink() -> None:
     for rank, errors in enumerate(run_ranks(silence, 3, env=INTERPRETED)):
         assert errors[0][0] == "EPTimeout"

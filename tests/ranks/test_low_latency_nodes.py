@@ -283,7 +283,6 @@ def stopped_peer(rank: int, num_ranks: int) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.alone
 def test_a_stopped_rank_keeps_what_it_was_sent_and_gets_no_more() -> None:
     assert run_nodes(stopped_peer, 3, 1) == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
 
@@ -296,7 +295,6 @@ def quiet(rank: int, num_ranks: int) -> tuple[Any, Any, list[int]]:
     )
 
 
-@pytest.mark.alone
 def test_a_silent_rank_is_masked_or_named_on_all_nodes() -> None:
     results = run_nodes(quiet, 4, 2)
     for rank in (0, 2, 3):

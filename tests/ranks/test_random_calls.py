@@ -47,8 +47,15 @@ def test_150_calls_on_four_ranks(device: str, arena: str) -> None:
     assert paths["combine/pulled"] > 0
 
 
-@pytest.mark.parametrize("arena", ["free", "uneven"])
-@pytest.mark.parametrize("posted", ["all", "some"])
+@pytest.mark.parametrize(
+    ("posted", "arena"),
+    [
+        ("all", "free"),
+        ("some", "uneven"),
+        pytest.param("all", "uneven", marks=pytest.mark.exhaustive),
+        pytest.param("some", "free", marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.cpu_only
 def test_150_small_calls_on_four_ranks(device: str, arena: str, posted: str) -> None:
     reports = run_ranks(limited_soak, 4, ARENAS[arena], POSTED[posted], 4321, 150)
@@ -59,8 +66,19 @@ def test_150_small_calls_on_four_ranks(device: str, arena: str, posted: str) -> 
     assert (others > 0) == (posted == "some"), paths
 
 
-@pytest.mark.parametrize("posted", ["all", "none"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("num_ranks", "posted"),
+    [
+        (1, "none"),
+        (2, "none"),
+        (3, "all"),
+        (8, "none"),
+        *(
+            pytest.param(*one, marks=pytest.mark.exhaustive)
+            for one in ((1, "all"), (2, "all"), (3, "none"), (8, "all"))
+        ),
+    ],
+)
 def test_other_group_sizes(device: str, num_ranks: int, posted: str) -> None:
     arena = ARENAS["uneven" if device == "cpu" else "free"]
     run_ranks(limited_soak, num_ranks, arena, POSTED[posted], 99 + num_ranks, 40)

@@ -160,7 +160,6 @@ def unchecked(buffer: Buffer, world: World) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "inside"])
-@pytest.mark.alone
 def test_a_silent_rank_is_named_on_all_nodes(device: str, transport: str, when: str) -> None:
     if device == "cpu" and when == "inside":
         pytest.skip("the limit would have to be long in the interpreter")

@@ -156,7 +156,7 @@ def all_calls(rank: int, num_ranks: int, staged_ranks: list[int], num_tokens: li
 
 @pytest.mark.parametrize(
     ("num_tokens", "staged_ranks"),
-    [([6, 5], [0, 1]), ([4, 0, 5], [0]), ([3, 4, 2], [1, 2])],
+    [([6, 5], [0, 1]), ([4, 0, 5], [0]), pytest.param([3, 4, 2], [1, 2], marks=pytest.mark.exhaustive)],
 )
 def test_some_ranks_are_staged_and_others_are_not(device: str, num_tokens: list[int], staged_ranks: list[int]) -> None:
     results = run_ranks(all_calls, len(num_tokens), staged_ranks, num_tokens, env=env(device, ARENA_BYTES))
@@ -185,7 +185,10 @@ def many_rounds(rank: int, num_ranks: int, num_tokens: list[int]) -> dict[str, A
     return numbers
 
 
-@pytest.mark.parametrize("num_tokens", [[6], [6, 0], [1, 4, 3], [0, 0, 0], [3, 2, 4, 1]])
+@pytest.mark.parametrize(
+    "num_tokens",
+    [[6], [6, 0], [1, 4, 3], [0, 0, 0], pytest.param([3, 2, 4, 1], marks=pytest.mark.exhaustive)],
+)
 def test_many_rounds(device: str, num_tokens: list[int]) -> None:
     results = run_ranks(many_rounds, len(num_tokens), num_tokens, env=env(device, 200))
     if sum(num_tokens):
