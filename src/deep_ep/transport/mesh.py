@@ -305,7 +305,7 @@ class Mesh:
 
 
 def make_mesh(control: Control, topology: Topology) -> Mesh:
-    """Connect this rank to all ranks of other nodes. All ranks of the group call it together.
+    """Connect this rank to all ranks of other nodes. All ranks of the group call it together, in a joint step.
 
     Raises:
         EPTransportError: A pair of ranks could not be connected. All ranks raise.
@@ -313,6 +313,8 @@ def make_mesh(control: Control, topology: Topology) -> Mesh:
     size = topology.ranks_per_node
     far = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
     pool, grounds = Pool(2 * len(far)), Grounds()  # a call has a page for each, and the next may already be made
-    connections = connect(control, far, "connecting the mesh", is_low_latency=True)
+    connections = connect(control, far, is_low_latency=True)
     links = {rank: Link(connection, pool, grounds) for rank, connection in connections.items()}
-    return Mesh(links, topology, pool, grounds)
+    mesh = Mesh(links, topology, pool, grounds)
+    control.undo(mesh.close)
+    return mesh
