@@ -20,7 +20,7 @@ from ..errors import EPTransportError
 from ..topology import Topology
 from .arena import Arena
 from .board import NUM_SENT_POSTS
-from .links import FAILED, SENT, Link, Page, Pool
+from .links import FAILED, MOST_CAUSE_BYTES, SENT, Link, Page, Pool
 from .memory import Mapping
 from .message import connect
 from .sparse import HollowMemory
@@ -117,7 +117,7 @@ class FarSender:
         if self.link.has_left:
             return ", which has destroyed its buffer"
         if self.link.ending is not None:
-            return f", which {self.link.ending}: its process has ended, or the network has failed"
+            return f", which {self.link.ending}"
         return None
 
     def is_silent(self, waited_secs: float, limit_secs: float) -> bool:
@@ -137,10 +137,13 @@ class FarSender:
         while self.link.inbox:
             frame = self.link.inbox.popleft()
             self.num_received += 1
-            if frame.topic == SENT:
-                with self._lock:
-                    self._slots[frame.epoch % NUM_SENT_POSTS] = _Landed(frame.epoch, frame.page)
-                self.latest = frame.epoch
+            if frame.topic != SENT or frame.epoch <= self.latest:
+                what = f"topic {frame.topic} of call {frame.epoch} behind call {self.latest}"
+                self.link.break_off(f"sent a message that cannot be ({what})")
+                return
+            with self._lock:
+                self._slots[frame.epoch % NUM_SENT_POSTS] = _Landed(frame.epoch, frame.page)
+            self.latest = frame.epoch
 
 
 class Mesh:
@@ -199,7 +202,7 @@ class Mesh:
         self._has_failed = True
         for rank in self.senders:
             self.drop(rank)
-            self._queue(rank, FAILED, 0, self._filled(cause.encode()))
+            self._queue(rank, FAILED, 0, self._filled(cause.encode(errors="replace")[:MOST_CAUSE_BYTES]))
 
     def close(self) -> None:
         """Have what is queued sent, say that this rank leaves, and close the links."""
@@ -293,10 +296,7 @@ class Mesh:
             with self._lock:
                 sender.link.flush()
         if ready & ~select.POLLOUT:
-            try:
-                sender.land()
-            except EPTransportError as error:
-                sender.link.ending = f"cannot be read from ({error})"
+            sender.land()
 
     def _hush(self) -> None:
         with contextlib.suppress(BlockingIOError):

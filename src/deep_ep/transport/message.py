@@ -18,7 +18,7 @@ from ..control import Control, PeerMissing
 from ..errors import EPError, EPTimeout, EPTransportError
 from ..topology import Topology
 from ..trace import NETWORK, NO_SLICE, WAIT, Slice, Trace, from_track, to_track
-from .links import ANNOUNCE, FAILED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
+from .links import ANNOUNCE, FAILED, MOST_CAUSE_BYTES, ROWS, Departure, Frame, Link, Page, Pieces, Pool
 from .rendezvous import UnreachedError, connect_rail
 from .service import mark, service_level
 from .window import EPPeerFailed
@@ -156,7 +156,7 @@ class Rail:
         for link in self.links.values():
             link.drop_queued()
             if link.ending is None:
-                link.send(FAILED, 0, 0, self.pool.filled(cause.encode()))
+                link.send(FAILED, 0, 0, self.pool.filled(cause.encode(errors="replace")[:MOST_CAUSE_BYTES]))
         deadline = time.monotonic() + _FAREWELL_SECS
         while any(link.num_queued for link in self.links.values()) and time.monotonic() < deadline:
             self.turn(_LOOK_SECS)
@@ -253,8 +253,8 @@ class Wait:
                 )
             if link.ending is not None and not link.inbox:
                 raise EPError(
-                    f"{self.where}: {self._rail.name(node)} {link.ending}: its process has ended, or the network "
-                    f"has failed ({self._me()}). Look at its output, and make a new buffer over the ranks that live"
+                    f"{self.where}: {self._rail.name(node)} {link.ending} ({self._me()}). "
+                    "Look at its output, and make a new buffer over the ranks that live"
                 )
 
     def _names(self, nodes: Collection[int]) -> str:
