@@ -1,20 +1,36 @@
-"""The control plane: who we are, and a gather of small objects with a limit.
+"""The control plane: who we are, and gathers of small objects that all ranks of a group make together.
 
-It is used when a buffer is made, never in its calls. Any `torch.distributed` group will do, or anything that looks
-like an mpi4py communicator.
+It is used when a buffer is made or its memory grows, never in its calls. Any `torch.distributed` group will do, or
+anything that looks like an mpi4py communicator.
+
+What ranks make together is made by all of them or by none, in a *joint step*:
+
+    with control.joint("making the buffer"):
+        memory = SharedMemory.create()
+        control.undo(memory.close)                       # called if the step fails, on any rank
+        addresses = control.gather(address_of(memory), "making shared memory")
+        ...
+
+Every gather carries a value or a failure. A rank in which anything raises sends its failure in place of the next
+gather, whatever that is for; the peers, which find it there, raise and name the rank. One last gather ends the step, so
+code between two gathers may raise wherever it likes, and needs nothing else to stay in step with the other ranks.
 """
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from .errors import EPTimeout
+from .errors import EPError, EPTimeout, EPTransportError, EPUnsupported, named
+
+_MOST_CAUSE_CHARS = 2000  # of a failure's text: it goes to every rank
 
 
 class Comm(Protocol):
@@ -30,19 +46,178 @@ class Comm(Protocol):
         """Every rank's value, by rank."""
 
 
+class PeerMissing(EPTransportError):
+    """This rank failed because a peer did not do its part. If any rank has a cause of its own, that is reported."""
+
+
+class _Failure(NamedTuple):
+    """Why a rank could not go on.
+
+    Attributes:
+        cause: The error and its text.
+        depth: How many joint steps it was in, one inside the other.
+        is_unsupported: It was an `EPUnsupported`.
+        is_consequence: It follows from the failure of another rank.
+    """
+
+    cause: str
+    depth: int
+    is_unsupported: bool
+    is_consequence: bool
+
+    @classmethod
+    def of(cls, error: BaseException, depth: int, is_consequence: bool) -> _Failure:
+        """The failure that an error stands for."""
+        kind, text = type(error).__name__, str(error)
+        cause = text if isinstance(error, EPError) else f"{kind}: {text}" if text else kind
+        return cls(cause[:_MOST_CAUSE_CHARS], depth, isinstance(error, EPUnsupported), is_consequence)
+
+
+class _Sent(NamedTuple):
+    """What a rank contributes to a gather: a value, or its failure."""
+
+    value: Any
+    failure: _Failure | None = None
+
+
+class _Failed(NamedTuple):
+    """A joint step that has failed on all ranks, and that this rank has not yet left.
+
+    Attributes:
+        depth: How many steps it is in, itself included. The steps inside have failed with it.
+        error: What this rank raises; None: its own error.
+    """
+
+    depth: int
+    error: EPError | None
+
+
+class _RollCall:
+    """Which ranks have come to a gather: a collective that fails, or takes too long, does not say who is missing.
+
+    Each rank writes the number of its gather into the group's store. Where the store cannot be had, or does not answer
+    (its own process may be the one that is gone), nobody is named.
+
+    Args:
+        group: The group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._rank, self._num_ranks = group.rank(), group.size()
+        self._name = str(getattr(group, "group_name", ""))
+        self._number = 0
+        self._store: Any = None
+        with contextlib.suppress(Exception):  # torch has no public name for it
+            self._store = dist.distributed_c10d._get_process_group_store(group)
+
+    def begin(self) -> None:
+        """This rank comes to the next gather of the group."""
+        self._number = _num_gathers[self._name] = _num_gathers[self._name] + 1
+
+    def write(self) -> None:
+        """Say so. It may take as long as the store likes."""
+        with contextlib.suppress(Exception):
+            self._store.set(self._key(self._rank), str(self._number))
+
+    def missing(self, grace_secs: float) -> list[int]:
+        """The ranks that have not come, after giving those that are merely late some time."""
+        found: list[int] = []
+
+        def look() -> None:
+            deadline = time.monotonic() + grace_secs
+            with contextlib.suppress(Exception):
+                while True:
+                    found[:] = [rank for rank in range(self._num_ranks) if not self._has_come(rank)]
+                    if not found or time.monotonic() > deadline:
+                        return
+                    time.sleep(_LOOK_SECS)
+
+        thread = threading.Thread(target=look, name="deep_ep-roll-call", daemon=True)
+        thread.start()
+        thread.join(grace_secs + _MOST_STORE_SECS)
+        return [] if thread.is_alive() else list(found)
+
+    def _has_come(self, rank: int) -> bool:
+        key = self._key(rank)
+        return self._store.check([key]) and int(self._store.get(key)) >= self._number
+
+    def _key(self, rank: int) -> str:
+        return f"deep_ep/{rank}"
+
+
+_num_gathers: Counter[str] = Counter()  # of this process, by group: ranks make the same ones
+_LOOK_SECS = 0.05
+_MOST_STORE_SECS = 1.0  # that the store may take to answer
+_LATE_SECS = 0.5  # given to a rank that is late where another one's connection has closed
+
+
+class _Collective:
+    """A collective call, in a thread of its own.
+
+    A collective cannot be cancelled. A thread lets the caller go on at the limit, or after Ctrl-C; it ends with the
+    group's own limit. What comes of it stays here, whoever waits for it and however often.
+
+    Args:
+        allgather: The collective.
+        sent: What this rank contributes.
+    """
+
+    def __init__(self, allgather: Callable[[Any], list[Any]], sent: _Sent):
+        self._answer: list[_Sent] | None = None
+        self._error: BaseException | None = None
+        self._is_done = threading.Event()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        def work() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)  # the current device is a property of the thread
+                self._answer = allgather(sent)
+            except BaseException as error:  # it goes to the caller, whatever it is
+                self._error = error
+            self._is_done.set()
+
+        self._thread = threading.Thread(target=work, name="deep_ep-gather", daemon=True)
+        self._thread.start()
+
+    def wait(self, deadline: float) -> list[_Sent]:
+        """What every rank contributed.
+
+        Raises:
+            TimeoutError: It is not done at the deadline.
+            RuntimeError: The collective has failed.
+        """
+        if not self._is_done.wait(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
+        self._thread.join()  # at once: it must not be found running where the interpreter ends
+        if self._answer is None:
+            raise RuntimeError(f"{type(self._error).__name__}: {self._error}")
+        return self._answer
+
+
 class Control:
-    """Rank, number of ranks, and `gather`, over a process group or an MPI-like communicator.
+    """Rank, number of ranks, `gather` and `joint`, over a process group or an MPI-like communicator.
 
     Args:
         group: A `torch.distributed` process group, whatever moves its bytes; or None.
         comm: An MPI-like communicator, looked at only where `group` is None.
-        limit_secs: Seconds that a gather may take.
+        limit_secs: Seconds that a joint step may take, all its gathers and connections together.
+
+    Attributes:
+        deadline: When the limit is over, as `time.monotonic` counts. It is set anew when a joint step begins.
     """
 
     first_rank = 0  # of the group's ranks, the first that this control is about
 
     def __init__(self, group: dist.ProcessGroup | None, comm: Comm | None, limit_secs: float):
         self.limit_secs = limit_secs
+        self.deadline = time.monotonic() + limit_secs
+        self._undo: list[contextlib.ExitStack] = []  # of the joint steps that this rank is in, the innermost last
+        self._failed: _Failed | None = None  # the outermost step that has failed, until this rank has left it
+        self._heard: EPError | None = None  # what this rank last raised of a peer
+        self._lost: str | None = None  # why gathers cannot be made any more; None: they can
+        self._interrupted: _Collective | None = None  # a gather that this rank did not wait for
+        self._roll_call: _RollCall | None = None
         self._allgather: Callable[[Any], list[Any]]
         for name, given, needed in (("group", group, ("rank", "size")), ("comm", comm, Comm.__dict__)):
             missing = [part for part in needed if not part.startswith("_") and not hasattr(given, part)]
@@ -50,7 +225,8 @@ class Control:
                 raise TypeError(f"Buffer: `{name}` must have {', '.join(missing)}, got {type(given).__name__}")
         if group is not None:
             self.rank, self.num_ranks = group.rank(), group.size()
-            self._allgather = lambda value: _gather_over_group(value, group)
+            self._roll_call = roll_call = _RollCall(group)
+            self._allgather = lambda value: _gather_over_group(value, group, roll_call)
         elif comm is not None:
             self.rank, self.num_ranks = comm.Get_rank(), comm.Get_size()
             self._allgather = comm.allgather
@@ -64,6 +240,64 @@ class Control:
         """Ranks of the group, whichever of them this control is about."""
         return self.num_ranks
 
+    @contextlib.contextmanager
+    def joint(self, purpose: str) -> Iterator[None]:
+        """What is done inside the block is done by all ranks, or undone by all of them. All ranks enter it together.
+
+        Blocks may be nested. The limit is that of the outermost one.
+
+        Args:
+            purpose: What it is for; errors say it.
+
+        Raises:
+            EPTransportError: A peer failed inside the block, or this rank did, with one of these or with an `OSError`;
+                the message says which rank it was.
+            EPUnsupported: A peer raised one.
+            EPTimeout: Not all ranks came to the end of the block within the limit.
+        """
+        undo = contextlib.ExitStack()
+        if not self._undo:
+            self.deadline = time.monotonic() + self.limit_secs
+        self._undo.append(undo)
+        try:
+            try:
+                yield
+            except BaseException as error:
+                cause = self._tell(error)
+                if cause is not None:
+                    raise cause from error
+                raise
+            # An error here is not told: the peers may be through, and then their first call finds this rank closed.
+            self.gather(None, purpose)
+        except BaseException as error:
+            undo.close()
+            heard = self._failed.error if self._failed is not None and self._failed.depth == len(self._undo) else None
+            if heard is not None and not _follows(error, heard):
+                raise heard from error  # whatever was made of it on the way
+            del heard  # or it would hold this frame, which holds it
+            if isinstance(error, (OSError, EPTransportError)) and self._me() not in str(error):
+                raise EPTransportError(f"{purpose}: {error} ({self._me()}). {_DOCTOR}") from error
+            raise
+        else:
+            if len(self._undo) > 1:
+                self._undo[-2].push(undo.pop_all())  # what encloses this step may still fail
+        finally:
+            if self._failed is not None and self._failed.depth == len(self._undo):
+                self._failed = None  # the steps around it may go on; if they do not, they say so themselves
+            self._undo.pop()
+            if not self._undo:
+                self._heard = None  # it holds the frames that it went through
+
+    def undo(self, work: Callable[..., object], *args: Any) -> None:
+        """Have `work(*args)` done if the joint step fails, the last one first. Outside of one: nothing is done.
+
+        Args:
+            work: What closes or forgets something. It may be called although that has been closed already.
+            args: Passed on.
+        """
+        if self._undo:
+            self._undo[-1].callback(_without_errors, work, *args)
+
     def gather_all(self, value: Any, purpose: str) -> list[Any]:
         """Every rank's `value` of the whole group, for what all of it must decide alike."""
         return self.gather(value, purpose)
@@ -74,35 +308,119 @@ class Control:
         Args:
             value: Anything that pickles.
             purpose: What it is for; the error says it.
+
+        Raises:
+            EPTimeout: Not all ranks came before the deadline.
+            EPTransportError: A peer sent its failure instead, or the group does not work any more.
+            EPUnsupported: A peer's failure was one.
         """
         if self.num_ranks == 1:
             return [value]
-        answer: queue.SimpleQueue[tuple[list[Any] | None, BaseException | None]] = queue.SimpleQueue()
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        answer = self._exchange(_Sent(value), purpose)
+        self._require_values(answer)
+        return [sent.value for sent in answer]
 
-        def work() -> None:
-            try:
-                if device is not None:
-                    torch.cuda.set_device(device)  # the current device is a property of the thread
-                answer.put((self._allgather(value), None))
-            except BaseException as error:  # it goes to the caller, whatever it is
-                answer.put((None, error))
+    def _tell(self, error: BaseException) -> EPError | None:
+        """Send this rank's failure in place of the next gather, unless all ranks have left, or none can be reached.
 
-        # A collective cannot be cancelled. A thread lets the caller go on at the limit; it ends with the group's own.
-        thread = threading.Thread(target=work, name="deep_ep-gather", daemon=True)
-        thread.start()
+        Returns:
+            What this rank is to raise instead: the cause of another one, of which its own failure is a consequence.
+        """
+        if self._failed is not None:
+            return None
+        depth = len(self._undo)
+        mine = _Failure.of(error, depth, isinstance(error, PeerMissing) or error is self._heard)
+        sent = _Sent(None, mine)
         try:
-            values, error = answer.get(timeout=self.limit_secs)
-            thread.join(self.limit_secs)  # at once: it must not be found running where the interpreter ends
-        except queue.Empty:
+            answer = self._exchange(sent, "telling a failure") if self.num_ranks > 1 else [sent]
+        except EPError:
+            return None  # the caller of this rank gets its own error
+        failures = [sent.failure for sent in answer if sent.failure is not None]
+        heard, outermost = self._error_of(answer), min(failure.depth for failure in failures)
+        self._failed = _Failed(outermost, heard if outermost < depth else None)
+        if mine.is_consequence and not all(failure.is_consequence for failure in failures):
+            self._heard = heard
+            return heard
+        return None
+
+    def _exchange(self, sent: _Sent, purpose: str) -> list[_Sent]:
+        """What every rank sends, values and failures."""
+        if self._lost is not None or self._failed is not None:
+            reason = self._lost or "another rank has failed, and makes no gather any more"
+            raise EPTransportError(f"{purpose}: {reason} ({self._me()}). Make a new buffer")
+        if self._interrupted is not None:  # collectives of one group must not overlap: finish that one first
+            self._require_values(self._finish(purpose))
+        if self._roll_call is not None:
+            self._roll_call.begin()
+        self._interrupted = _Collective(self._allgather, sent)
+        return self._finish(purpose)
+
+    def _finish(self, purpose: str) -> list[_Sent]:
+        """Wait for the collective that this rank has begun. An exception from outside (Ctrl-C) leaves it begun."""
+        assert self._interrupted is not None
+        try:
+            answer = self._interrupted.wait(self.deadline)
+        except TimeoutError:
+            self._lost = "not all ranks came to an earlier gather"
             raise EPTimeout(
-                f"{purpose}: not all ranks came within {self.limit_secs:g} s (rank {self.rank}/{self.num_ranks}). "
+                f"{purpose}: not all ranks came within {self.limit_secs:g} s{self._missing(0)} ({self._me()}). "
                 "A rank exited, or does not make its buffer; look at its output"
             ) from None
-        if error is not None:
-            raise error
-        assert values is not None
-        return values
+        except RuntimeError as error:
+            self._lost = "the group has failed before"
+            raise EPTransportError(
+                f"{purpose}: the group has failed{self._missing(_LATE_SECS)} ({error}) ({self._me()}). "
+                "The process of a rank has ended, or the network has failed; look at its output"
+            ) from None
+        self._interrupted = None
+        return answer
+
+    def _missing(self, grace_secs: float) -> str:
+        """Who has not come to the gather, for a sentence."""
+        ranks = self._roll_call.missing(grace_secs) if self._roll_call is not None else []
+        return f", there is no word from {named(ranks)}" if ranks else ""
+
+    def _require_values(self, answer: Sequence[_Sent]) -> None:
+        """Raise what peers raise of a rank that has failed."""
+        failures = [sent.failure for sent in answer if sent.failure is not None]
+        if not failures:
+            return
+        self._heard = self._error_of(answer)
+        if self._undo:
+            self._failed = _Failed(min(failure.depth for failure in failures), self._heard)
+        raise self._heard
+
+    def _error_of(self, answer: Sequence[_Sent]) -> EPError:
+        """What the peers of ranks that have failed raise: the first cause, and its rank."""
+        failures = {rank: sent.failure for rank, sent in enumerate(answer) if sent.failure is not None}
+        causes = {rank: one for rank, one in failures.items() if not one.is_consequence} or failures
+        rank = min(causes)
+        others = sorted(set(failures) - {rank})
+        text = f"Buffer: rank {rank} failed: {causes[rank].cause} ({self._me()})."
+        if others:
+            text += f" So did {named(others)}."
+        kind = EPUnsupported if causes[rank].is_unsupported else EPTransportError
+        return kind(f"{text} {_DOCTOR}")
+
+    def _me(self) -> str:
+        return f"rank {self.rank}/{self.num_ranks}"
+
+
+_DOCTOR = "`python -m deep_ep doctor` shows what this host allows"
+
+
+def _follows(error: BaseException, cause: BaseException) -> bool:
+    """Whether an error is a cause, or was raised from it."""
+    one: BaseException | None = error
+    while one is not None and one is not cause:
+        one = one.__cause__
+    return one is not None
+
+
+def _without_errors(work: Callable[..., object], *args: Any) -> None:
+    # Undoing goes on whatever happens: the error that is reported is the one that made it necessary.
+    with contextlib.suppress(Exception):
+        work(*args)
 
 
 class NodeControl(Control):
@@ -127,6 +445,19 @@ class NodeControl(Control):
         """Ranks of the group."""
         return self._whole.num_ranks
 
+    @property
+    def deadline(self) -> float:  # type: ignore[override]
+        """When the limit is over."""
+        return self._whole.deadline
+
+    def joint(self, purpose: str) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        """A joint step of all nodes."""
+        return self._whole.joint(purpose)
+
+    def undo(self, work: Callable[..., object], *args: Any) -> None:
+        """Have something done if the joint step fails."""
+        self._whole.undo(work, *args)
+
     def gather_all(self, value: Any, purpose: str) -> list[Any]:
         """Every rank's `value` of the whole group."""
         return self._whole.gather(value, purpose)
@@ -136,7 +467,8 @@ class NodeControl(Control):
         return self.gather_all(value, purpose)[self.first_rank : self.first_rank + self.num_ranks]
 
 
-def _gather_over_group(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def _gather_over_group(value: Any, group: dist.ProcessGroup, roll_call: _RollCall) -> list[Any]:
+    roll_call.write()
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

@@ -14,7 +14,7 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
 
 
-_MOST_TEXT_BYTES = 1 << 14  # of an account of a failure: nobody reads more, and peers keep room for it
+MOST_TEXT_BYTES = 1 << 14  # of an account of a failure: nobody reads more, and peers keep room for it
 
 
 def account(error: BaseException) -> str:
@@ -26,7 +26,7 @@ def account(error: BaseException) -> str:
         return f"{type(error).__name__} (its text is not to be had: {type(trouble).__name__})"
 
 
-def encoded(text: str, most_bytes: int = _MOST_TEXT_BYTES) -> bytes:
+def encoded(text: str, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
     """A text for peers, cut to the room there is. What UTF-8 has no bytes for (a lone surrogate) is written out."""
     return text.encode(errors="backslashreplace")[:most_bytes]
 

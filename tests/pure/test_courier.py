@@ -477,6 +477,8 @@ def bad_frames() -> dict[str, list[tuple[int, int, int, bytes]]]:
     return {
         "a short header": [(HEADER, 1, 1 << 24, header[8:])],
         "a header of another call": [(HEADER, 1, 2 << 24, header)],
+        "a header of a step before": [(HEADER, 0, 0, header)],
+        "a header without end": [(HEADER, 1, 1 << 24, bytes(1 << 22))],
         "a short line": [(RECORD, 0, 0, bytes(8))],
         "a topic of others": [(SENT, 1, 0, b"")],
         "rows that nobody rang for": [(ROWS, 1, 0, bytes(10))],

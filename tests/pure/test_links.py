@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import resource
 import socket
-from collections.abc import Iterator
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from deep_ep import layout
+from deep_ep import EPError, layout
 from deep_ep.config import Config
-from deep_ep.engine.rails.traffic import ChunkForm, Chunks
-from deep_ep.transport.links import ANNOUNCE, FAILED, ROWS, Link, Pool
+from deep_ep.engine.call import Agreement, Header
+from deep_ep.engine.rails.announce import receive_announcements
+from deep_ep.engine.rails.traffic import ChunkForm, Chunks, Traffic
+from deep_ep.errors import MOST_TEXT_BYTES, EPTransportError
+from deep_ep.topology import Topology
+from deep_ep.transport.links import (
+    ANNOUNCE,
+    BYE,
+    FAILED,
+    MOST_PAYLOAD_BYTES,
+    ROWS,
+    VERDICT,
+    Link,
+    Page,
+    Pool,
+)
+from deep_ep.transport.message import Rail
+from deep_ep.transport.window import Failure
 
 
 @pytest.fixture
@@ -133,3 +154,192 @@ def test_pages_are_used_again_the_last_one_first() -> None:
     for page in pages:
         pool.give(page)
     assert pool.take(1 << 16).memory is pages[-1].memory
+
+
+# What a peer sends that no rank can have meant -----------------------------------------------------------------------
+
+
+def test_a_message_that_cannot_be_ends_the_link_before_memory_is_taken() -> None:
+    heads = {
+        "as many bytes as there can be": (ROWS, 1, 0, (1 << 64) - 1),
+        "an absurd number of bytes": (ROWS, 1, 0, 1 << 60),
+        "just too many": (ANNOUNCE, 1, 0, MOST_PAYLOAD_BYTES + 1),
+        "no topic": (0, 1, 0, 0),
+        "a topic that there is not": (99, 1, 0, 8),
+        "a long farewell": (BYE, 0, 0, 1),
+        "an endless complaint": (FAILED, 0, 0, 1 << 20),
+        "too many numbers": (VERDICT, 1, 0, 1 << 20),
+    }
+    for kind, head in heads.items():
+        here, there = socket.socketpair()
+        link = Link(here, Pool())
+        there.sendall(struct.pack("<QQQQ", *head))
+        before = tracemalloc_peak(link.fill)
+        assert before < 1 << 20, kind
+        assert link.ending is not None, kind
+        assert f"sent a message that cannot be (topic {head[0]}, call {head[1]}, {head[3]} bytes)" in link.ending, kind
+        assert not link.inbox
+        assert link.failure is None
+        assert there.recv(1) == b"", "it is told"
+        link.fill()
+        link.close()
+        there.close()
+
+
+def tracemalloc_peak(work: Callable[[], None]) -> int:
+    """Bytes that Python has at most while something is done."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_message_takes_memory_as_it_comes(links: tuple[Link, Link]) -> None:
+    """A length that is damaged, but could be one, must not cost what it says."""
+    one, other = links
+    assert tracemalloc_peak(lambda: other._pool.take(MOST_PAYLOAD_BYTES)) < 1 << 20
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    page = Pool().take(1 << 30)
+    page.view()[-1] = 7
+    assert page.tensor()[-1] == 7
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+    with pytest.raises(EPTransportError, match="too many for one message"):
+        one.send(VERDICT, 1, 0, Pool().take(1 << 20))
+
+
+def test_where_there_is_no_memory_for_a_message_the_link_ends(links: tuple[Link, Link]) -> None:
+    one, other = links
+
+    class Full:
+        def take(self, num_bytes: int) -> Page:
+            raise MemoryError(f"no room for {num_bytes}")
+
+    other.landing = Full()
+    one.send(ROWS, 1, 0, Pool().take(100))
+    other.fill()
+    assert other.ending is not None
+    assert other.ending.startswith("sent a message of 100 bytes, for which there is no memory (no room for 100)")
+
+
+@pytest.fixture
+def rails() -> Iterator[tuple[Rail, Rail]]:
+    """Two nodes of one rank."""
+    pool = Pool()
+    made = [
+        Rail({1 - rank: Link(end, pool)}, Topology(rank, 2, 1), 10.0, pool)
+        for rank, end in enumerate(socket.socketpair())
+    ]
+    yield made[0], made[1]
+    for rail in made:
+        rail.close()
+
+
+def make_call(epoch: int = 3) -> Any:
+    agreement = Agreement("dispatch", num_experts=4, num_topk=2, hidden=8, dtype=torch.float32)
+    window = SimpleNamespace(me=lambda: "rank 0/2", place=SimpleNamespace(first_rank=0, num_ranks=2))
+
+    class Call:
+        header = Header(agreement, 5)
+
+        def __str__(self) -> str:
+            return f"dispatch (call {epoch})"
+
+    call = Call()
+    call.epoch, call.window = epoch, window
+    return call
+
+
+def said_of(rails: tuple[Rail, Rail], what: Callable[[], object]) -> str:
+    with pytest.raises(EPError) as raised:
+        what()
+    assert "rank 1 (node 1)" in str(raised.value)
+    assert type(raised.value) is EPError
+    return str(raised.value)
+
+
+def announced(num_rows: int = 3, tokens: int = 3, selected: int = 3, bits: bytes = b"\1\1\1") -> bytes:
+    words = [*make_call().header.agreement.words(), num_rows]
+    return struct.pack(f"<{len(words)}q", *words) + struct.pack("<3i", tokens, selected, 0) + bits
+
+
+BAD_ANNOUNCEMENTS = {
+    "nothing": b"",
+    "a part of its words": announced()[:40],
+    "no counts": announced()[:-15],
+    "a row too few": announced()[:-1],
+    "a row too many": announced() + b"\1",
+    "rows below zero": announced(num_rows=-1, bits=b""),
+    "rows without end": announced(num_rows=1 << 60),
+    "more tokens than rows": announced(tokens=4),
+    "fewer tokens than rows": announced(tokens=2),
+    "tokens below zero": announced(tokens=-3),
+    "selections below zero": announced(selected=-1),
+    "a row that goes nowhere": announced(tokens=2, bits=b"\1\0\1"),
+    "another operation": struct.pack("<q", 1 << 40) + announced()[8:],
+    "another type": announced()[:32] + struct.pack("<q", 1 << 50) + announced()[40:],
+}
+
+
+def test_announcements_of_a_peer_that_cannot_be(rails: tuple[Rail, Rail]) -> None:
+    one, other = rails
+    wait = one.waiting("dispatch (call 3)", 3, lambda: None, lambda _: None)
+    other.send(0, ANNOUNCE, 3, Pool().filled(announced()))
+    heard = receive_announcements(one, wait, make_call(), 1, 2)
+    assert heard[1].num_rows == 3
+    for kind, data in BAD_ANNOUNCEMENTS.items():
+        other.send(0, ANNOUNCE, 3, Pool().filled(data))
+        text = said_of(rails, lambda: receive_announcements(one, wait, make_call(), 1, 2))
+        assert "sent an announcement" in text or "must make the same call" in text, kind
+    other.send(0, ROWS, 3, Pool().filled(announced()))
+    text = said_of(rails, lambda: receive_announcements(one, wait, make_call(), 1, 2))
+    assert "sent a message of topic 3, expected topic 1" in text
+    other.send(0, ANNOUNCE, 4, Pool().filled(announced()))
+    assert "is in call 4" in said_of(rails, lambda: receive_announcements(one, wait, make_call(), 1, 2))
+    # Without routing there is nothing behind the words.
+    other.send(0, ANNOUNCE, 3, Pool().filled(announced()))
+    assert "sent an announcement" in said_of(rails, lambda: receive_announcements(one, wait, make_call(), 1))
+
+
+def test_rows_of_a_peer_that_cannot_be(rails: tuple[Rail, Rail]) -> None:
+    one, other = rails
+    form, taken = ChunkForm([(2, torch.float32)]), []
+
+    def take(node: int, first: int, last: int, views: list[torch.Tensor]) -> None:
+        taken.append((first, last))
+
+    def traffic() -> Traffic:
+        wait = one.waiting("dispatch (call 3)", 3, lambda: None, lambda _: None)
+        return Traffic(one, wait, 3, form, Chunks(4, 4), [0, 0], [0, 3], lambda *_: one.pool.take(0), take)
+
+    frames = {
+        "none": (ROWS, 3, 0, 0),
+        "not the next": (ROWS, 3, 1 << 24 | 1, 16),
+        "more than come": (ROWS, 3, 4, 32),
+        "far more than come": (ROWS, 3, (1 << 64) - 1, 16),
+        "another length": (ROWS, 3, 1, 24),
+        "of another call": (ROWS, 4, 1, 16),
+        "not rows": (ANNOUNCE, 3, 1, 16),
+    }
+    for kind, (topic, epoch, place, num_bytes) in frames.items():
+        other.links[0].send(topic, epoch, place, Pool().take(num_bytes))
+        assert "expected rows from 0 on of 3 of call 3" in said_of(rails, traffic().finish), kind
+    assert taken == []
+    other.links[0]._socket.send(struct.pack("<QQQQ", ROWS, 3, 1, 1 << 60))
+    assert "sent a message that cannot be" in said_of(rails, traffic().finish)
+
+
+def test_last_words_are_cut_and_may_be_anything(rails: tuple[Rail, Rail]) -> None:
+    one, other = rails
+    other.fail(Failure(5, "\udcff" + "x" * (1 << 20)))
+    one.turn(1)
+    said = one.last_words()
+    assert said is not None
+    escaped = "\\udcff"
+    assert said == (5, escaped + "x" * (MOST_TEXT_BYTES - len(escaped)))
+
+
+def test_chunks_are_never_longer_than_a_message() -> None:
+    assert Chunks.of(Config(20, 6, 256, 1 << 23, 1 << 24), 1 << 20).num_rows == MOST_PAYLOAD_BYTES >> 21
+    assert Chunks.of(Config(20, 6, 256, 8, 128), 1 << 40).num_rows == 1

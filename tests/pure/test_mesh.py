@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from deep_ep.topology import Topology
-from deep_ep.transport.links import Link, Pool
+from deep_ep.transport.links import ROWS, SENT, Link, Pool
 from deep_ep.transport.mesh import Grounds, Mesh
 from deep_ep.transport.sparse import GRAIN_BYTES
 from deep_ep.transport.window import Failure
@@ -131,5 +132,31 @@ def test_who_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = socket.socketpair()
     mesh = make_mesh(0, here)
     send(mesh, 1, 4_000_000)
+    mesh.close()
+    there.close()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "head"),
+    [
+        ([5], (SENT, 5, 0, 4)),  # the same call again
+        ([5], (SENT, 4, 0, 4)),
+        ([], (ROWS, 1, 0, 4)),
+        ([], (SENT, 1, 0, 1 << 60)),
+    ],
+)
+def test_what_no_rank_can_have_sent_is_the_end_of_its_link(numbers: list[int], head: tuple[int, ...]) -> None:
+    here, there = socket.socketpair()
+    mesh = make_mesh(0, here)
+    sender = mesh.senders[1]
+    for number in numbers:
+        there.sendall(struct.pack("<QQQQ", SENT, number, 0, 4) + b"true")
+    wait_until(lambda: all(sender.has_sent(number) for number in numbers))
+    there.sendall(struct.pack("<QQQQ", *head) + b"fake")
+    wait_until(lambda: sender.link.ending is not None)
+    assert "sent a message that cannot be" in (sender.why_not(9, False) or "")
+    for number in numbers:
+        assert bytes(sender.landed(number).view()) == b"true"
+    wait_until(lambda: there.recv(1) == b"")  # it is told
     mesh.close()
     there.close()

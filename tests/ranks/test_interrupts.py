@@ -86,7 +86,8 @@ def behind_a_queued_call(rank: int, num_ranks: int, name: str) -> list[str]:
         gate.set_result(None)
         said.append(attempt(event.current_stream_wait))  # it was queued before, and is whole
     else:
-        kit.buffer.combine(rows, handle)
+        # Rank 0 may have failed by the time that this one has read its rows, and then they are not to be trusted.
+        said.append(attempt(lambda: kit.buffer.combine(rows, handle)))
     said.append(attempt(work))
     said.append(attempt(work))
     assert all(torch.equal(one[0], copy) for one, copy in zip(kept, copies, strict=True)), "a kept result has changed"
@@ -109,9 +110,10 @@ def test_a_call_that_is_left_before_it_began_never_begins(name: str, env: dict) 
     one, other = run_ranks(behind_a_queued_call, 2, name, env=env)
     assert one[:2] == ["KeyboardInterrupt", "none"]
     assert all(said.startswith("EPClosed") and "KeyboardInterrupt" in said for said in one[2:])
-    assert other[0].startswith("EPPeerFailed")
-    assert "rank 0 failed: KeyboardInterrupt" in other[0]
-    assert other[1].startswith("EPClosed")
+    first = next(said for said in other if said != "none")
+    assert first.startswith("EPPeerFailed")
+    assert "rank 0 failed: KeyboardInterrupt" in first
+    assert other[2].startswith("EPClosed")
 
 
 def in_the_middle(rank: int, num_ranks: int, name: str, is_queued: bool) -> list[str]:

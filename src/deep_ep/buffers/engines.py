@@ -66,7 +66,7 @@ def make_engine(
     enable_shrink: bool = False,
     topology: Topology | None = None,
 ) -> tuple[Engine, str]:
-    """The engine of a buffer, and a line that says how it reaches its peers. All ranks call it.
+    """The engine of a buffer, and a line that says how it reaches its peers. All ranks call it, in a joint step.
 
     Args:
         control: The group.
@@ -179,7 +179,6 @@ def _relayed(
         engine.low_latency = StreamedLowLatency(engine.signals, window, stream, num_bytes, enable_shrink, ranks)
     elif num_bytes:
         engine.low_latency = AbsentLowLatency(why)
-    control.gather(None, "compiling kernels")
     if whole is not None:
         how = (
             "its puts and signals between nodes" if courier.boards is None else "one memory, in which rows are fetched"
@@ -244,6 +243,7 @@ def _near_memory(
     reason = why_not(group, size)
     if reason is not None:
         raise EPUnsupported(f"transport symm: {reason}")
+    control.gather(None, "meeting to make the group of a node")  # a collective of torch's, which has no limit of ours
     near_group = node_group(group, topology) if group is not None and size > 1 else None
     return NearMemory(SymmMemory(near, near_group, device), topology)
 
@@ -314,5 +314,4 @@ def _streamed(
     num_bytes = shared.low_latency_bytes
     if num_bytes:
         engine.low_latency = StreamedLowLatency(engine.signals, window, stream, num_bytes, enable_shrink)
-    control.gather(None, "compiling kernels")
     return engine

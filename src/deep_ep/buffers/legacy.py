@@ -127,17 +127,11 @@ class Buffer(LowLatencyMethods):
         trace: str | os.PathLike[str] | None = None,
     ):
         del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
-        num_nvl_bytes = checks.check_bytes("Buffer", "num_nvl_bytes", num_nvl_bytes)
-        num_rdma_bytes = checks.check_bytes("Buffer", "num_rdma_bytes", num_rdma_bytes)
-        self.device = find_device(device)
-        gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
         limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
         control = Control(group, comm, limit_secs)
         self.group = group
         self.rank = control.rank
         self.group_size = control.num_ranks
-        self.num_nvl_bytes = num_nvl_bytes
-        self.num_rdma_bytes = num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
@@ -145,19 +139,26 @@ class Buffer(LowLatencyMethods):
         self._pid = os.getpid()
         self._known_dispatches = {}
         self._known_combines = {}
-        self._topology = find_topology(control, forced_ranks_per_node(self.device))
-        self._trace = open_trace(trace, control)
-        self._engine, self.transport = self._make_engine(control, gpu_limit_secs)
-        if self._trace is not None:
-            self._trace.describe(transport=self.transport, device=str(self.device))
-            self._engine.start_trace(self._trace)
         self._last_rows: tuple[int, torch.dtype] | None = None
-        self.runtime: Runtime | None = Runtime(self._topology, self.device)
-        if self._topology.num_nodes > 1 or low_latency_mode:
-            self.nvshmem_qp_depth = env.QP_DEPTH.get()
-        self.number = registry.register(self)
-        missed = f"Buffer (rank {self.rank}/{self.group_size})" if explicitly_destroy else None
-        self._finalizer = Closing(self, functools.partial(_release, self._engine, self._trace, missed))
+        # All of it on all ranks, or none of it on any: what is made here is undone where any rank fails.
+        with control.joint("making the buffer"):
+            self.num_nvl_bytes = checks.check_bytes("Buffer", "num_nvl_bytes", num_nvl_bytes)
+            self.num_rdma_bytes = checks.check_bytes("Buffer", "num_rdma_bytes", num_rdma_bytes)
+            gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
+            self.device = find_device(device)
+            self._topology = find_topology(control, forced_ranks_per_node(self.device))
+            self._trace = open_trace(trace, control)
+            self._engine, self.transport = self._make_engine(control, gpu_limit_secs)
+            if self._trace is not None:
+                self._trace.describe(transport=self.transport, device=str(self.device))
+                self._engine.start_trace(self._trace)
+            self.runtime: Runtime | None = Runtime(self._topology, self.device)
+            if self._topology.num_nodes > 1 or low_latency_mode:
+                self.nvshmem_qp_depth = env.QP_DEPTH.get()
+            self.number = registry.register(self)
+            missed = f"Buffer (rank {self.rank}/{self.group_size})" if explicitly_destroy else None
+            self._finalizer = Closing(self, functools.partial(_release, self._engine, self._trace, missed))
+            control.undo(self._finalizer.detach)
 
     def _make_engine(self, control: Control, gpu_limit_secs: float) -> tuple[Engine, str]:
         sizes = WindowSizes(

@@ -109,12 +109,13 @@ class Agreement(NamedTuple):
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Agreement:
-        """The reverse of `words`."""
+        """The reverse of `words`. What no rank says, because it is damaged, stays a number."""
         values: dict[str, Any] = dict(zip(cls._fields, words, strict=False))
         for name, word in values.items():
             if name.endswith("dtype"):
-                values[name] = _DTYPES[word - 1] if word else None
-        return cls(**{**values, "operation": OPERATIONS[words[0]]})
+                values[name] = _DTYPES[word - 1] if 0 < word <= len(_DTYPES) else word or None
+        operation = OPERATIONS[words[0]] if 0 <= words[0] < len(OPERATIONS) else f"operation {words[0]}"
+        return cls(**{**values, "operation": operation})
 
     def differences(self, other: Agreement) -> str:
         """What the other says differently."""

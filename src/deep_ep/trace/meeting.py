@@ -38,7 +38,7 @@ def open_trace(folder: str | os.PathLike[str] | None, control: Control) -> Trace
     file, problem = None, None
     if wish:
         try:
-            file = _open(Path(wish), control.rank)
+            file = _open(Path(wish), control)
         except OSError as error:
             problem = f"{error.filename or wish}: {error.strerror}"
     answers = control.gather((bool(wish), problem, host_id(), secrets.token_hex(8)), "opening the trace")
@@ -56,16 +56,24 @@ def open_trace(folder: str | os.PathLike[str] | None, control: Control) -> Trace
     return Trace(file, control.rank, clock, len(_opened) - 1, _facts(control, answers[0][3]))
 
 
-def _open(folder: Path, rank: int) -> TraceFile:
+def _open(folder: Path, control: Control) -> TraceFile:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder.absolute() / f"rank{rank}.json"
+    path = folder.absolute() / f"rank{control.rank}.json"
     number = 2
     while path in _opened:
-        path = folder.absolute() / f"rank{rank}-{number}.json"
+        path = folder.absolute() / f"rank{control.rank}-{number}.json"
         number += 1
     file = TraceFile(path)
     _opened.add(path)
+    control.undo(_discard, file)
     return file
+
+
+def _discard(file: TraceFile) -> None:
+    """Remove the file of a buffer that was not made."""
+    file.close()
+    file.path.unlink(missing_ok=True)
+    _opened.discard(file.path)
 
 
 @functools.cache

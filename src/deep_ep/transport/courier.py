@@ -223,13 +223,15 @@ class MessageCourier:
 
 
 def make_courier(control: Control, topology: Topology, layout: FarLayout, words: torch.Tensor) -> MessageCourier:
-    """Connect this rank to all ranks of other nodes. All ranks of the group call it together.
+    """Connect this rank to all ranks of other nodes. All ranks of the group call it together, in a joint step.
 
     Raises:
         EPTransportError: A pair of ranks could not be connected. All ranks raise.
     """
     size = topology.ranks_per_node
     far = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
-    connections = connect(control, far, "connecting the couriers")
+    connections = connect(control, far)
     links = {rank: Link(connection, Pool()) for rank, connection in connections.items()}
-    return MessageCourier(links, topology, layout, words)
+    courier = MessageCourier(links, topology, layout, words)
+    control.undo(courier.close)
+    return courier

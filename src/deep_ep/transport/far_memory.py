@@ -108,19 +108,31 @@ class Shelf:
 
     A frame's length is all that is known when its page is taken. So who reads the frame asks `was_due`.
 
+    Args:
+        most_bytes: The longest payload that is not rows.
+
     Attributes:
         due: Where the next rows go, in this order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
         self.due: deque[memoryview] = deque()
         self._latest: memoryview | None = None
         self._pool = Pool(2)
 
     def take(self, num_bytes: int) -> Page:
-        """A page of so many bytes, whatever is in them."""
+        """A page of so many bytes, whatever is in them.
+
+        Raises:
+            EPTransportError: There are no rows of that length due, and nothing else is that long.
+        """
         self._latest = self.due.popleft() if self.due and self.due[0].nbytes == num_bytes else None
-        return self._pool.take(num_bytes) if self._latest is None else Page(self._latest, num_bytes)
+        if self._latest is not None:
+            return Page(self._latest, num_bytes)
+        if num_bytes > self._most_bytes:
+            raise EPTransportError(f"courier: at most {self._most_bytes} bytes can follow, or rows that are due")
+        return self._pool.take(num_bytes)
 
     def was_due(self, page: Page) -> bool:
         """Whether the page taken last lies in the place of the rows that were due."""

@@ -200,7 +200,8 @@ class FromFarRank:
         self._rows = rows
         self._progress = words.word(words.layout.progress(rank))
         self._coming = (0, 0)  # call and chunk of the rows that are due
-        link.landing = self._shelf = Shelf()
+        header_bytes = 8 * words.layout.header_words
+        link.landing = self._shelf = Shelf(max(header_bytes, 8 * LINE_WORDS, _BELL_IN_FRAME.size))
 
     def read(self) -> None:
         """Read what is there.
@@ -236,7 +237,8 @@ class FromFarRank:
     def _take_header(self, frame: Frame) -> None:
         layout = self._words.layout
         is_whole = frame.page.num_bytes == 8 * layout.header_words
-        self._require(is_whole and frame.place >> STEP_BITS == frame.epoch, frame)
+        is_next = frame.place > self._progress.load_acquire()
+        self._require(is_whole and is_next and frame.place >> STEP_BITS == frame.epoch, frame)
         self._words.write(layout.header(frame.epoch, self._rank), frame.page.view())
         self._progress.store_release(frame.place)
 

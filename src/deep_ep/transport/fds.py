@@ -2,75 +2,94 @@
 
 That is so between containers with process namespaces of their own. Sockets in the abstract namespace leave no file
 behind.
+
+Nobody waits at a socket. A gather separates what one rank does from what another one needs of it: all listen; all
+connect, which needs no answer; all accept and send; all read what has been sent. So a rank that cannot do its part says
+so in the next gather, and keeps nobody waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
-import threading
 import uuid
 
-from ..control import Control
+from ..control import Control, PeerMissing
+from .memory import SharedMemory
 
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # what a second attempt does not mend
 _PEERCRED = struct.Struct("3i")  # pid, uid, gid
 
 
-def exchange_fds(control: Control, fd: int) -> list[int]:
-    """Give `fd` to every peer and get theirs. All ranks call it together.
+def exchange_fds(control: Control, fd: int) -> dict[int, SharedMemory]:
+    """Give `fd` to every peer and get theirs. All ranks call it together, in a joint step.
 
     Returns:
-        A descriptor for each rank, open in this process; -1 for this rank.
+        The memory of each peer, by rank. It is closed if the joint step fails.
 
     Raises:
         OSError: A peer could not be reached, or did not send one.
     """
-    address = f"\0deep_ep-{uuid.uuid4().hex}"
-    problem: OSError | None = None
-    fds: list[int] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
-        server.bind(address)
-        server.listen(control.num_ranks)
-        server.settimeout(control.limit_secs)
-        addresses = control.gather(address, "exchanging socket addresses")
-        giver = threading.Thread(target=_give, args=(server, fd, control.num_ranks - 1), daemon=True)
-        giver.start()
-        try:
-            for rank, peer in enumerate(addresses):
-                fds.append(-1 if rank == control.rank else _take(peer, control.limit_secs))
-        except OSError as error:
-            problem = error
-        control.gather(None, "exchanging descriptors")  # the sockets must stay until all have what they need
-    if problem is not None:
-        for taken in fds:
-            with contextlib.suppress(OSError):
-                os.close(taken)
-        raise problem
-    return fds
+    name = f"\0deep_ep-{uuid.uuid4().hex}"
+    memories: dict[int, SharedMemory] = {}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(_new_socket())
+        server.bind(name)
+        server.listen(2 * control.num_ranks)  # nobody accepts while the peers connect, and a stranger may be among them
+        names = control.gather(name, "exchanging socket addresses")
+        connections: dict[int, socket.socket] = {}
+        for rank in (one for one in range(control.num_ranks) if one != control.rank):
+            connections[rank] = stack.enter_context(_new_socket())
+            try:
+                connections[rank].connect(names[rank])
+            except OSError as error:
+                raise PeerMissing(
+                    f"transport shm: rank {control.first_rank + rank} cannot be reached: {error}"
+                ) from error
+        control.gather(None, "connecting Unix sockets")
+        _give(server, fd)
+        control.gather(None, "exchanging descriptors")
+        for rank, connection in connections.items():
+            memories[rank] = _take(connection, control.first_rank + rank)
+            control.undo(memories[rank].close)
+    return memories
 
 
-def _give(server: socket.socket, fd: int, num_peers: int) -> None:
-    given = 0
-    while given < num_peers:
+def _new_socket() -> socket.socket:
+    new = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    new.setblocking(False)
+    return new
+
+
+def _give(server: socket.socket, fd: int) -> None:
+    """Send `fd` to everybody who has connected. What was sent stays readable when the connection is closed."""
+    while True:
         try:
             connection, _ = server.accept()
-        except OSError:  # the limit, or the server was closed: who still waits will say so
+        except BlockingIOError:
             return
         with connection:
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
             if _PEERCRED.unpack(credentials)[1] == os.getuid():  # abstract names are open to all users of the host
-                socket.send_fds(connection, [b"fd"], [fd])
-                given += 1
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a stranger that has left
+                    socket.send_fds(connection, [b"fd"], [fd])
 
 
-def _take(address: str, limit_secs: float) -> int:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(limit_secs)
-        connection.connect(address)
-        _, fds, _, _ = socket.recv_fds(connection, 2, 1)
+def _take(connection: socket.socket, rank: int) -> SharedMemory:
+    try:
+        _, fds, flags, _ = socket.recv_fds(connection, 2, 1)
+    except BlockingIOError:
+        fds, flags = [], 0
+    if not fds and flags & socket.MSG_CTRUNC:  # the system had one for this process, and could not number it
+        raise OSError(errno.EMFILE, f"no descriptor is free for the memory of rank {rank}")
     if not fds:
-        raise OSError("the peer sent no descriptor; do all ranks belong to one user?")
-    os.set_inheritable(fds[0], False)
-    return fds[0]
+        raise OSError(f"rank {rank} sent no descriptor; do all ranks belong to one user?")
+    try:
+        os.set_inheritable(fds[0], False)
+        return SharedMemory(fds[0])
+    except BaseException:
+        os.close(fds[0])
+        raise

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 
 from ..control import Control
-from ..errors import EPTransportError
 from .device import Part
-from .memory import Mapping, SharedMemory, bytes_tensor
-from .shm import Address, all_well, open_all
+from .memory import Mapping, bytes_tensor
+from .shm import Address, new_memory, open_all
 
 
 class InterpretedMemory:
@@ -27,19 +26,17 @@ class InterpretedMemory:
         Raises:
             EPTransportError: Some rank cannot have it; all ranks raise.
         """
-        memory, address, problem = SharedMemory.create(), None, None
-        try:
+        control = self._control
+        mappings: list[Mapping] = []
+        with control.joint("making shared memory"):
+            memory = new_memory(control)
             span = memory.grow(num_bytes)
             memory.commit(span)
             address = Address(os.getpid(), memory.fd, memory.identity())
-        except EPTransportError as error:
-            problem = str(error)
-        addresses = all_well(self._control, address, problem, "making shared memory")
-        mappings: list[Mapping] = []
-        for peer in open_all(self._control, addresses, memory):
-            mappings.append(peer.map(span))
-            peer.close()
-        own = mappings[self._control.rank]
+            for peer in open_all(control, control.gather(address, "making shared memory"), memory):
+                mappings.append(peer.map(span))
+                peer.close()
+        own = mappings[control.rank]
         return Part(bytes_tensor(own.view(span))[:num_bytes], tuple(one.address for one in mappings), mappings)
 
     def is_capturing(self) -> bool:

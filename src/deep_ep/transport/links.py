@@ -1,12 +1,14 @@
 """A link: frames over one socket to one rank, in order, never blocking.
 
-A frame is a head and a payload of any length; the head says how long, so a reader never has to know what comes. All
-frames of a link are read in the order in which they were sent.
+A frame is a head and a payload; the head says how long, so a reader never has to know what comes. All frames of a link
+are read in the order in which they were sent. A head that no rank can have sent (another topic, or a payload that is
+longer than any of its topic) ends the link before memory is taken for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import socket
 import struct
 import time
@@ -18,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ..errors import MOST_TEXT_BYTES, EPTransportError
 from ..sizing import align
 from .board import Refusal
 from .inherited import close_in_children
@@ -29,12 +32,32 @@ ANNOUNCE, VERDICT, ROWS, FAILED, BYE, SENT = 1, 2, 3, 4, 5, 6
 HEADER, RECORD, BELL = 7, 8, 9
 REFUSED = 10  # a call that the rank does not make, with the number of times that it has refused it
 
+# The longest payload. Rows are cut into chunks that are shorter, an announcement has a bit for each token and rank of a
+# node, and a low-latency frame has the rows of one call for one rank: a few hundred megabytes where buffers are large.
+# So a longer one is damage. It may be generous, since memory is committed only as bytes come (see `Pool.take`).
+MOST_PAYLOAD_BYTES = 1 << 32
+_MOST_NUMBERS_BYTES = 1 << 10  # a few numbers; whoever reads them knows how many
+_MOST_BYTES = {
+    ANNOUNCE: MOST_PAYLOAD_BYTES,
+    VERDICT: _MOST_NUMBERS_BYTES,
+    ROWS: MOST_PAYLOAD_BYTES,
+    FAILED: MOST_TEXT_BYTES,
+    BYE: 0,
+    SENT: MOST_PAYLOAD_BYTES,
+    HEADER: MOST_PAYLOAD_BYTES,  # `Shelf` knows how long headers are
+    RECORD: _MOST_NUMBERS_BYTES,
+    BELL: _MOST_NUMBERS_BYTES,
+    REFUSED: MOST_TEXT_BYTES,
+}
+
 _HEAD = struct.Struct("<QQQQ")  # topic, epoch, place, bytes of the payload
 _MOST_AHEAD = 64  # frames read before anybody asks for them; then the sender has to wait
 _MOST_PIECES = 64  # handed to the system at once
 _POOL_UNIT_BYTES = 1 << 16
 _MOST_WASTE = 4  # a page may be so many times as large as what it is for, not more: large ones are for rows
+_LEAST_LAZY_BYTES = 64 << 20  # from here on a page is mapped: the system commits memory as it is touched
 _CLOSED = "has closed the connection"
+_WHY_CLOSED = "its process has ended, or the network has failed"
 
 
 class Frame(NamedTuple):
@@ -99,7 +122,11 @@ class Landing(Protocol):
     """Where the payloads of frames that come are laid."""
 
     def take(self, num_bytes: int) -> Page:
-        """A page of so many bytes, whatever is in them."""
+        """A page of so many bytes, whatever is in them.
+
+        Raises:
+            EPTransportError: There is no such page.
+        """
         ...
 
 
@@ -120,7 +147,8 @@ class Pool:
         for index in reversed(range(len(self._spare))):  # the last one used is in the cache
             if size <= len(self._spare[index]) <= _MOST_WASTE * size:
                 return Page(self._spare.pop(index), num_bytes)
-        return Page(bytearray(size), num_bytes)
+        # A bytearray is written all over when it is made. A length that is damaged must not cost that.
+        return Page(bytearray(size) if size < _LEAST_LAZY_BYTES else memoryview(mmap.mmap(-1, size)), num_bytes)
 
     def filled(self, data: bytes) -> Page:
         """A page with these bytes."""
@@ -242,6 +270,8 @@ class Link:
         """Queue a frame, and hand over what the system takes. A page goes back to the pool when it is sent."""
         payload = Pieces([what.view()], what) if isinstance(what, Page) else what
         num_bytes = payload.num_bytes
+        if num_bytes > _MOST_BYTES[topic]:
+            raise EPTransportError(f"transport message: {num_bytes} bytes are too many for one message")
         head = memoryview(_HEAD.pack(topic, epoch, place, num_bytes))
         pieces = [head, *(one for one in payload.pieces if one.nbytes)]
         self._outbox.append(_Outgoing(pieces, payload, num_bytes, topic, time.monotonic_ns()))
@@ -291,23 +321,40 @@ class Link:
             while self.may_read and len(self.inbox) == num_before:
                 num_bytes = self._socket.recv_into(self._target)
                 if not num_bytes:
-                    self.ending = _CLOSED
+                    self.ending = f"{_CLOSED}: {_WHY_CLOSED}"
                     return
                 self.bytes_received += num_bytes
                 self._target = self._target[num_bytes:]
-                while not self._target.nbytes:
+                while not self._target.nbytes and self.ending is None:
                     self._next_target()
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            self.ending = f"{_CLOSED} ({error.strerror or error})"
+            self.ending = f"{_CLOSED} ({error.strerror or error}): {_WHY_CLOSED}"
+
+    def break_off(self, reason: str) -> None:
+        """Read nothing more from a peer that sends what cannot be, and have it notice.
+
+        Args:
+            reason: What it has sent, for a sentence that begins with the peer.
+        """
+        self.ending = self.ending or f"{reason}: it runs another version, or what it sends is damaged on the way"
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _next_target(self) -> None:
         """After a head its payload, after a payload the next head."""
         if self._coming is None:
             topic, epoch, place, num_bytes = _HEAD.unpack(self._head)
+            if num_bytes > _MOST_BYTES.get(topic, -1):
+                self.break_off(f"sent a message that cannot be (topic {topic}, call {epoch}, {num_bytes} bytes)")
+                return
+            try:
+                self._page = self.landing.take(num_bytes)
+            except (EPTransportError, MemoryError, OSError) as error:
+                self.break_off(f"sent a message of {num_bytes} bytes, for which there is no memory ({error})")
+                return
             self._coming, self._begun_ns = (topic, epoch, place), time.monotonic_ns()
-            self._page = self.landing.take(num_bytes)
             self._target = self._page.view()
             return
         assert self._page is not None

@@ -124,7 +124,7 @@ class FarSender:
         if self.link.has_left:
             return ", which has destroyed its buffer"
         if self.link.ending is not None:
-            return f", which {self.link.ending}: its process has ended, or the network has failed"
+            return f", which {self.link.ending}"
         return None
 
     def is_silent(self, waited_secs: float, limit_secs: float) -> bool:
@@ -144,10 +144,13 @@ class FarSender:
         while self.link.inbox:
             frame = self.link.inbox.popleft()
             self.num_received += 1
-            if frame.topic == SENT:
-                with self._lock:
-                    self._slots[frame.epoch % NUM_SENT_POSTS] = _Landed(frame.epoch, frame.page)
-                self.latest = frame.epoch
+            if frame.topic != SENT or frame.epoch <= self.latest:
+                what = f"topic {frame.topic} of call {frame.epoch} behind call {self.latest}"
+                self.link.break_off(f"sent a message that cannot be ({what})")
+                return
+            with self._lock:
+                self._slots[frame.epoch % NUM_SENT_POSTS] = _Landed(frame.epoch, frame.page)
+            self.latest = frame.epoch
 
 
 class Mesh:
@@ -306,10 +309,7 @@ class Mesh:
             with self._lock:
                 sender.link.flush()
         if ready & ~select.POLLOUT:
-            try:
-                sender.land()
-            except EPTransportError as error:
-                sender.link.ending = f"cannot be read from ({error})"
+            sender.land()
 
     def _hush(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -318,7 +318,7 @@ class Mesh:
 
 
 def make_mesh(control: Control, topology: Topology) -> Mesh:
-    """Connect this rank to all ranks of other nodes. All ranks of the group call it together.
+    """Connect this rank to all ranks of other nodes. All ranks of the group call it together, in a joint step.
 
     Raises:
         EPTransportError: A pair of ranks could not be connected. All ranks raise.
@@ -326,6 +326,8 @@ def make_mesh(control: Control, topology: Topology) -> Mesh:
     size = topology.ranks_per_node
     far = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
     pool, grounds = Pool(2 * len(far)), Grounds()  # a call has a page for each, and the next may already be made
-    connections = connect(control, far, "connecting the mesh", is_low_latency=True)
+    connections = connect(control, far, is_low_latency=True)
     links = {rank: Link(connection, pool, grounds) for rank, connection in connections.items()}
-    return Mesh(links, topology, pool, grounds)
+    mesh = Mesh(links, topology, pool, grounds)
+    control.undo(mesh.close)
+    return mesh

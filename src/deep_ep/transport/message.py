@@ -6,7 +6,6 @@ failed, and has a limit. `docs/decisions/0008-rails.md` says why these are socke
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import select
@@ -15,13 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from ..control import Control
+from ..control import Control, PeerMissing
 from ..errors import EPError, EPPeerFailed, EPTimeout, EPTransportError, encoded
 from ..topology import Topology
 from ..trace import NETWORK, NO_SLICE, WAIT, Slice, Trace, from_track, to_track
 from .board import NO_REFUSAL, Refusal
 from .links import ANNOUNCE, FAILED, REFUSED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
-from .rendezvous import connect_rail
+from .rendezvous import UnreachedError, connect_rail
 from .service import mark, service_level
 from .window import Failure, refused_by
 
@@ -276,8 +275,8 @@ class Wait:
                 )
             if link.ending is not None and not link.inbox:
                 raise EPError(
-                    f"{self.where}: {self._rail.name(node)} {link.ending}: its process has ended, or the network "
-                    f"has failed ({self._me()}). Look at its output, and make a new buffer over the ranks that live"
+                    f"{self.where}: {self._rail.name(node)} {link.ending} ({self._me()}). "
+                    "Look at its output, and make a new buffer over the ranks that live"
                 )
 
     def _names(self, nodes: Collection[int]) -> str:
@@ -289,39 +288,38 @@ class Wait:
 
 
 def make_rail(control: Control, topology: Topology) -> Rail:
-    """Connect this rank to its rail. All ranks of the group call it together.
+    """Connect this rank to its rail. All ranks of the group call it together, in a joint step.
 
     Raises:
         EPTransportError: A pair of ranks could not be connected. All ranks raise.
     """
     size = topology.ranks_per_node
     rail = [node * size + topology.local_rank for node in range(topology.num_nodes)]
-    pool, connections = Pool(), connect(control, rail, "connecting the rails")
+    pool, connections = Pool(), connect(control, rail)
     links = {rank // size: Link(connection, pool) for rank, connection in sorted(connections.items())}
-    return Rail(links, topology, control.limit_secs, pool)
+    made = Rail(links, topology, control.limit_secs, pool)
+    control.undo(made.close)
+    return made
 
 
-def connect(control: Control, ranks: list[int], purpose: str, is_low_latency: bool = False) -> dict[int, socket.socket]:
+def connect(control: Control, ranks: list[int], is_low_latency: bool = False) -> dict[int, socket.socket]:
     """Connect this rank to some others, which name it likewise. All ranks of the group call it together.
 
     Args:
-        control: The group.
+        control: The group. The connections are closed if its joint step fails.
         ranks: The ranks to be connected; this one may be among them.
-        purpose: What it is for; errors say it.
         is_low_latency: Which traffic goes over it: each has its service level.
 
     Raises:
-        EPTransportError: A pair of ranks could not be connected. All ranks raise.
+        EPTransportError: This rank could not be connected to one of them.
     """
     level = service_level(is_low_latency)
-    connections, problem = connect_rail(control, ranks)
-    answers = control.gather_all(problem, purpose)
-    problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(answers) if problem]
-    if problems:
-        for connection in connections.values():
-            with contextlib.suppress(OSError):
-                connection.close()
-        raise EPTransportError(f"transport message: {'; '.join(problems)}")
+    connections, problem = connect_rail(control, ranks, control.deadline)
+    if problem is not None:
+        kind = PeerMissing if isinstance(problem, UnreachedError) else EPTransportError
+        raise kind(f"transport message: {problem}") from problem
+    for connection in connections.values():
+        control.undo(connection.close)
     for connection in connections.values():
         mark(connection, level)
     return connections

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ..control import Control
+from ..errors import EPTransportError
 from . import symm
 from .device import Part
-from .shm import all_well
 
 
 def why_not(group: dist.ProcessGroup | None, num_ranks: int) -> str | None:
@@ -59,7 +59,9 @@ class NvshmemMemory:
         self._group = group
         self._device = device
         symm.allow_shared_gpus(control, device)
-        all_well(control, None, _choose(), "choosing NVSHMEM")
+        reason = _choose()
+        if reason is not None:
+            raise EPTransportError(f"transport nvshmem: torch does not choose it ({reason})")
 
     def grow(self, num_bytes: int) -> Part:
         """A piece of `num_bytes` zeros on every rank. All ranks call it together, with the same number.
@@ -70,8 +72,6 @@ class NvshmemMemory:
             EPTransportError: Some rank cannot have it; all ranks raise.
             EPTimeout: Not all ranks came.
         """
-        # NVSHMEM waits for all ranks of the job, without a limit: see first that they are there, with ours.
-        self._control.gather_all(num_bytes, "meeting to make NVSHMEM's memory")
         return symm.shared_piece(self._control, self._group, self._device, num_bytes)
 
     def is_capturing(self) -> bool:

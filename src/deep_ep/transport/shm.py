@@ -13,9 +13,9 @@ import sys
 from dataclasses import dataclass, replace
 
 from ..control import Control
-from ..errors import EPTransportError, EPUnsupported
+from ..errors import EPUnsupported
 from .board import Board
-from .fds import exchange_fds
+from .fds import OUT_OF_RESOURCES, exchange_fds
 from .inherited import close_in_children
 from .memory import SharedMemory
 from .spans import Span
@@ -35,9 +35,9 @@ class Address:
 class Process(Peer):
     """A peer in another process, whose end is noticed by a pidfd."""
 
-    def __init__(self, rank: int, memory: SharedMemory, board: Board, pidfd: int):
+    def __init__(self, rank: int, memory: SharedMemory, board: Board, address: Address):
         super().__init__(rank, memory, board)
-        self._pidfd = pidfd
+        self._pidfd = _pidfd(address)
         close_in_children(self)
 
     def is_alive(self) -> bool:
@@ -66,64 +66,59 @@ def why_not() -> str | None:
 
 
 def make_window(control: Control, sizes: WindowSizes) -> Window:
-    """Make this rank's window and map its peers' boards. All ranks call it together."""
+    """Make this rank's window and map its peers' boards. All ranks call it together, in a joint step."""
     reason = why_not()
     if reason is not None:
         raise EPUnsupported(f"transport shm: {reason}. A group of one rank works")
-    board_bytes = Board.num_bytes(control.num_ranks)
-    memory, problem = None, None
-    try:
-        memory = SharedMemory.create()
-        board_span = memory.grow(board_bytes)
-        memory.commit(board_span)
-        address = Address(os.getpid(), memory.fd, memory.identity(), sizes.low_latency_bytes)
-    except (OSError, EPTransportError) as error:
-        problem, address = str(error), None
-    addresses = all_well(control, address, problem, "making shared memory")
-    assert memory is not None
+    memory = new_memory(control)
+    board_span = memory.grow(Board.num_bytes(control.num_ranks))
+    memory.commit(board_span)
+    address = Address(os.getpid(), memory.fd, memory.identity(), sizes.low_latency_bytes)
+    addresses = control.gather(address, "making shared memory")
     peers: list[Peer] = []
-    problem = None
-    try:
-        for rank, peer_memory in enumerate(open_all(control, addresses, memory)):
-            board = Board(peer_memory.map(Span(0, board_span.stop)), control.num_ranks)
-            own = rank == control.rank
-            peers.append(
-                Peer(rank, peer_memory, board) if own else Process(rank, peer_memory, board, _pidfd(addresses[rank]))
-            )
-    except (OSError, EPTransportError) as error:
-        problem = str(error)
-    all_well(control, None, problem, "mapping shared memory")
+    for rank, peer_memory in enumerate(open_all(control, addresses, memory)):
+        board = Board(peer_memory.map(Span(0, board_span.stop)), control.num_ranks)
+        own = rank == control.rank
+        peer = Peer(rank, peer_memory, board) if own else Process(rank, peer_memory, board, addresses[rank])
+        control.undo(peer.close)
+        peers.append(peer)
     # Everybody must divide this memory alike: the largest wish is everybody's. Only what is used is taken.
     sizes = replace(sizes, low_latency_bytes=max(address.low_latency_bytes for address in addresses))
     place = Place(control.first_rank, control.num_all_ranks)
-    return Window(control.rank, peers, memory, sizes, control.limit_secs, place)
+    window = Window(control.rank, peers, memory, sizes, control.limit_secs, place)
+    control.undo(window.close)  # a peer whose buffer was made all the same finds this rank closed in its first call
+    return window
+
+
+def new_memory(control: Control) -> SharedMemory:
+    """New shared memory, which is closed if the joint step fails."""
+    memory = SharedMemory.create()
+    control.undo(memory.close)
+    return memory
 
 
 def open_all(control: Control, addresses: list[Address], memory: SharedMemory) -> list[SharedMemory]:
-    """Every rank's memory: through `/proc`, or, if that fails anywhere in the group, over sockets on all ranks."""
+    """Every rank's memory: through `/proc`, or, if that is refused anywhere in the group, over sockets on all ranks.
+
+    All ranks call it together, in a joint step; where that fails, everything opened here is closed.
+    """
     opened: list[SharedMemory] = []
-    refused = None
-    for rank, address in enumerate(addresses):
-        try:
+    is_refused = False
+    try:
+        for rank, address in enumerate(addresses):
             opened.append(memory if rank == control.rank else _open(address))
-        except OSError as error:
-            refused = f"rank {rank}'s memory: {error}"
-            break
-    if not any(control.gather_all(refused, "opening shared memory")):
+            control.undo(opened[-1].close)
+    except OSError as error:
+        if error.errno in OUT_OF_RESOURCES:
+            raise  # sockets would need more of them
+        is_refused = True
+    if not any(control.gather_all(is_refused, "opening shared memory")):
         return opened
+    for one in opened:
+        if one is not memory:
+            one.close()
     fds = exchange_fds(control, memory.fd)
-    return [memory if rank == control.rank else SharedMemory(fd) for rank, fd in enumerate(fds)]
-
-
-def all_well(control: Control, value: object, problem: str | None, purpose: str) -> list:
-    """Gather `value`, or everybody's problems: all ranks of all nodes go on, or all raise."""
-    answers = control.gather_all((value, problem), purpose)
-    problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(answers) if problem]
-    if problems:
-        raise EPTransportError(
-            f"{purpose}: {'; '.join(problems)}. `python -m deep_ep doctor` shows what this host allows"
-        )
-    return [value for value, _ in answers[control.first_rank : control.first_rank + control.num_ranks]]
+    return [memory if rank == control.rank else fds[rank] for rank in range(control.num_ranks)]
 
 
 def _open(address: Address) -> SharedMemory:

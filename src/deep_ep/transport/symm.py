@@ -16,7 +16,6 @@ from ..control import Control
 from ..errors import EPTransportError
 from ..topology import Topology
 from .device import DeviceMemory, Part
-from .shm import all_well
 
 NVSHMEM: Final = "NVSHMEM"  # torch's name of the backend
 
@@ -70,6 +69,9 @@ def allow_shared_gpus(control: Control, device: torch.device) -> None:
 def shared_piece(control: Control, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Part:
     """A piece of `num_bytes` zeros on every rank, from whichever backend is set. All ranks call it together.
 
+    It is a joint step: symmetric memory is made by collectives of torch, which cannot carry a failure of ours and have
+    no limit of ours. So there is a gather before each: no rank enters one unless all ranks are about to.
+
     A piece of NVSHMEM's lives as long as the process: freeing one is collective over all ranks of the job, without a
     limit, and ranks drop their last tensor when they like, in a finalizer. Torch also remembers a rendezvous by its
     address, so that memory that came there a second time would be given the addresses of the first.
@@ -80,21 +82,18 @@ def shared_piece(control: Control, group: dist.ProcessGroup, device: torch.devic
     import torch.distributed._symmetric_memory as symm_mem
 
     global _used_backend
-    memory: torch.Tensor | None = None
-    problem: str | None = None
-    _used_backend = backend()
-    try:
-        memory = _allocated(lambda: symm_mem.empty(num_bytes, dtype=torch.uint8, device=device), num_bytes).zero_()
+    with control.joint("making symmetric memory"):
+        _used_backend = backend()
+        control.gather_all(None, "meeting to make symmetric memory")  # NVSHMEM allocates with all ranks of the job
+        memory = _allocated(lambda: symm_mem.empty(num_bytes, dtype=torch.uint8, device=device), num_bytes)
+        if _used_backend == NVSHMEM:
+            _kept.append(memory)
+        memory.zero_()
         torch.cuda.synchronize(device)  # peers may write as soon as they have the address
-    except EPTransportError as error:
-        problem = str(error)
-    if _used_backend == NVSHMEM and memory is not None:
-        _kept.append(memory)
-    all_well(control, None, problem, "making symmetric memory")
-    assert memory is not None
-    handle = symm_mem.rendezvous(memory, group)
-    if _used_backend == NVSHMEM:
-        _kept.append(handle)
+        control.gather_all(None, "meeting to map symmetric memory")
+        handle = symm_mem.rendezvous(memory, group)
+        if _used_backend == NVSHMEM:
+            _kept.append(handle)
     return Part(memory, _addresses(memory, handle.buffer_ptrs, group.rank()), (memory, handle))
 
 

@@ -96,5 +96,5 @@ def _parts(geometry: Geometry, slots: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def _counts(post: FarPost, numbers: torch.Tensor) -> torch.Tensor:
     counts = numbers.view(torch.int64)
-    post.require((counts >= 0) & (counts.sum() == post.num_rows))
+    post.require((counts >= 0) & (counts <= post.num_rows) & (counts.sum() == post.num_rows))
     return counts

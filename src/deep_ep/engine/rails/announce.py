@@ -10,6 +10,7 @@ import torch
 
 from ... import layout
 from ...errors import EPError
+from ...sizing import ceil_div
 from ...transport.links import ANNOUNCE, Frame
 from ...transport.message import Rail, Wait
 from ..call import Agreement, Call
@@ -79,12 +80,17 @@ def receive_announcements(
     for node in rail.nodes:
         frame = rail.receive(node, wait)
         require_topic(call, rail, node, frame, ANNOUNCE)
+        if frame.page.num_bytes < _WORDS.size:
+            raise spoiled(call, rail, node, f"an announcement of {frame.page.num_bytes} bytes")
         words = _WORDS.unpack_from(frame.page.view())
         if list(words[:_NUM_AGREED]) != mine.words():
             clashes.append(f"{rail.name(node)} has {mine.differences(Agreement.from_words(words))}")
             continue
         data = frame.page.tensor()[_WORDS.size :].clone()
-        heard[node] = _parse(data, words[_NUM_AGREED], num_local_ranks, num_experts)
+        said = _parse(data, words[_NUM_AGREED], num_local_ranks, num_experts)
+        if said is None:
+            raise spoiled(call, rail, node, f"an announcement of {words[_NUM_AGREED]} rows whose counts do not add up")
+        heard[node] = said
         rail.pool.give(frame.page)
     if clashes:
         raise EPError(
@@ -94,14 +100,27 @@ def receive_announcements(
     return heard
 
 
-def _parse(data: torch.Tensor, num_rows: int, num_local_ranks: int, num_experts: int) -> Announcement:
+def _parse(data: torch.Tensor, num_rows: int, num_local_ranks: int, num_experts: int) -> Announcement | None:
+    """What an announcement says; None: it contradicts itself. Counts become sizes and slots, so they are checked."""
+    width = ceil_div(num_local_ranks, 8)
+    num_bytes = 4 * (num_local_ranks + num_experts) if num_experts else 0
+    if num_rows < 0 or data.numel() != num_bytes + (num_rows * width if num_experts else 0):
+        return None
     if not num_experts:
         return Announcement(num_rows)
-    num_bytes = 4 * (num_local_ranks + num_experts)
     numbers = data[:num_bytes].view(torch.int32)
-    bits = data[num_bytes:].view(num_rows, -(-num_local_ranks // 8))
-    mask = layout.unpack_bits(bits, num_local_ranks)
-    return Announcement(num_rows, numbers[:num_local_ranks], numbers[num_local_ranks:], mask)
+    mask = layout.unpack_bits(data[num_bytes:].view(num_rows, width), num_local_ranks)
+    said = Announcement(num_rows, numbers[:num_local_ranks], numbers[num_local_ranks:], mask)
+    adds_up = torch.equal(mask.sum(0, dtype=torch.int32), numbers[:num_local_ranks]) and bool(mask.any(1).all())
+    return said if adds_up and int(numbers.min()) >= 0 else None
+
+
+def spoiled(call: Call, rail: Rail, node: int, what: str) -> EPError:
+    """The error where a message of the rail cannot be what the peer meant to send."""
+    return EPError(
+        f"{call}: {rail.name(node)} sent {what} ({call.window.me()}). "
+        "It runs another version, or what it sends is damaged on the way"
+    )
 
 
 def require_rows(call: Call, rail: Rail, heard: dict[int, Announcement], expected: Sequence[int]) -> None:
@@ -124,7 +143,9 @@ def require_topic(call: Call, rail: Rail, node: int, frame: Frame, topic: int) -
     Raises:
         EPError: It is not.
     """
-    if frame.topic != topic or frame.epoch != call.epoch:
+    if frame.epoch == call.epoch and frame.topic != topic:
+        raise spoiled(call, rail, node, f"a message of topic {frame.topic}, expected topic {topic}")
+    if frame.epoch != call.epoch:
         raise EPError(
             f"{call}: {rail.name(node)} is in call {frame.epoch} ({call.window.me()}). "
             "Make the calls in the same order on all ranks"

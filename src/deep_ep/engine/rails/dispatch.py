@@ -29,6 +29,7 @@ from .announce import (
     require_rows,
     require_topic,
     send_announcement,
+    spoiled,
 )
 from .chain import RailChain
 from .hops import FanOut, Packer
@@ -245,6 +246,8 @@ class RailsDispatch(Dispatch):
         for node in rail.nodes:
             frame = rail.receive(node, wait)
             require_topic(call, rail, node, frame, VERDICT)
+            if frame.page.num_bytes not in (0, _OVERFLOW.size):
+                raise spoiled(call, rail, node, f"a verdict of {frame.page.num_bytes} bytes")
             if frame.page.num_bytes:
                 seen.append(_OVERFLOW.unpack(frame.page.view()))
         if seen:

@@ -17,7 +17,7 @@ from ...config import Config
 from ...errors import EPError
 from ...sizing import align, ceil_div
 from ...trace import RECEIVE, SEND, Slice
-from ...transport.links import ROWS, Frame, Page, Pieces
+from ...transport.links import MOST_PAYLOAD_BYTES, ROWS, Frame, Page, Pieces
 from ...transport.message import Rail, Wait
 
 _SECTION_UNIT_BYTES = 16  # sections of a chunk begin at multiples of this: any element is aligned
@@ -47,11 +47,13 @@ class Chunks(NamedTuple):
             row_bytes: Bytes of a row.
             unit: Rows that are best packed together.
         """
+        # Half of what a message may be: there is room between sections.
+        most = min((1 << _COUNT_BITS) - 1, max(1, MOST_PAYLOAD_BYTES // 2 // max(1, row_bytes)))
         if config is None:
             num_rows = ceil_div(_CHUNK_BYTES, max(1, row_bytes))
-            return cls(min(max(num_rows - num_rows % unit, 1), (1 << _COUNT_BITS) - 1), _AHEAD)
+            return cls(min(max(num_rows - num_rows % unit, 1), most), _AHEAD)
         send, receive = config.num_max_rdma_chunked_send_tokens, config.num_max_rdma_chunked_recv_tokens
-        return cls(min(send, (1 << _COUNT_BITS) - 1), max(1, receive // send))
+        return cls(min(send, most), max(1, receive // send))
 
 
 class ChunkForm:

@@ -68,11 +68,11 @@ class Courier(Protocol):
         """Compile and load what waits, so that no peer's limit passes while a kernel is compiled."""
         ...
 
-    def grow(self, num_bytes: int) -> Part | None:
+    def grow(self, num_bytes: int) -> Part:
         """A piece of memory for rows, on every rank. All ranks call it together, with the same number.
 
-        Returns:
-            None: some rank cannot have it.
+        Raises:
+            EPTransportError: Some rank cannot have it; all ranks raise.
         """
         ...
 
@@ -126,17 +126,11 @@ class ThreadCourier:
         """Bells, and waits."""
         rail.prepare_bells(self._places, self._far, plan)
 
-    def grow(self, num_bytes: int) -> Part | None:
+    def grow(self, num_bytes: int) -> Part:
         """Pinned memory, if kernels are to reach it."""
-        memory: torch.Tensor | None = None
-        try:
-            is_pinned = self._places.state.device.type == "cuda"
-            memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-        except RuntimeError:
-            pass
-        if not all(self._control.gather(memory is not None, "making far memory")):
-            return None
-        assert memory is not None
+        is_pinned = self._places.state.device.type == "cuda"
+        with self._control.joint("making far memory"):
+            memory = _host_memory(num_bytes, is_pinned)
         self._thread.add_rows(memory)
         return Part(memory, (), memory)
 
@@ -163,6 +157,17 @@ class ThreadCourier:
     def close(self) -> None:
         """Let what is queued leave."""
         self._thread.close()
+
+
+def _host_memory(num_bytes: int, is_pinned: bool) -> torch.Tensor:
+    try:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise EPTransportError(
+            f"window: {num_bytes} bytes of host memory for rows between nodes are needed, the system refuses them "
+            f"({reason}). Make the buffer with a smaller num_rdma_bytes"
+        ) from None
 
 
 class _Hostless:
@@ -226,9 +231,9 @@ class KernelCourier(_Hostless):
         rail.prepare_bells(self._places, self._far, plan)
         carry.prepare_all(self._carry)
 
-    def grow(self, num_bytes: int) -> Part | None:
+    def grow(self, num_bytes: int) -> Part:
         """Symmetric memory."""
-        return _grown(self._memory, num_bytes)
+        return self._memory.grow(num_bytes)
 
     def carry_words(self, num_words: int) -> None:
         """Launch what carries the mirrors."""
@@ -289,12 +294,11 @@ class MemoryCourier(_Hostless):
         """Meetings of the rail."""
         rail.prepare_meetings(self._places, self._far, plan)
 
-    def grow(self, num_bytes: int) -> Part | None:
+    def grow(self, num_bytes: int) -> Part:
         """Symmetric memory."""
-        part = _grown(self._memory, num_bytes)
-        if part is not None:
-            self.sources = self._addresses(part)
-            self._kept.append(self.sources)  # those of a piece before stay: graphs may know them
+        part = self._memory.grow(num_bytes)
+        self.sources = self._addresses(part)
+        self._kept.append(self.sources)  # those of a piece before stay: graphs may know them
         return part
 
     def await_left(self, operation: int, step: int) -> None:
@@ -331,10 +335,3 @@ def make_nvshmem_courier(
         return MemoryCourier(memory, words, topology, places, far)
     num_chunks = 1 if is_one_memory else MOST_CHUNKS
     return KernelCourier(memory, words, layout, topology, places, far, pes, num_chunks)
-
-
-def _grown(memory: DeviceMemory, num_bytes: int) -> Part | None:
-    try:
-        return memory.grow(num_bytes)
-    except EPTransportError:
-        return None

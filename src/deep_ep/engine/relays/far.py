@@ -45,11 +45,7 @@ class Far:
             EPTransportError: Some rank has no memory for it; all ranks raise.
         """
         self.courier = courier
-        if not self._grow(self._first_bytes // 2):
-            raise EPTransportError(
-                f"Buffer: {self._first_bytes} bytes of memory for rows between nodes cannot be had on every rank. "
-                "Make the buffer with a smaller num_rdma_bytes"
-            )
+        self._add_piece(self._first_bytes // 2)
 
     @property
     def half_bytes(self) -> int:
@@ -85,8 +81,12 @@ class Far:
         return needed <= self.half_bytes or self._grow(needed)
 
     def _grow(self, half_bytes: int) -> bool:
+        try:
+            self._add_piece(half_bytes)
+        except EPTransportError:
+            return False
+        return True
+
+    def _add_piece(self, half_bytes: int) -> None:
         """Add a piece. Those before stay: graphs that were captured know them."""
-        part = self.courier.grow(2 * align(max(1, half_bytes), _GROWTH_BYTES))
-        if part is not None:
-            self._pieces.append(part)
-        return part is not None
+        self._pieces.append(self.courier.grow(2 * align(max(1, half_bytes), _GROWTH_BYTES)))
