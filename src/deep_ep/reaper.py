@@ -26,6 +26,7 @@ from collections.abc import Callable
 
 import torch
 
+THREAD = "deep_ep-reaper"  # its name; it stays as long as the process
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _EXIT_PRIORITY = 10  # any number that is not negative: with the first exit functions of a `multiprocessing` child
 
@@ -106,7 +107,7 @@ def _start() -> None:
     global _thread
     with _start_lock:
         if _thread is None:
-            _thread = threading.Thread(target=_run, args=(_handed_over,), name="deep_ep-reaper", daemon=True)
+            _thread = threading.Thread(target=_run, args=(_handed_over,), name=THREAD, daemon=True)
             _thread.start()
             # A `multiprocessing` child ends without `atexit` functions, but runs these.
             multiprocessing.util.Finalize(None, close_all, exitpriority=_EXIT_PRIORITY)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from .. import reaper
+
 _NAME = "deep_ep"  # threads and memfds of ours begin with it
 _MEMFD = f"/memfd:{_NAME}"
 _LEFT_SECS = 6.0  # for what is about to go: a gather that a stopped rank joins late, say
@@ -77,10 +79,11 @@ def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def threads_left() -> list[str]:
-    """Names of our threads that are still there, after a moment for those that are about to end."""
+    """Names of our threads that are still there, but for the reaper's, which stays, after a moment for those that are about to end."""
     deadline = time.monotonic() + _PATIENCE_SECS
     while True:
-        names = [thread.name for thread in threading.enumerate() if thread.name.startswith(_NAME)]
+        names = [thread.name for thread in threading.enumerate()]
+        names = [name for name in names if name.startswith(_NAME) and name != reaper.THREAD]
         if not names or time.monotonic() > deadline:
             return names
         time.sleep(0.005)
