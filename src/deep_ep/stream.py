@@ -343,15 +343,22 @@ class LaunchStream:
         """Mark the place behind what was launched."""
         return _PassedMark()
 
-    def await_capture(self) -> None:
-        """Wait until no graph is being captured on the streams of calls. The CPU has no graphs."""
+    def await_capture(self) -> bool:
+        """Wait until no graph is being captured. The CPU has no graphs."""
+        return True
 
     def stop(self) -> None:
         """Wait for everything that was launched."""
 
 
 _CAPTURE_LOOK_SECS, _MOST_CAPTURE_SECS = 1e-3, 60.0  # how often, and how long, a forgotten buffer waits for a capture
+_POOL_STREAMS = 32  # of each priority, that torch makes
 _MOST_CALLERS = 64  # streams that are remembered: making the object takes longer than asking which it is
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class _WayBack(NamedTuple):
@@ -531,13 +538,23 @@ class CudaStream(LaunchStream):
             self._clock = _CudaClock(self.raw)
         return _CudaMark(self._clock, self.current)
 
-    def await_capture(self) -> None:
-        """Wait until no graph is being captured on the streams of calls: waiting for such a stream would break it."""
+    def await_capture(self) -> bool:
+        """Wait until no graph is being captured, on any stream of torch's.
+
+        Waiting for a stream would break its capture; and torch waits for the whole device before it frees symmetric
+        memory, which no capture survives: the process ends. Returns whether there is none; False: the limit has passed.
+        """
         deadline = time.monotonic() + _MOST_CAPTURE_SECS
-        for stream in (self.raw, self._last_stream):
-            with torch.cuda.stream(stream):
-                while torch.cuda.is_current_stream_capturing() and time.monotonic() < deadline:
-                    time.sleep(_CAPTURE_LOOK_SECS)
+        while self._is_any_capturing():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_CAPTURE_LOOK_SECS)
+        return True
+
+    def _is_any_capturing(self) -> bool:
+        # Streams come from a pool, one after the other: as many as it has are all there are.
+        pool = [torch.cuda.Stream(self._index, priority=priority) for priority in (0, -1) for _ in range(_POOL_STREAMS)]
+        return any(_is_capturing(stream) for stream in (self.raw, self._last_stream, *pool) if stream is not None)
 
     def stop(self) -> None:
         """Wait for everything that was launched."""

@@ -89,7 +89,9 @@ def combine(rank: int, num_ranks: int, ranks_per_node: int, dtypes: list[torch.d
     ],
     ids=["posted", "pulled", "kernels", "two nodes", "kernels of two nodes", "four nodes"],
 )
-def test_every_way_to_the_bit(ranks_per_node: int, env: dict[str, str]) -> None:
+def test_every_way_to_the_bit(ranks_per_node: int, env: dict[str, str], device: str) -> None:
+    if device == "cuda" and "DEEP_EP_TRANSPORT" in env:
+        pytest.skip("a GPU does not interpret kernels")
     more = {"DEEP_EP_RANKS_PER_NODE": str(ranks_per_node)} if ranks_per_node < NUM_RANKS else {}
     dtypes = [torch.float16, torch.bfloat16, torch.float32]
     if "DEEP_EP_TRANSPORT" in env:

@@ -301,7 +301,7 @@ def test_a_failure_on_one_host_reaches_all_ranks() -> None:
     errors = run_ranks(broken_host, 3, env=INTERPRETED)
     assert errors[1][0] == "Broken"
     for rank in (0, 2):
-        assert errors[rank][0] == "EPError"
+        assert errors[rank][0] == "EPPeerFailed"
         assert "rank 1 failed" in errors[rank][1]
 
 

@@ -125,7 +125,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", [*WAYS])
-def test_arguments_are_made_ordinary(way: str) -> None:
+def test_arguments_are_made_ordinary(way: str, device: str) -> None:
+    if device == "cuda" and way in ("nodes", "kernels"):
+        pytest.skip("low latency across nodes needs NVSHMEM there, and kernels are not interpreted")
     if way == "kernels":  # in the interpreter every launch costs milliseconds
         shapes, names = [(1, 1)], ["odd strides", "negated"]
     else:

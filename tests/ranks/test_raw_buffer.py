@@ -43,16 +43,3 @@ def look(rank: int, num_ranks: int) -> int:
 def test_a_view_of_the_raw_buffer_takes_no_more_memory_than_it_shows() -> None:
     for taken in run_ranks(look, 2):
         assert 800_000 <= taken < 1_000_000
-
-
-def test_parts_of_the_raw_buffer_are_made_on_demand(device: str) -> None:
-    from deep_ep.engine.streamed import LocalBytes  # late: it imports Triton
-
-    local = LocalBytes(1 << 40, torch.device(device))
-    local.bytes(1000, 100).fill_(1)
-    local.bytes(1200, 100).fill_(2)
-    assert local.bytes(1040, 20).tolist() == [1] * 20
-    both = local.bytes(1050, 200)  # what lies between was never shown
-    assert both.tolist() == [1] * 50 + [0] * 100 + [2] * 50
-    local.bytes(1250, 10).fill_(3)
-    assert local.bytes(1000, 300).tolist() == [1] * 100 + [0] * 100 + [2] * 50 + [3] * 10 + [2] * 40

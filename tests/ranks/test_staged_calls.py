@@ -243,7 +243,7 @@ def test_a_failure_ends_the_rounds_of_all(device: str, operation: str) -> None:
     errors = run_ranks(broken, 3, operation, env=env(device, 100))
     assert errors[1][0] == "ArithmeticError"
     for rank in (0, 2):
-        assert errors[rank][0] == "EPError"
+        assert errors[rank][0] == "EPPeerFailed"
         assert "rank 1 failed" in errors[rank][1]
 
 

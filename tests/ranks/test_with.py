@@ -136,6 +136,8 @@ WAYS = {
 def test_peers_learn_who_left(way: str, is_queued: bool, device: str) -> None:
     num_ranks, env = WAYS[way]
     is_cpu = device == "cpu" and "kernels" not in way
+    if device == "cuda" and "kernels" in way:
+        pytest.skip("a GPU does not interpret kernels")
     if is_queued and not is_cpu:
         pytest.skip("kernels that wait are no thread of the host")
     first, *others = run_ranks(leave, num_ranks, is_queued, env=env)

@@ -46,6 +46,7 @@ from .signals import Signals
 from .stats import Stats
 
 _MOST_SCALE_BYTES = 8  # an integer of a kernel
+_kept: list[StreamedEngine] = []  # engines whose memory could not be given back
 
 
 class StreamedEngine:
@@ -88,7 +89,8 @@ class StreamedEngine:
         self._guessed_rows = 0
         self._has_warned = False
         self._is_pushed = is_pushed
-        self._local = LocalBytes(num_local_bytes, window.device)
+        self._num_local_bytes = num_local_bytes
+        self._local: torch.Tensor | None = None
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -512,8 +514,13 @@ class StreamedEngine:
         return region if region is not None else torch.empty(*shape, dtype=dtype, device=self.window.device)
 
     def local_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Bytes of the raw buffer, free for the caller between calls. We do not use them: they are made on demand."""
-        return self._local.bytes(start, num_bytes)
+        """Bytes of the raw buffer, free for the caller between calls. We do not use them: they are made on demand.
+
+        All views show the same memory, so the first one takes all of it: a GPU's memory is not taken page by page.
+        """
+        if self._local is None:
+            self._local = torch.zeros(self._num_local_bytes, dtype=torch.uint8, device=self.window.device)
+        return self._local[start : start + num_bytes]
 
     def tune(self, config: Config | None) -> None:
         """Take the chunks of the next call from a config. One hop has none."""
@@ -562,47 +569,14 @@ class StreamedEngine:
         Only the reaper calls it, for a buffer that nobody has destroyed.
         """
         with self.stream.on_device():
-            self.stream.await_capture()
-            self.stop()
+            if self.stream.await_capture():
+                self.stop()
+            else:  # freeing what is under a capture would end the process
+                _kept.append(self)
 
     def has_failed(self) -> bool:
         """Whether a call has failed, on this rank or on another."""
         return self.signals.has_failed()
-
-
-class LocalBytes:
-    """The raw buffer that callers may look at. Memory is taken only for what was asked for.
-
-    A request that lies within an earlier one is shown the same memory. One that reaches beyond gets new memory for
-    both, with the contents of the earlier one; a tensor that shows the earlier one keeps the memory that it has.
-
-    Args:
-        num_bytes: Its size.
-        device: Where it is.
-    """
-
-    def __init__(self, num_bytes: int, device: torch.device):
-        self._num_bytes = num_bytes
-        self._device = device
-        self._parts: list[tuple[int, torch.Tensor]] = []  # disjoint: where each begins, and its bytes
-
-    def bytes(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Bytes `[start, start + num_bytes)`; zeros where nothing was written."""
-        stop = min(start + num_bytes, self._num_bytes)
-        for first, part in self._parts:
-            if first <= start and stop <= first + part.numel():
-                return part[start - first : stop - first]
-        met: list[tuple[int, torch.Tensor]] = []
-        apart: list[tuple[int, torch.Tensor]] = []
-        for first, part in self._parts:
-            (met if first < stop and start < first + part.numel() else apart).append((first, part))
-        begin = min([start, *(first for first, _ in met)])
-        end = max([stop, *(first + part.numel() for first, part in met)])
-        whole = torch.zeros(end - begin, dtype=torch.uint8, device=self._device)
-        for first, part in met:
-            whole[first - begin : first - begin + part.numel()].copy_(part)
-        self._parts = [*apart, (begin, whole)]
-        return whole[start - begin : stop - begin]
 
 
 class _Supply(NamedTuple):

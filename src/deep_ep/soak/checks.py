@@ -79,7 +79,7 @@ def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def threads_left() -> list[str]:
-    """Names of our threads that are still there, but for the reaper's, which stays, after a moment for those that are about to end."""
+    """Names of our threads that are still there, but for the reaper's, after a moment for those about to end."""
     deadline = time.monotonic() + _PATIENCE_SECS
     while True:
         names = [thread.name for thread in threading.enumerate()]
