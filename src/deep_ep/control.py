@@ -19,10 +19,13 @@ code between two gathers may raise wherever it likes, and needs nothing else to 
 from __future__ import annotations
 
 import contextlib
+import math
+import pickle
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -93,10 +96,11 @@ class _Failed(NamedTuple):
 
 
 class _RollCall:
-    """Which ranks have come to a gather: a collective that fails, or takes too long, does not say who is missing.
+    """Which ranks live, and have come to a gather: a collective that fails or takes too long does not say who has not.
 
-    Each rank writes the number of its gather into the group's store. Where the store cannot be had, or does not answer
-    (its own process may be the one that is gone), nobody is named.
+    Each rank writes into the group's store that it has come to its gather, and, while it waits there, again and again
+    that it lives. Where the store cannot be had, or does not answer (its own process may be the one that is gone),
+    nobody is named. It may take as long as it likes to answer, so only threads ask it.
 
     Args:
         group: The group.
@@ -109,76 +113,113 @@ class _RollCall:
         self._store: Any = None
         with contextlib.suppress(Exception):  # torch has no public name for it
             self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._is_over, self._has_ended, self._until = threading.Event(), False, math.inf
+        self._thread: threading.Thread | None = None
+        self._suspects: list[int] | None = None
 
     def begin(self) -> None:
         """This rank comes to the next gather of the group."""
         self._number = _num_gathers[self._name] = _num_gathers[self._name] + 1
+        self._is_over, self._has_ended, self._until = threading.Event(), False, math.inf
+        self._suspects = None
+        self._thread = threading.Thread(target=self._tell, name="deep_ep-roll-call", daemon=True)
+        self._thread.start()
 
-    def write(self) -> None:
-        """Say so. It may take as long as the store likes."""
-        with contextlib.suppress(Exception):
-            self._store.set(self._key(self._rank), str(self._number))
+    def end(self) -> None:
+        """The gather is over."""
+        self._has_ended = True
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join(_MOST_STORE_SECS)  # at once: it must not be found running where the interpreter ends
 
-    def missing(self, grace_secs: float) -> list[int]:
-        """The ranks that have not come, after giving those that are merely late some time."""
-        found: list[int] = []
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank has said that the gather cannot succeed any more."""
+        return self._suspects is not None
 
-        def look() -> None:
-            deadline = time.monotonic() + grace_secs
-            with contextlib.suppress(Exception):
-                while True:
-                    found[:] = [rank for rank in range(self._num_ranks) if not self._has_come(rank)]
-                    if not found or time.monotonic() > deadline:
-                        return
-                    time.sleep(_LOOK_SECS)
-
-        thread = threading.Thread(target=look, name="deep_ep-roll-call", daemon=True)
+    def missing(self) -> list[int]:
+        """The ranks that have not come, or do not live. To be asked where the gather has failed."""
+        self._until = (
+            time.monotonic() + _OBSERVED_SECS + 2 * _MOST_STORE_SECS
+        )  # so that others see that this rank lives
+        thread = threading.Thread(target=self._look, name="deep_ep-roll-call", daemon=True)
         thread.start()
-        thread.join(grace_secs + _MOST_STORE_SECS)
-        return [] if thread.is_alive() else list(found)
+        thread.join(_OBSERVED_SECS + _MOST_STORE_SECS)
+        return list(self._suspects or ())
 
-    def _has_come(self, rank: int) -> bool:
-        key = self._key(rank)
-        return self._store.check([key]) and int(self._store.get(key)) >= self._number
+    def _tell(self) -> None:
+        """On a thread: say that this rank has come, and lives, and hear whether the gather is lost."""
+        with contextlib.suppress(Exception):
+            self._store.set(self._key("come", self._rank), str(self._number))
+            beat = 0
+            while not self._is_over.wait(_BEAT_SECS) and time.monotonic() < self._until:
+                beat += 1
+                self._store.set(self._key("beat", self._rank), f"{self._number} {beat}")
+                self._read_suspects()
+            if self._has_ended:
+                self._store.set(self._key("done", self._rank), str(self._number))
 
-    def _key(self, rank: int) -> str:
-        return f"deep_ep/{rank}"
+    def _look(self) -> None:
+        """On a thread: find out who does not live, unless another rank has done so."""
+        with contextlib.suppress(Exception):
+            deadline, others = time.monotonic() + _OBSERVED_SECS, set(range(self._num_ranks)) - {self._rank}
+            before = {rank: self._read("beat", rank) for rank in others}
+            while others and time.monotonic() < deadline and not self._read_suspects():
+                time.sleep(_BEAT_SECS / 2)
+                others = {
+                    rank for rank in others if self._read("beat", rank) == before[rank] and not self._is_past(rank)
+                }
+            if not self.is_lost and others:
+                self._store.set(self._key("lost", self._number), " ".join(map(str, sorted(others))))
+                self._read_suspects()
+
+    def _read_suspects(self) -> bool:
+        said = self._read("lost", self._number)
+        if said is not None and self._suspects is None:
+            self._suspects = [int(rank) for rank in said.split()]
+        return self._suspects is not None
+
+    def _is_past(self, rank: int) -> bool:
+        """Whether a rank has this gather behind it."""
+        come, done = self._read("come", rank), self._read("done", rank)
+        return int(come or 0) > self._number or int(done or 0) >= self._number
+
+    def _read(self, kind: str, number: int) -> str | None:
+        key = self._key(kind, number)
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _key(self, kind: str, number: int) -> str:
+        return f"deep_ep/{kind}/{number}"
 
 
 _num_gathers: Counter[str] = Counter()  # of this process, by group: ranks make the same ones
-_LOOK_SECS = 0.05
+_BEAT_SECS = 0.2
+_OBSERVED_SECS = 1.5  # in which every rank that lives, and waits, is heard of
 _MOST_STORE_SECS = 1.0  # that the store may take to answer
-_LATE_SECS = 0.5  # given to a rank that is late where another one's connection has closed
+_LONGEST_PAUSE_SECS = 1e-3
 
 
-class _Collective:
-    """A collective call, in a thread of its own.
+class _Lost(RuntimeError):
+    """Another rank has found that a gather cannot succeed any more."""
 
-    A collective cannot be cancelled. A thread lets the caller go on at the limit, or after Ctrl-C; it ends with the
-    group's own limit. What comes of it stays here, whoever waits for it and however often.
+
+class _GroupGather:
+    """A gather of objects over a process group, without a thread: a collective that never ends leaves nothing behind.
 
     Args:
-        allgather: The collective.
+        group: The group.
+        roll_call: Says who is missing.
         sent: What this rank contributes.
     """
 
-    def __init__(self, allgather: Callable[[Any], list[Any]], sent: _Sent):
-        self._answer: list[_Sent] | None = None
-        self._error: BaseException | None = None
-        self._is_done = threading.Event()
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-        def work() -> None:
-            try:
-                if device is not None:
-                    torch.cuda.set_device(device)  # the current device is a property of the thread
-                self._answer = allgather(sent)
-            except BaseException as error:  # it goes to the caller, whatever it is
-                self._error = error
-            self._is_done.set()
-
-        self._thread = threading.Thread(target=work, name="deep_ep-gather", daemon=True)
-        self._thread.start()
+    def __init__(self, group: dist.ProcessGroup, roll_call: _RollCall, sent: _Sent):
+        self._group, self._roll_call = group, roll_call
+        self._device = dist.distributed_c10d._get_object_coll_device(group)  # as torch's own gather of objects does
+        self._data = pickle.dumps(sent)
+        self._rows: list[torch.Tensor] = []
+        self._sizes: list[int] = []
+        roll_call.begin()
+        self._work = self._start(torch.tensor([len(self._data)], dtype=torch.int64, device="cpu"))
 
     def wait(self, deadline: float) -> list[_Sent]:
         """What every rank contributed.
@@ -187,6 +228,66 @@ class _Collective:
             TimeoutError: It is not done at the deadline.
             RuntimeError: The collective has failed.
         """
+        pause_secs = 2e-5
+        while True:
+            if self._work.is_completed():
+                self._work.wait()  # raises, if it has failed
+                answer = self._advance()
+                if answer is not None:
+                    self._roll_call.end()
+                    return answer
+                pause_secs = 2e-5
+            elif self._roll_call.is_lost:
+                raise _Lost("another rank has found that it cannot succeed")
+            elif time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(pause_secs)
+            pause_secs = min(2 * pause_secs, _LONGEST_PAUSE_SECS)
+
+    def _advance(self) -> list[_Sent] | None:
+        """After the sizes the data; after the data: what it says."""
+        rows = [row.cpu() for row in self._rows]
+        if not self._sizes:
+            self._sizes = [int(row) for row in rows]
+            data = self._data.ljust(max(self._sizes), b"\0")
+            self._work = self._start(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            return None
+        return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, self._sizes, strict=True)]
+
+    def _start(self, row: torch.Tensor) -> Any:
+        row = row.to(self._device)
+        self._rows = [torch.empty_like(row) for _ in range(self._group.size())]
+        return dist.all_gather(self._rows, row, group=self._group, async_op=True)
+
+
+class _CommGather:
+    """The same over an MPI-like communicator, whose collectives block: in a thread of its own.
+
+    A collective cannot be cancelled. A thread lets the caller go on at the limit, or after Ctrl-C. What comes of it
+    stays here, whoever waits for it and however often.
+
+    Args:
+        comm: The communicator.
+        sent: What this rank contributes.
+    """
+
+    def __init__(self, comm: Comm, sent: _Sent):
+        self._answer: list[_Sent] | None = None
+        self._error: BaseException | None = None
+        self._is_done = threading.Event()
+
+        def work() -> None:
+            try:
+                self._answer = comm.allgather(sent)
+            except BaseException as error:  # it goes to the caller, whatever it is
+                self._error = error
+            self._is_done.set()
+
+        self._thread = threading.Thread(target=work, name="deep_ep-gather", daemon=True)
+        self._thread.start()
+
+    def wait(self, deadline: float) -> list[_Sent]:
+        """What every rank contributed; raises as `_GroupGather.wait`."""
         if not self._is_done.wait(max(0.0, deadline - time.monotonic())):
             raise TimeoutError
         self._thread.join()  # at once: it must not be found running where the interpreter ends
@@ -216,20 +317,20 @@ class Control:
         self._failed: _Failed | None = None  # the outermost step that has failed, until this rank has left it
         self._heard: EPError | None = None  # what this rank last raised of a peer
         self._lost: str | None = None  # why gathers cannot be made any more; None: they can
-        self._interrupted: _Collective | None = None  # a gather that this rank did not wait for
+        self._interrupted: _GroupGather | _CommGather | None = None  # a gather that this rank did not wait for
         self._roll_call: _RollCall | None = None
-        self._allgather: Callable[[Any], list[Any]]
+        self._begin_gather: Callable[[_Sent], _GroupGather | _CommGather]
         for name, given, needed in (("group", group, ("rank", "size")), ("comm", comm, Comm.__dict__)):
             missing = [part for part in needed if not part.startswith("_") and not hasattr(given, part)]
             if given is not None and missing:
                 raise TypeError(f"Buffer: `{name}` must have {', '.join(missing)}, got {type(given).__name__}")
         if group is not None:
             self.rank, self.num_ranks = group.rank(), group.size()
-            self._roll_call = roll_call = _RollCall(group)
-            self._allgather = lambda value: _gather_over_group(value, group, roll_call)
+            self._roll_call = _RollCall(group)
+            self._begin_gather = partial(_GroupGather, group, self._roll_call)
         elif comm is not None:
             self.rank, self.num_ranks = comm.Get_rank(), comm.Get_size()
-            self._allgather = comm.allgather
+            self._begin_gather = partial(_CommGather, comm)
         else:
             raise ValueError(
                 "Buffer: `group` (a torch.distributed process group) or `comm` (an mpi4py communicator) is needed"
@@ -350,9 +451,7 @@ class Control:
             raise EPTransportError(f"{purpose}: {reason} ({self._me()}). Make a new buffer")
         if self._interrupted is not None:  # collectives of one group must not overlap: finish that one first
             self._require_values(self._finish(purpose))
-        if self._roll_call is not None:
-            self._roll_call.begin()
-        self._interrupted = _Collective(self._allgather, sent)
+        self._interrupted = self._begin_gather(sent)
         return self._finish(purpose)
 
     def _finish(self, purpose: str) -> list[_Sent]:
@@ -363,21 +462,21 @@ class Control:
         except TimeoutError:
             self._lost = "not all ranks came to an earlier gather"
             raise EPTimeout(
-                f"{purpose}: not all ranks came within {self.limit_secs:g} s{self._missing(0)} ({self._me()}). "
+                f"{purpose}: not all ranks came within {self.limit_secs:g} s{self._missing()} ({self._me()}). "
                 "A rank exited, or does not make its buffer; look at its output"
             ) from None
         except RuntimeError as error:
             self._lost = "the group has failed before"
             raise EPTransportError(
-                f"{purpose}: the group has failed{self._missing(_LATE_SECS)} ({error}) ({self._me()}). "
+                f"{purpose}: the group has failed{self._missing()} ({error}) ({self._me()}). "
                 "The process of a rank has ended, or the network has failed; look at its output"
             ) from None
         self._interrupted = None
         return answer
 
-    def _missing(self, grace_secs: float) -> str:
+    def _missing(self) -> str:
         """Who has not come to the gather, for a sentence."""
-        ranks = self._roll_call.missing(grace_secs) if self._roll_call is not None else []
+        ranks = self._roll_call.missing() if self._roll_call is not None else []
         return f", there is no word from {named(ranks)}" if ranks else ""
 
     def _require_values(self, answer: Sequence[_Sent]) -> None:
@@ -465,10 +564,3 @@ class NodeControl(Control):
     def gather(self, value: Any, purpose: str) -> list[Any]:
         """Every `value` of this node, by local rank. All ranks of all nodes call it together."""
         return self.gather_all(value, purpose)[self.first_rank : self.first_rank + self.num_ranks]
-
-
-def _gather_over_group(value: Any, group: dist.ProcessGroup, roll_call: _RollCall) -> list[Any]:
-    roll_call.write()
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values

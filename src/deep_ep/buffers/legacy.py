@@ -640,12 +640,17 @@ class Buffer(LowLatencyMethods):
     def _close(self) -> None:
         """Close, once what is queued has finished."""
         with self._lock:
-            if self._finalizer.detach() is None:
+            if self.runtime is None:
                 return
-            self.runtime = None
-            self._engine.stop()
-            if self._trace is not None:
-                self._trace.close(self._engine.numbers())
+            try:
+                self.runtime = None
+                self._engine.stop()
+                if self._trace is not None:
+                    self._trace.close(self._engine.numbers())
+            except BaseException:  # Ctrl-C, while what is queued finishes: the rest is done without the caller
+                self._finalizer.close_soon()
+                raise
+            self._finalizer.detach()
 
     def _leave(self, error: BaseException) -> None:
         """Close without waiting, because of an error that is on its way to the caller: nothing here may hide it.

@@ -221,7 +221,6 @@ class Mesh:
         """Have what is queued sent, say that this rank leaves, and close the links."""
         if os.getpid() != self._pid or self._is_closed:
             return  # a forked child is not this rank
-        self._is_closed = True
         is_other = threading.current_thread() is not self._thread  # garbage collection may run on any
         if is_other:
             self._drain()
@@ -233,6 +232,7 @@ class Mesh:
             sender.link.close()
         self._bell.close()
         self._ring.close()
+        self._is_closed = True  # last: what an interrupt cuts short is done when it is closed again
 
     def numbers(self) -> dict[str, int]:
         """What went over these links so far: messages, and bytes with everything that we add to rows."""
@@ -272,7 +272,7 @@ class Mesh:
             time.sleep(_PAUSE_SECS)
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has been rung already
+        with contextlib.suppress(OSError):  # it has been rung already, or is closed
             self._ring.send(b"!")
 
     # By the thread ---------------------------------------------------------------------------------------------------
