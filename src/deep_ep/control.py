@@ -302,7 +302,8 @@ class Control:
     Args:
         group: A `torch.distributed` process group, whatever moves its bytes; or None.
         comm: An MPI-like communicator, looked at only where `group` is None.
-        limit_secs: Seconds that a joint step may take, all its gathers and connections together.
+        limit_secs: Seconds that a joint step may take, all its gathers and connections together, unless they begin anew
+            (`renew_deadline`).
 
     Attributes:
         deadline: When the limit is over, as `time.monotonic` counts. It is set anew when a joint step begins.
@@ -388,6 +389,18 @@ class Control:
             self._undo.pop()
             if not self._undo:
                 self._heard = None  # it holds the frames that it went through
+
+    def renew_deadline(self, purpose: str) -> None:
+        """Give what follows the whole limit again. All ranks call it together.
+
+        It is for work that a rank does alone and that may take long, such as compiling kernels for the first time: a
+        rank that works is not one that is missing.
+
+        Args:
+            purpose: What follows; errors say it.
+        """
+        self.gather(None, purpose)
+        self.deadline = time.monotonic() + self.limit_secs
 
     def undo(self, work: Callable[..., object], *args: Any) -> None:
         """Have `work(*args)` done if the joint step fails, the last one first. Outside of one: nothing is done.

@@ -172,6 +172,7 @@ def _relayed(
     else:
         courier = ThreadCourier(make_courier(control, topology, layout, words), places, far.places, control)
     far.start(courier)
+    control.renew_deadline("compiling kernels")
     engine.prepare()
     num_bytes = shared.low_latency_bytes
     if num_bytes and pes:
@@ -309,6 +310,7 @@ def _streamed(
     shapes = load_shapes(control.num_ranks)
     is_pushed = env.COMBINE.get() == "push"
     engine = StreamedEngine(window, stream, limit_secs, MAX_EXPERTS, shapes, sizes.scratch_bytes, is_pushed)
+    control.renew_deadline("compiling kernels")
     for kernels in (exchange, staging):
         kernels.prepare_all(engine.signals.places)
     num_bytes = shared.low_latency_bytes
