@@ -22,7 +22,7 @@ from .board import NO_REFUSAL, Refusal
 from .links import ANNOUNCE, FAILED, REFUSED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
 from .rendezvous import UnreachedError, connect_rail
 from .service import mark, service_level
-from .window import Failure, refused_by
+from .window import Failure, Waiting, refused_by
 
 _LOOK_SECS = 0.02  # how often a wait looks at the node
 _FAREWELL_SECS = 0.5  # for the last words of a rank that fails
@@ -244,15 +244,15 @@ class Wait:
         self._tell(False)  # not where it fails: the node shall not blame this rank before it has said why
 
     def _until(self, is_done: Callable[[], bool], nodes: Collection[int]) -> None:
-        last = time.monotonic()
+        waiting = Waiting()
         while not is_done():
-            begin = time.monotonic()
-            if self._rail.turn(_LOOK_SECS):
-                last = time.monotonic()
+            before, has_moved = waiting.secs, self._rail.turn(_LOOK_SECS)
             for node in nodes:
-                self._rail.links[node].wait_secs += time.monotonic() - begin
+                self._rail.links[node].wait_secs += waiting.look() - before
+            if has_moved:
+                waiting = Waiting()
             self.require_working(() if is_done() else nodes)
-            if time.monotonic() - last > self._patience_secs:
+            if waiting.look() > self._patience_secs:
                 raise EPTimeout(
                     f"{self.where}: no message from {self._names(nodes)} after {self._limit_secs:g} s "
                     f"({self._me()}). It exited, hangs, or called in another order; look at its output"

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from ..errors import EPPeerFailed, EPTimeout
 from .board import LOW_LATENCY, Refusal
-from .window import PULSE_SECS, SHORTEST_PAUSE_SECS, Failure, Peer, Where, next_pause, refused_by
+from .window import PULSE_SECS, SHORTEST_PAUSE_SECS, Failure, Peer, Waiting, Where, next_pause, refused_by
 
 
 class Sender(Protocol):
@@ -138,18 +138,18 @@ def wait_sent(
     """
     where, waited_ns, lost = Where(operation, number), {}, {}
     pending = [sender for sender in senders if not sender.has_sent(number)]
-    begin = pulse = time.monotonic()
+    waiting, pulse = Waiting(), 0.0
     pause = SHORTEST_PAUSE_SECS
     while pending:
         time.sleep(pause)
-        now = time.monotonic()
-        pause = next_pause(pause, now - begin)
+        secs = waiting.look()
+        pause = next_pause(pause, secs)
         for sender in pending:
-            waited_ns[sender.rank] = int((now - begin) * 1e9)
+            waited_ns[sender.rank] = int(secs * 1e9)
         _raise_if_failed(senders, where, me)
         # Reasons first, words second: a peer may have sent and then left.
-        looks_at_process = now - pulse > PULSE_SECS
-        pulse = now if looks_at_process else pulse
+        looks_at_process = secs - pulse > PULSE_SECS
+        pulse = secs if looks_at_process else pulse
         reasons = {sender.rank: sender.why_not(number, looks_at_process) for sender in pending}
         refusals = {sender.rank: sender.refusal(number) for sender in pending}
         pending = [sender for sender in pending if not sender.has_sent(number)]
@@ -160,7 +160,7 @@ def wait_sent(
                 if not may_lose:
                     raise refused_by(sender.rank, refusal, str(where), me)
                 reason = f", which refused the call: {refusal.reason}"
-            if reason is None and sender.is_silent(now - begin, limit_secs):
+            if reason is None and sender.is_silent(secs, limit_secs):
                 reason = f" after {limit_secs:g} s"
             if reason is not None:
                 gone[sender.rank] = reason

@@ -37,7 +37,27 @@ SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the
 
 # How much longer a wait takes for a peer that waits on its rail; longer than the grace of a rail's own waits.
 _PATIENCE_SHARE, _MOST_PATIENCE_SECS = 0.5, 5.0
+_MOST_STEP_SECS = 0.5  # between two looks of a wait, also on a machine that is busy with other things
 PULSE_SECS = 0.02  # how often a wait asks whether the peers' processes live
+
+
+class Waiting:
+    """How long a wait has lasted.
+
+    Time in which this process did not run (it was stopped, or its machine was asleep) does not count: whoever wakes up
+    has not heard what its peers said meanwhile, and must not blame them for its own absence.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self.secs = 0.0
+
+    def look(self) -> float:
+        """The seconds so far. To be asked at every look, a few milliseconds apart."""
+        now = time.monotonic()
+        self.secs += min(now - self._last, _MOST_STEP_SECS)
+        self._last = now
+        return self.secs
 
 
 def next_pause(pause: float, waited_secs: float) -> float:
@@ -221,27 +241,27 @@ class Window:
         target, where = progress_of(epoch, step), Where(operation, epoch)
         pending = [peer for peer in self._others if peer.board.progress.load_acquire() < target]
         waited: dict[int, float] = {}
-        begin = pulse = time.monotonic()
+        waiting, pulse = Waiting(), 0.0
         pause = SHORTEST_PAUSE_SECS
         while pending:
             time.sleep(pause)
-            now = time.monotonic()
-            pause = next_pause(pause, now - begin)
+            secs = waiting.look()
+            pause = next_pause(pause, secs)
             arrived = [peer for peer in pending if peer.board.progress.load_acquire() >= target]
             for peer in arrived:
-                waited[peer.rank] = now - begin
-                peer.wait_secs += now - begin
+                waited[peer.rank] = secs
+                peer.wait_secs += secs
                 pending.remove(peer)
             if pending:
                 self._raise_if_failed(where)
                 self._raise_if_refused(where, pending)
                 self._raise_if_closed(where, pending, target)
-                if now - pulse > PULSE_SECS:
-                    pulse = now
+                if secs - pulse > PULSE_SECS:
+                    pulse = secs
                     self._raise_if_dead(where, pending, target)
                     if self.look is not None:
                         self.look(str(where))
-                if now - begin > self.limit_secs and (silent := self._silent(pending, now - begin)):
+                if secs > self.limit_secs and (silent := self._silent(pending, secs)):
                     raise EPTimeout(
                         f"{where}: no signal from {self._named(silent)} after {self.limit_secs:g} s ({self.me()}). "
                         "It exited, hangs, or called in another order; look at its output"
