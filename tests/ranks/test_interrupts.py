@@ -85,10 +85,11 @@ def behind_a_queued_call(rank: int, num_ranks: int, name: str) -> list[str]:
         said.append(attempt(work))
         gate.set_result(None)
         said.append(attempt(event.current_stream_wait))  # it was queued before, and is whole
+        dist.barrier()  # it makes the call when its peer has given up
     else:
-        # Rank 0 may have failed by the time that this one has read its rows, and then they are not to be trusted.
         said.append(attempt(lambda: kit.buffer.combine(rows, handle)))
-    said.append(attempt(work))
+        said.append(attempt(work))
+        dist.barrier()
     said.append(attempt(work))
     assert all(torch.equal(one[0], copy) for one, copy in zip(kept, copies, strict=True)), "a kept result has changed"
     kit.buffer.destroy()
@@ -109,10 +110,10 @@ def behind_a_queued_call(rank: int, num_ranks: int, name: str) -> list[str]:
 def test_a_call_that_is_left_before_it_began_never_begins(name: str, env: dict) -> None:
     one, other = run_ranks(behind_a_queued_call, 2, name, env=env)
     assert one[:2] == ["KeyboardInterrupt", "none"]
-    assert all(said.startswith("EPClosed") and "KeyboardInterrupt" in said for said in one[2:])
-    first = next(said for said in other if said != "none")
-    assert first.startswith("EPPeerFailed")
-    assert "rank 0 failed: KeyboardInterrupt" in first
+    assert other[0] == "none", "the call before is whole"
+    for said in (one[2], other[1]):
+        assert said.startswith("EPPeerFailed")
+        assert "rank 0 refused this call, of which nothing was sent: KeyboardInterrupt" in said
     assert other[2].startswith("EPClosed")
 
 
@@ -176,15 +177,14 @@ def test_a_call_that_is_left_in_the_middle_fails_on_all_ranks(name: str, is_queu
     assert "KeyboardInterrupt" in other[0]
 
 
-def at_any_moment(rank: int, num_ranks: int, seed: int, num_rounds: int) -> list[int]:
-    """A timer interrupts rank 0 after a random time, wherever it is. Returns how many calls were made in each round."""
-    counts = []
+def at_any_moment(rank: int, num_ranks: int, seed: int, num_rounds: int) -> None:
+    """A timer interrupts rank 0 after a random time, wherever it is."""
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     generator = random.Random(seed)
     for _ in range(num_rounds):
         kit, kept, count = Kit(rank, num_ranks), [], 0
         dist.barrier()
-        delay = generator.uniform(2e-4, 0.02)
+        delay = generator.uniform(2e-4, 0.05)
         try:
             if rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, delay)
@@ -196,7 +196,7 @@ def at_any_moment(rank: int, num_ranks: int, seed: int, num_rounds: int) -> list
                     raise AssertionError(f"call {count} is wrong")
                 kept = [*kept[-3:], (rows, rows.clone())]
         except KeyboardInterrupt:
-            said = attempt(lambda: kit.dispatch(1000))  # noqa: B023
+            said = attempt(lambda: kit.dispatch(count))  # noqa: B023
             # It may have come between two calls: then this is not the one that the peer makes.
             assert said == "none" or said.startswith(("EPClosed", "EPPeerFailed")) or "the same call" in said, said
         except deep_ep.EPError:
@@ -204,15 +204,12 @@ def at_any_moment(rank: int, num_ranks: int, seed: int, num_rounds: int) -> list
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         assert all(torch.equal(rows, copy) for rows, copy in kept), "a kept result has changed"
-        counts.append(count)
         kit.buffer.destroy()
         dist.barrier()
-    return counts
 
 
 @pytest.mark.parametrize("env", [{}, NOTHING_POSTED, NODES], ids=["posted", "put", "nodes"])
 def test_whenever_an_interrupt_comes_no_result_is_wrong(env: dict) -> None:
     begin = time.monotonic()
-    counts = run_ranks(at_any_moment, 2, 7, 15, env=env)
-    assert max(counts[0]) > 1
+    run_ranks(at_any_moment, 2, 7, 15, env=env)
     assert time.monotonic() - begin < 100  # no wait has come to its limit of 20 s, let alone several

@@ -276,8 +276,11 @@ class Call:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an exception, raised before a call was announced, is about the call, which may be corrected and made."""
-    return isinstance(error, (ValueError, TypeError, AssertionError, EPError))
+    """Whether the call that an exception has left before it was announced may be made after all.
+
+    So it is if the exception is about its arguments, or if the caller was interrupted (Ctrl-C).
+    """
+    return isinstance(error, (ValueError, TypeError, AssertionError, EPError)) or not isinstance(error, Exception)
 
 
 class Chain:
