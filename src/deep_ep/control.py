@@ -19,6 +19,7 @@ code between two gathers may raise wherever it likes, and needs nothing else to 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import pickle
 import threading
@@ -96,11 +97,11 @@ class _Failed(NamedTuple):
 
 
 class _RollCall:
-    """Which ranks live, and have come to a gather: a collective that fails or takes too long does not say who has not.
+    """Which ranks of a group live: a collective that fails, or takes too long, does not say who is missing.
 
-    Each rank writes into the group's store that it has come to its gather, and, while it waits there, again and again
-    that it lives. Where the store cannot be had, or does not answer (its own process may be the one that is gone),
-    nobody is named. It may take as long as it likes to answer, so only threads ask it.
+    While a rank is in a joint step that takes a while, a thread writes into the group's store, again and again, that it
+    lives; and behind it, that the step is done. Where the store cannot be had, or does not answer (its own process may
+    be the one that is gone, or another thread waits in it), nobody is named: only threads ask it.
 
     Args:
         group: The group.
@@ -109,55 +110,59 @@ class _RollCall:
     def __init__(self, group: dist.ProcessGroup):
         self._rank, self._num_ranks = group.rank(), group.size()
         self._name = str(getattr(group, "group_name", ""))
-        self._number = 0
         self._store: Any = None
         with contextlib.suppress(Exception):  # torch has no public name for it
-            self._store = dist.distributed_c10d._get_process_group_store(group)
-        self._is_over, self._has_ended, self._until = threading.Event(), False, math.inf
-        self._thread: threading.Thread | None = None
+            if self._name not in _deaf_stores:
+                self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._number = 0
         self._suspects: list[int] | None = None
+        self._has_ended, self._until = threading.Event(), math.inf
+        self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """This rank comes to the next gather of the group."""
-        self._number = _num_gathers[self._name] = _num_gathers[self._name] + 1
-        self._is_over, self._has_ended, self._until = threading.Event(), False, math.inf
-        self._suspects = None
-        self._thread = threading.Thread(target=self._tell, name="deep_ep-roll-call", daemon=True)
-        self._thread.start()
+        """A joint step begins."""
+        self._number = _num_steps[self._name] = _num_steps[self._name] + 1
+        self._suspects, self._until, self._has_ended = None, math.inf, threading.Event()
+        if self._store is not None:
+            self._thread = threading.Thread(target=self._tell, name="deep_ep-roll-call", daemon=True)
+            self._thread.start()
 
-    def end(self) -> None:
-        """The gather is over."""
-        self._has_ended = True
-        self._is_over.set()
+    def end(self, is_known: bool) -> None:
+        """The step is over. If not all ranks know how it ended, they learn for some time that this one lives."""
+        if not is_known:
+            self._until = time.monotonic() + _OBSERVED_SECS + 2 * _MOST_STORE_SECS
+            return
+        self._has_ended.set()
         if self._thread is not None:
             self._thread.join(_MOST_STORE_SECS)  # at once: it must not be found running where the interpreter ends
+            if self._thread.is_alive():
+                self._forget_store()
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank has said that the gather cannot succeed any more."""
+        """Whether a rank has said that the step cannot succeed any more."""
         return self._suspects is not None
 
     def missing(self) -> list[int]:
-        """The ranks that have not come, or do not live. To be asked where the gather has failed."""
-        self._until = (
-            time.monotonic() + _OBSERVED_SECS + 2 * _MOST_STORE_SECS
-        )  # so that others see that this rank lives
-        thread = threading.Thread(target=self._look, name="deep_ep-roll-call", daemon=True)
-        thread.start()
-        thread.join(_OBSERVED_SECS + _MOST_STORE_SECS)
+        """The ranks that do not live. To be asked where a gather has failed."""
+        if self._thread is not None:
+            thread = threading.Thread(target=self._look, name="deep_ep-roll-call", daemon=True)
+            thread.start()
+            thread.join(_OBSERVED_SECS + _MOST_STORE_SECS)
         return list(self._suspects or ())
 
     def _tell(self) -> None:
-        """On a thread: say that this rank has come, and lives, and hear whether the gather is lost."""
-        with contextlib.suppress(Exception):
-            self._store.set(self._key("come", self._rank), str(self._number))
+        """On a thread: say that this rank lives, and hear whether the step is lost."""
+        try:
             beat = 0
-            while not self._is_over.wait(_BEAT_SECS) and time.monotonic() < self._until:
+            while not self._has_ended.wait(_BEAT_SECS) and time.monotonic() < self._until:
                 beat += 1
                 self._store.set(self._key("beat", self._rank), f"{self._number} {beat}")
                 self._read_suspects()
-            if self._has_ended:
+            if self._has_ended.is_set():
                 self._store.set(self._key("done", self._rank), str(self._number))
+        except Exception:  # its host is gone
+            self._forget_store()
 
     def _look(self) -> None:
         """On a thread: find out who does not live, unless another rank has done so."""
@@ -167,7 +172,7 @@ class _RollCall:
             while others and time.monotonic() < deadline and not self._read_suspects():
                 time.sleep(_BEAT_SECS / 2)
                 others = {
-                    rank for rank in others if self._read("beat", rank) == before[rank] and not self._is_past(rank)
+                    rank for rank in others if self._read("beat", rank) == before[rank] and not self._is_done(rank)
                 }
             if not self.is_lost and others:
                 self._store.set(self._key("lost", self._number), " ".join(map(str, sorted(others))))
@@ -179,10 +184,8 @@ class _RollCall:
             self._suspects = [int(rank) for rank in said.split()]
         return self._suspects is not None
 
-    def _is_past(self, rank: int) -> bool:
-        """Whether a rank has this gather behind it."""
-        come, done = self._read("come", rank), self._read("done", rank)
-        return int(come or 0) > self._number or int(done or 0) >= self._number
+    def _is_done(self, rank: int) -> bool:
+        return int(self._read("done", rank) or 0) >= self._number
 
     def _read(self, kind: str, number: int) -> str | None:
         key = self._key(kind, number)
@@ -191,34 +194,38 @@ class _RollCall:
     def _key(self, kind: str, number: int) -> str:
         return f"deep_ep/{kind}/{number}"
 
+    def _forget_store(self) -> None:
+        """Ask it no more, also for other buffers of the group: every further question would take as long, or print."""
+        self._store = None
+        _deaf_stores.add(self._name)
 
-_num_gathers: Counter[str] = Counter()  # of this process, by group: ranks make the same ones
+
+_num_steps: Counter[str] = Counter()  # of this process, by group: ranks make the same ones
+_deaf_stores: set[str] = set()  # of groups, by name
 _BEAT_SECS = 0.2
-_OBSERVED_SECS = 1.5  # in which every rank that lives, and waits, is heard of
+_OBSERVED_SECS = 1.5  # in which every rank that lives is heard of
 _MOST_STORE_SECS = 1.0  # that the store may take to answer
 _LONGEST_PAUSE_SECS = 1e-3
 
 
 class _Lost(RuntimeError):
-    """Another rank has found that a gather cannot succeed any more."""
+    """Another rank has found that a step cannot succeed any more."""
 
 
-class _GroupGather:
-    """A gather of objects over a process group, without a thread: a collective that never ends leaves nothing behind.
+class _PolledGather:
+    """A gather of objects over gloo, without a thread: a collective that never ends leaves nothing behind.
 
     Args:
-        group: The group.
-        roll_call: Says who is missing.
+        group: The group, whose collectives start without waiting for anybody.
+        roll_call: Hears from other ranks.
         sent: What this rank contributes.
     """
 
     def __init__(self, group: dist.ProcessGroup, roll_call: _RollCall, sent: _Sent):
         self._group, self._roll_call = group, roll_call
-        self._device = dist.distributed_c10d._get_object_coll_device(group)  # as torch's own gather of objects does
         self._data = pickle.dumps(sent)
         self._rows: list[torch.Tensor] = []
         self._sizes: list[int] = []
-        roll_call.begin()
         self._work = self._start(torch.tensor([len(self._data)], dtype=torch.int64, device="cpu"))
 
     def wait(self, deadline: float) -> list[_Sent]:
@@ -234,51 +241,51 @@ class _GroupGather:
                 self._work.wait()  # raises, if it has failed
                 answer = self._advance()
                 if answer is not None:
-                    self._roll_call.end()
                     return answer
                 pause_secs = 2e-5
-            elif self._roll_call.is_lost:
-                raise _Lost("another rank has found that it cannot succeed")
-            elif time.monotonic() > deadline:
-                raise TimeoutError
+            _require_hope(self._roll_call, deadline)
             time.sleep(pause_secs)
             pause_secs = min(2 * pause_secs, _LONGEST_PAUSE_SECS)
 
     def _advance(self) -> list[_Sent] | None:
         """After the sizes the data; after the data: what it says."""
-        rows = [row.cpu() for row in self._rows]
         if not self._sizes:
-            self._sizes = [int(row) for row in rows]
+            self._sizes = [int(row) for row in self._rows]
             data = self._data.ljust(max(self._sizes), b"\0")
             self._work = self._start(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             return None
-        return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, self._sizes, strict=True)]
+        pairs = zip(self._rows, self._sizes, strict=True)
+        return [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in pairs]
 
     def _start(self, row: torch.Tensor) -> Any:
-        row = row.to(self._device)
         self._rows = [torch.empty_like(row) for _ in range(self._group.size())]
         return dist.all_gather(self._rows, row, group=self._group, async_op=True)
 
 
-class _CommGather:
-    """The same over an MPI-like communicator, whose collectives block: in a thread of its own.
+class _ThreadGather:
+    """The same by a function that blocks: in a thread of its own.
 
-    A collective cannot be cancelled. A thread lets the caller go on at the limit, or after Ctrl-C. What comes of it
-    stays here, whoever waits for it and however often.
+    A collective cannot be cancelled. A thread lets the caller go on at the limit, or after Ctrl-C; it ends with the
+    group's own limit. What comes of it stays here, whoever waits for it and however often.
 
     Args:
-        comm: The communicator.
+        allgather: The function.
+        roll_call: Hears from other ranks; None: nobody does.
         sent: What this rank contributes.
     """
 
-    def __init__(self, comm: Comm, sent: _Sent):
+    def __init__(self, allgather: Callable[[Any], list[Any]], roll_call: _RollCall | None, sent: _Sent):
+        self._roll_call = roll_call
         self._answer: list[_Sent] | None = None
         self._error: BaseException | None = None
         self._is_done = threading.Event()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def work() -> None:
             try:
-                self._answer = comm.allgather(sent)
+                if device is not None:
+                    torch.cuda.set_device(device)  # the current device is a property of the thread
+                self._answer = allgather(sent)
             except BaseException as error:  # it goes to the caller, whatever it is
                 self._error = error
             self._is_done.set()
@@ -287,13 +294,35 @@ class _CommGather:
         self._thread.start()
 
     def wait(self, deadline: float) -> list[_Sent]:
-        """What every rank contributed; raises as `_GroupGather.wait`."""
-        if not self._is_done.wait(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError
+        """What every rank contributed; raises as `_PolledGather.wait`."""
+        while not self._is_done.wait(min(_BEAT_SECS, max(0.0, deadline - time.monotonic()))):
+            _require_hope(self._roll_call, deadline)
         self._thread.join()  # at once: it must not be found running where the interpreter ends
         if self._answer is None:
             raise RuntimeError(f"{type(self._error).__name__}: {self._error}")
         return self._answer
+
+
+def _require_hope(roll_call: _RollCall | None, deadline: float) -> None:
+    """Raise if there is no use in waiting any longer."""
+    if roll_call is not None and roll_call.is_lost:
+        raise _Lost("another rank has given up")
+    if time.monotonic() > deadline:
+        raise TimeoutError
+
+
+def _begin_gather(group: dist.ProcessGroup, roll_call: _RollCall, sent: _Sent) -> _PolledGather | _ThreadGather:
+    """Begin a gather over a process group. Only gloo's own collectives are known to start without waiting."""
+    with contextlib.suppress(Exception):  # torch has no public name for what moves the bytes of a group
+        if isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo):
+            return _PolledGather(group, roll_call, sent)
+
+    def allgather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * group.size()
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    return _ThreadGather(allgather, roll_call, sent)
 
 
 class Control:
@@ -318,9 +347,9 @@ class Control:
         self._failed: _Failed | None = None  # the outermost step that has failed, until this rank has left it
         self._heard: EPError | None = None  # what this rank last raised of a peer
         self._lost: str | None = None  # why gathers cannot be made any more; None: they can
-        self._interrupted: _GroupGather | _CommGather | None = None  # a gather that this rank did not wait for
+        self._interrupted: _PolledGather | _ThreadGather | None = None  # a gather that this rank did not wait for
         self._roll_call: _RollCall | None = None
-        self._begin_gather: Callable[[_Sent], _GroupGather | _CommGather]
+        self._begin_gather: Callable[[_Sent], _PolledGather | _ThreadGather]
         for name, given, needed in (("group", group, ("rank", "size")), ("comm", comm, Comm.__dict__)):
             missing = [part for part in needed if not part.startswith("_") and not hasattr(given, part)]
             if given is not None and missing:
@@ -328,10 +357,10 @@ class Control:
         if group is not None:
             self.rank, self.num_ranks = group.rank(), group.size()
             self._roll_call = _RollCall(group)
-            self._begin_gather = partial(_GroupGather, group, self._roll_call)
+            self._begin_gather = partial(_begin_gather, group, self._roll_call)
         elif comm is not None:
             self.rank, self.num_ranks = comm.Get_rank(), comm.Get_size()
-            self._begin_gather = partial(_CommGather, comm)
+            self._begin_gather = partial(_ThreadGather, comm.allgather, None)
         else:
             raise ValueError(
                 "Buffer: `group` (a torch.distributed process group) or `comm` (an mpi4py communicator) is needed"
@@ -360,6 +389,8 @@ class Control:
         undo = contextlib.ExitStack()
         if not self._undo:
             self.deadline = time.monotonic() + self.limit_secs
+            if self._roll_call is not None and self.num_ranks > 1:
+                self._roll_call.begin()
         self._undo.append(undo)
         try:
             try:
@@ -389,6 +420,8 @@ class Control:
             self._undo.pop()
             if not self._undo:
                 self._heard = None  # it holds the frames that it went through
+                if self._roll_call is not None:
+                    self._roll_call.end(self._lost is None)
 
     def renew_deadline(self, purpose: str) -> None:
         """Give what follows the whole limit again. All ranks call it together.
@@ -461,16 +494,17 @@ class Control:
         """What every rank sends, values and failures."""
         if self._lost is not None or self._failed is not None:
             reason = self._lost or "another rank has failed, and makes no gather any more"
-            raise EPTransportError(f"{purpose}: {reason} ({self._me()}). Make a new buffer")
+            raise EPTransportError(f"{purpose}: {reason} ({self._me()}). Make a new buffer, over a new group")
         if self._interrupted is not None:  # collectives of one group must not overlap: finish that one first
-            self._require_values(self._finish(purpose))
-        self._interrupted = self._begin_gather(sent)
-        return self._finish(purpose)
+            self._require_values(self._finish(purpose, None))
+        return self._finish(purpose, sent)
 
-    def _finish(self, purpose: str) -> list[_Sent]:
-        """Wait for the collective that this rank has begun. An exception from outside (Ctrl-C) leaves it begun."""
-        assert self._interrupted is not None
+    def _finish(self, purpose: str, sent: _Sent | None) -> list[_Sent]:
+        """Begin a collective, or take up the one that was begun, and wait for it. Ctrl-C leaves it begun."""
         try:
+            if sent is not None:
+                self._interrupted = self._begin_gather(sent)
+            assert self._interrupted is not None
             answer = self._interrupted.wait(self.deadline)
         except TimeoutError:
             self._lost = "not all ranks came to an earlier gather"
@@ -490,6 +524,8 @@ class Control:
     def _missing(self) -> str:
         """Who has not come to the gather, for a sentence."""
         ranks = self._roll_call.missing() if self._roll_call is not None else []
+        if self.rank in ranks:
+            return ", and the others have given up on this rank"
         return f", there is no word from {named(ranks)}" if ranks else ""
 
     def _require_values(self, answer: Sequence[_Sent]) -> None:

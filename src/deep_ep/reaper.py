@@ -79,6 +79,11 @@ _thread: threading.Thread | None = None
 _is_failing = False  # whether the process ends by an exception
 
 
+def is_normal_end(error: BaseException) -> bool:
+    """Whether an exception is how a program, or a generator, ends that has nothing to complain of."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+
+
 def leave_quietly() -> None:
     """Say that this process is about to end because of an exception: what is still open is closed without warnings."""
     global _is_failing
@@ -91,7 +96,7 @@ def close_all() -> None:
     # The interpreter keeps an exception that nobody has handled in `last_value`. A `multiprocessing` child is here
     # while its exception is on the way; SystemExit is one only if it reports a failure.
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    if error is not None and not (isinstance(error, SystemExit) and not error.code):
+    if error is not None and not is_normal_end(error):
         leave_quietly()
     for closing in reversed(list(_open.values())):  # buffers before the traces that they write to
         _handed_over.put(closing)

@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -89,6 +90,7 @@ class _Worker:
         del item, work
         self.unfinished.pop()
         if error is not None:
+            traceback.clear_frames(error.__traceback__)  # the job may be kept, and the error in it; not its tensors
             job.set_exception(error)
         elif not job.cancelled():
             job.set_result(result)
@@ -119,14 +121,21 @@ class CommStream:
             raise RuntimeError(f"stream {worker.name}: it has been stopped")
         worker.start()
         job: Future = Future()
+        job.worker = worker  # type: ignore[attr-defined]
         try:
             worker.unfinished.append(None)
             worker.jobs.put((job, work))
+            if worker.is_stopped and job.cancel():  # by another thread, meanwhile: nobody would run it
+                raise RuntimeError(f"stream {worker.name}: it has been stopped")
         except BaseException:
             job.cancel()  # an interrupt: whether it has been queued or not, it shall not run
             raise
         self._last = job
         return job
+
+    def has_made(self, event: EventHandle | None) -> bool:
+        """Whether an event stands for a job of this stream."""
+        return event is not None and getattr(event.completion, "worker", None) is self._worker
 
     def run(self, work: Callable[[], Any], on_abandon: Callable[[BaseException], None] | None = None) -> Any:
         """Do `work` behind everything submitted before, and wait for it.
@@ -141,11 +150,13 @@ class CommStream:
         """
         if self.query():
             return _without_autograd(work)
-        job = self.submit(work)
+        job = None
         try:
+            job = self.submit(work)
             return job.result()
         except BaseException as error:
-            if not job.cancel() and not job.done() and on_abandon is not None:
+            # Where the job is not known, the thread may have begun it all the same.
+            if (job is None or not job.done()) and not (job is not None and job.cancel()) and on_abandon is not None:
                 on_abandon(error)
             raise
 

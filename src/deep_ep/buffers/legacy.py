@@ -21,7 +21,7 @@ from ..engine.direct import Order
 from ..errors import EPClosed, EPUnsupported, account
 from ..event import EventHandle, EventOverlap
 from ..handle import parse_handle
-from ..reaper import Closing
+from ..reaper import Closing, is_normal_end
 from ..sizing import low_latency_buffer_bytes
 from ..stream import CommStream
 from ..topology import Topology, find_topology
@@ -630,7 +630,7 @@ class Buffer(LowLatencyMethods):
     ) -> None:
         if self._refusal is not None:
             return  # a forked child, which is not the rank
-        if error is None:
+        if error is None or is_normal_end(error):
             self._close()
         else:
             self._leave(error)

@@ -276,11 +276,8 @@ class Call:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the call that an exception has left before it was announced may be made after all.
-
-    So it is if the exception is about its arguments, or if the caller was interrupted (Ctrl-C).
-    """
-    return isinstance(error, (ValueError, TypeError, AssertionError, EPError)) or not isinstance(error, Exception)
+    """Whether an exception, raised before a call was begun, is about the call, which may be corrected and made."""
+    return isinstance(error, (ValueError, TypeError, AssertionError, EPError))
 
 
 class Chain:
@@ -327,45 +324,35 @@ class Chain:
             self.window.fail("")  # if an interrupt kept the peers from being told, they are now
             raise EPClosed(f"Buffer: closed by an earlier failure ({self.window.failure}). Make a new buffer")
 
-    def leave(self, error: BaseException, call: Call | None) -> None:
-        """Say to the peers how an exception has ended a call of this rank: no call is left half made.
-
-        A call that was not announced, because the caller's arguments are wrong, is refused, and may be made again. All
-        else closes the buffer on all ranks.
-
-        Args:
-            error: What went wrong.
-            call: The call; None: it was not announced.
-        """
-        if self.window.failure is not None:
-            return
-        if call is None and is_refusal(error):
-            self.refuse(account(error))
-        else:
-            self.fail(error, call)
-
     def refuse(self, reason: str) -> Refusal:
         """Tell the peers that this rank does not make the next call. On the comm stream."""
         return self.window.refuse(NORMAL, self._epoch + 1, reason)
 
-    def fail(self, error: BaseException, call: Call | None) -> None:
+    def fail(self, error: BaseException, call: Call | None, *, is_foreign: bool = False) -> None:
         """Whatever goes wrong in a call goes wrong for all ranks: tell them, and close.
 
         Args:
             error: What went wrong.
             call: The call; None: it was not yet announced.
+            is_foreign: It went wrong elsewhere, in what the caller had this call wait for.
         """
         if self.window.trace is not None:
             self.window.trace.end_call(error)
-        if isinstance(error, EPOverflow):
+        if is_foreign:
+            self.window.fail(f"failed: {account(error)}")  # whichever rank it names is one of another group
+        elif isinstance(error, EPOverflow):
             return  # all ranks refuse the call alike
-        if isinstance(error, EPPeerFailed):
+        elif isinstance(error, EPPeerFailed):
             self.window.fail(error.cause, error.rank)
         elif isinstance(error, EPError) and not isinstance(error, (EPTransportError, EPUnsupported)):
             self.window.fail(f"reported: {error}")  # what this rank noticed of others
         else:
             where = f"{call}: " if call is not None else ""
             self.window.fail(f"failed: {where}{account(error)}")
+
+    def give_up(self, error: BaseException, call: Call | None) -> None:
+        """As `fail`, while the comm stream may be in the middle of the call: `tell_failure` must follow there."""
+        Chain.fail(self, error, call)
 
     def tell_failure(self) -> None:
         """Tell ranks that do not see the window that this rank has failed. On one node there are none."""

@@ -47,10 +47,13 @@ class Combine:
 
     Attributes:
         call: The call, once it is announced.
+        is_begun: It may have been announced.
         is_complete: It has ended well.
+        is_cancelled: It waits in the queue, and is taken out of it if its caller leaves.
+        is_foreign: What it was to come after has failed, which is none of this buffer's calls.
     """
 
-    is_complete = False
+    is_begun = is_complete = is_cancelled = is_foreign = False
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class Combine:
         num_rows = self._ends[-1][self._window.rank]
         is_posted = section_starts(num_rows, self._widths())[-1] <= self._chain.posted_bytes
         header = Header(self._agreement(), self._handle.num_tokens, is_posted=is_posted)
+        self.is_begun = True
         call = self.call = self._chain.begin(header)
         call.post_header()
         with call.slice("post rows" if is_posted else "supply rows", SEND, rows=num_rows):

@@ -89,7 +89,8 @@ class DirectEngine:
         """
         dispatch = self._new_dispatch(payload, routing, num_channels=num_channels)
         with self._calling(dispatch):
-            num_rows, expert_counts = self._run(dispatch, lambda: order.begin(dispatch.exchange_counts))
+            begin = partial(self._begin, order, dispatch, dispatch.exchange_counts)
+            num_rows, expert_counts = self._run(dispatch, begin)
             received = dispatch.make_room(num_rows, order.is_async)
             return received, expert_counts, self._call(Order(None, order.is_async), dispatch, dispatch.move_rows)
 
@@ -157,13 +158,13 @@ class DirectEngine:
             error: The exception.
             method: The call, as its caller knows it.
         """
-        if self.chain.is_calling or isinstance(error, EPClosed):
+        if self.chain.is_calling or isinstance(error, EPClosed) or self.window.failure is not None:
             return
-        is_low_latency = operation_of(method).startswith(LOW_LATENCY)
-        if is_low_latency and self.low_latency is not None and is_refusal(error):
+        # Nothing was begun: also a caller that was interrupted may make the call after all.
+        if operation_of(method).startswith(LOW_LATENCY) and self.low_latency is not None:
             self.low_latency.refuse(account(error))
         else:
-            self._after_queued(partial(self.chain.leave, error, None))
+            self._after_queued(partial(self.chain.refuse, account(error)))
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
@@ -258,15 +259,23 @@ class DirectEngine:
         try:
             yield
         except BaseException as error:
-            if not half.is_complete:
-                self._after_queued(partial(self.chain.leave, error, half.call))
+            if half.is_complete or self.window.failure is not None:
+                pass
+            elif half.is_foreign:
+                self._after_queued(partial(self.chain.fail, error, None, is_foreign=True))
+            elif half.is_cancelled or (not half.is_begun and is_refusal(error)):
+                self._after_queued(partial(self.chain.refuse, account(error)))
+            elif self.stream.query():
+                self.chain.fail(error, half.call)
+            else:
+                self._abandon(error, half)
             raise
 
     def _call(self, order: Order, half: Dispatch | Combine, work: Callable[[], None]) -> EventHandle | None:
         """Make a call to its end: queue it, or, if it is synchronous, wait for it."""
 
         def make() -> None:
-            order.begin(work)
+            self._begin(order, half, work)
             half.is_complete = True
 
         def queued() -> None:
@@ -275,10 +284,10 @@ class DirectEngine:
             except BaseException as error:
                 # All ranks refuse what is behind an overflow alike. After other mistakes the calls that are queued
                 # behind this one cannot match the peers'.
-                if isinstance(error, EPOverflow):
-                    self.chain.leave(error, half.call)
+                if isinstance(error, EPOverflow) and not half.is_begun and not half.is_foreign:
+                    self.chain.refuse(account(error))
                 else:
-                    self.chain.fail(error, half.call)
+                    self.chain.fail(error, half.call, is_foreign=half.is_foreign)
                 raise
 
         if order.is_async:
@@ -286,11 +295,30 @@ class DirectEngine:
         self._run(half, make)
         return None
 
+    def _begin(self, order: Order, half: Dispatch | Combine, work: Callable[[], T]) -> T:
+        """On the comm stream: wait for what the call comes after, then do its work."""
+        half.is_cancelled = False
+        if order.after is not None:
+            try:
+                order.after.current_stream_wait()
+            except BaseException:
+                half.is_foreign = not self.stream.has_made(order.after)
+                raise
+        return work()
+
     def _run(self, half: Dispatch | Combine, work: Callable[[], T]) -> T:
         """Have work of a call done on the comm stream, and wait for it. If the wait is interrupted, the call fails."""
-        return self.stream.run(work, on_abandon=lambda error: self.chain.fail(error, half.call))
+        half.is_cancelled = not half.is_begun and not self.stream.query()  # unless it begins
+        return self.stream.run(work, on_abandon=lambda error: self._abandon(error, half))
 
-    def _after_queued(self, work: Callable[[], None]) -> None:
+    def _abandon(self, error: BaseException, half: Dispatch | Combine) -> None:
+        """Fail a call that the comm stream may be in the middle of."""
+        half.is_cancelled = False
+        self.chain.give_up(error, half.call)
+        with suppress(RuntimeError):  # the thread has ended, and has told everybody that this rank leaves
+            self.stream.submit(self.chain.tell_failure)  # links are the comm stream's alone
+
+    def _after_queued(self, work: Callable[[], object]) -> None:
         """Do something in the order of the calls, without waiting for those that are queued."""
         if self.stream.query():
             work()

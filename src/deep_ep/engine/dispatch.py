@@ -54,10 +54,13 @@ class Dispatch:
 
     Attributes:
         call: The call, once it is announced.
+        is_begun: It may have been announced.
         is_complete: It has ended well.
+        is_cancelled: It waits in the queue, and is taken out of it if its caller leaves.
+        is_foreign: What it was to come after has failed, which is none of this buffer's calls.
     """
 
-    is_complete = False
+    is_begun = is_complete = is_cancelled = is_foreign = False
 
     def __init__(
         self,
@@ -180,6 +183,7 @@ class Dispatch:
         parts, num_sent = posted_parts(self._payload, routing), sum(self._counts)
         is_posted = section_starts(num_sent, [row_bytes(part) for part in parts])[-1] <= self._chain.posted_bytes
         header = Header(agreement, self._payload.x.size(0), self._num_worst_tokens, is_posted)
+        self.is_begun = True
         call = self.call = self._chain.begin(header)
         if is_posted:
             with call.slice("post rows", SEND, rows=num_sent):

@@ -127,6 +127,15 @@ class Arena:
         if found is None:
             return None
         segment, span = found
+        try:
+            return self._watched(segment, span, num_bytes)
+        except BaseException:  # an interrupt: nobody has the region
+            with self._lock:
+                if all(taken != span for _, taken in self._regions.values()):  # else it is freed as any other
+                    segment.free.add(span)
+            raise
+
+    def _watched(self, segment: Segment, span: Span, num_bytes: int) -> memoryview:
         view = segment.mapping.view(Span(span.start, span.start + num_bytes))
         # A region may die on any thread, inside garbage collection, and beside an interrupt: so nothing happens then
         # but that its reference is appended, by code that is not Python's.
@@ -161,7 +170,10 @@ class Arena:
 
     def _reclaim(self) -> None:
         while self._freed:
-            _, span = self._regions.pop(id(self._freed.popleft()))
+            region = self._regions.pop(id(self._freed.popleft()), None)
+            if region is None:
+                continue  # an interrupt came before it was anybody's
+            _, span = region
             next(s for s in self._segments if s.span.start <= span.start < s.span.stop).free.add(span)
 
     def _take(self, num_bytes: int) -> tuple[Segment, Span] | None:

@@ -163,7 +163,7 @@ class Board:
     def post_refusal(self, kind: int, refusal: Refusal) -> None:
         """Tell the peers that this rank does not make a call."""
         _write_text(self._refusal_texts[kind], refusal.reason)
-        self._refused[kind].store_release(refusal.number << _TIMES_BITS | refusal.times)
+        self._refused[kind].store_release(refusal.number << _TIMES_BITS | min(refusal.times, (1 << _TIMES_BITS) - 1))
 
     def refused(self, kind: int) -> int:
         """The number of the last call of a kind that the rank has refused; 0: it has refused none."""

@@ -261,7 +261,8 @@ class DeviceArena:
 
     def num_bytes(self) -> dict[str, int]:
         """Bytes `used` by regions, `committed` and `reserved` (which are the same: device memory is taken whole)."""
-        freed = sum(self._regions[id(died)][2].num_bytes for died in tuple(self._freed))
+        known = (self._regions.get(id(died)) for died in tuple(self._freed))
+        freed = sum(region[2].num_bytes for region in known if region is not None)
         reserved = sum(segment.room_bytes for segment in self._segments)
         if self._records is not None:
             freed += whole_units(self._records.numel())  # they are nobody's result
@@ -282,7 +283,10 @@ class DeviceArena:
             self._used = [used for used in self._used if not all(event.query() for event in used.events)]
         events: dict[Any, Any] = {}
         while self._freed:
-            _, index, span = self._regions.pop(id(self._freed.popleft()))
+            region = self._regions.pop(id(self._freed.popleft()), None)
+            if region is None:
+                continue  # an interrupt came before it was anybody's
+            _, index, span = region
             segment = self._segments[index]
             segment.free.add(span)
             streams = self._streams.pop(segment.address + span.start, set())

@@ -366,7 +366,8 @@ class Link:
         elif frame.topic == BYE:
             self.has_left = True
         else:
-            self.refusal = None
+            if self.refusal is not None and frame.epoch >= self.refusal.number:
+                self.refusal = None  # it makes the call after all
             self.inbox.append(frame)
         self._coming, self._page = None, None
         self._target = memoryview(self._head)

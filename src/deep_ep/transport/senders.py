@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..errors import EPPeerFailed, EPTimeout
@@ -117,6 +117,7 @@ def wait_sent(
     me: str,
     limit_secs: float,
     own_refusal: Refusal,
+    look: Callable[[object], None],
     *,
     may_lose: bool,
 ) -> Arrivals:
@@ -129,6 +130,7 @@ def wait_sent(
         me: This rank, for errors.
         limit_secs: Seconds that a rank may be silent.
         own_refusal: The last one of this rank.
+        look: Told where the wait is; raises if this rank has given the call up.
         may_lose: Go on without a rank that is silent past the limit, dead or closed, or that has refused the call, and
             say so; else raise.
 
@@ -146,6 +148,7 @@ def wait_sent(
         pause = next_pause(pause, secs)
         for sender in pending:
             waited_ns[sender.rank] = int(secs * 1e9)
+        look(where)
         _raise_if_failed(senders, where, me)
         # Reasons first, words second: a peer may have sent and then left.
         looks_at_process = secs - pulse > PULSE_SECS

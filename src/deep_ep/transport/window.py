@@ -309,6 +309,11 @@ class Window:
         self.board.post_refusal(kind, refusal)
         return refusal
 
+    def raise_if_given_up(self, where: object) -> None:
+        """Raise if the caller has given the call up, on its own thread, in which this one still waits."""
+        if self.failure is not None:
+            raise EPClosed(f"{where}: given up, since {self.failure} ({self.me()})")
+
     def raise_if_peer_failed(self, epoch: int, operation: str) -> None:
         """For waits that are not the window's: raise if a peer has failed, or does not make the call."""
         where = Where(operation, epoch)
@@ -324,8 +329,7 @@ class Window:
             peer.close()
 
     def _raise_if_failed(self, where: Where) -> None:
-        if self.failure is not None:  # the caller has given this call up, on its own thread
-            raise EPClosed(f"{where}: given up, since {self.failure} ({self.me()})")
+        self.raise_if_given_up(where)
         for peer in self._others:
             failure = peer.failure()
             if failure is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,9 +96,7 @@ class DirectLowLatency:
             out = self._chain.result((rows.topk_idx.size(0), geometry.hidden), torch.bfloat16)
         zero_copy_offset = None
         if kind.zero_copy:
-            self._flights.make_way(
-                METHODS[COMBINE], plan.num_sets, self.clean
-            )  # a refused call must not take the tensor
+            self._make_way(METHODS[COMBINE], plan.num_sets)  # a refused call must not take the tensor
             index = self._zero_copy.give(rows.src_info, self._flights.next_number)
             zero_copy_offset = plan.zero_copy_offset(index)
         written, stats = apart((out, wait_stats)) if kind.way.is_unfinished else (out, wait_stats)
@@ -138,9 +136,19 @@ class DirectLowLatency:
 
     def refuse(self, reason: str) -> None:
         """Tell the peers that this rank does not make the next call."""
-        refusal = self.shared.window.refuse(REFUSED, self._flights.next_number, reason)
-        if self.shared.mesh is not None:
-            self.shared.mesh.refuse(refusal)
+        window, mesh = self.shared.window, self.shared.mesh
+        number = self._flights.next_number
+
+        def post() -> None:
+            refusal = window.refuse(REFUSED, number, reason)
+            if mesh is not None:
+                mesh.refuse(refusal)
+
+        # Behind what is queued: far ranks hear of calls in their order.
+        if self._stream.query():
+            post()
+        else:
+            self._stream.submit(post)
 
     def trim(self) -> int:
         """Give memory of results that nobody uses back to the system. Returns the bytes given back."""
@@ -154,10 +162,11 @@ class DirectLowLatency:
         self._chain.require_working()
         operation = call.agreement.operation
         num_sets = 0 if isinstance(call, Barrier) else call.plan.num_sets
-        self._flights.make_way(METHODS[operation], num_sets, self.clean)
+        self._make_way(METHODS[operation], num_sets)
         send, receive = self._contagious(call, call.send, "send"), self._contagious(call, call.receive, "receive")
         with self._calling(call):
             call.number = self._flights.send(METHODS[operation], num_sets)
+            call.own_refusal = self.shared.window.refusals[REFUSED]
             if way.has_hook:
                 self._run(call, send)
                 return None, self._hook(call, receive)
@@ -171,6 +180,11 @@ class DirectLowLatency:
                 return EventHandle(self._stream.submit(both)), None
             self._run(call, both)
             return None, None
+
+    def _make_way(self, where: str, num_sets: int) -> None:
+        """As `Flights.make_way`, with a barrier that is a call by itself."""
+        self._flights.make_way(where, num_sets, self.clean)
+        self._chain.is_calling = False
 
     def _hook(self, call: LowLatencyCall, receive: Callable[[], None]) -> Hook:
         def hook() -> None:
@@ -194,13 +208,22 @@ class DirectLowLatency:
         try:
             yield
         except BaseException as error:
-            if call.num_ended == num_ended:
-                self._chain.fail(error, call.name)
+            if call.num_ended == num_ended and self.shared.window.failure is None:
+                if self._stream.query():
+                    self._chain.fail(error, call.name)
+                else:
+                    self._abandon(error, call)
             raise
 
     def _run(self, call: LowLatencyCall, work: Callable[[], None]) -> None:
         """Have work of a call done on the comm stream, and wait for it. If the wait is interrupted, the call fails."""
-        self._stream.run(work, on_abandon=lambda error: self._chain.fail(error, call.name))
+        self._stream.run(work, on_abandon=lambda error: self._abandon(error, call))
+
+    def _abandon(self, error: BaseException, call: LowLatencyCall) -> None:
+        """Fail a call that the comm stream may be in the middle of."""
+        self._chain.give_up(error, call.name)
+        with suppress(RuntimeError):  # the thread has ended, and has told everybody that this rank leaves
+            self._stream.submit(self._chain.tell_failure)  # links are the comm stream's alone
 
     def _contagious(self, call: LowLatencyCall, work: Callable[[], None], name: str) -> Callable[[], None]:
         """Whatever goes wrong in a half goes wrong for all ranks."""

@@ -13,7 +13,8 @@ import torch
 
 from ...errors import EPError, EPTimeout
 from ...trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
-from ...transport import LOW_LATENCY, Base
+from ...transport import Base
+from ...transport.board import NO_REFUSAL
 from ...transport.senders import told, wait_sent
 from ..call import Agreement, Call, Header
 from .calls import BARRIER
@@ -61,10 +62,12 @@ class LowLatencyCall(ABC):
         agreement: What all ranks must say alike.
         number: Of the call, from 1.
         num_ended: Halves that have ended well.
+        own_refusal: What this rank had refused last when it made the call.
     """
 
     agreement: Agreement
     number = num_ended = 0
+    own_refusal = NO_REFUSAL
 
     def __init__(self, shared: Shared, plan: Plan, wait_stats: torch.Tensor | None):
         self.shared = shared
@@ -158,8 +161,9 @@ class LowLatencyCall(ABC):
         senders = [sender for rank, sender in shared.senders.items() if rank not in shared.masked]
         operation, may_lose = self.agreement.operation, shared.can_mask
         with self._slice("wait: sent", WAIT) as waiting:
-            own, me = window.refusals[LOW_LATENCY], window.me()
-            arrivals = wait_sent(senders, self.number, operation, me, window.limit_secs, own, may_lose=may_lose)
+            own, me = self.own_refusal, window.me()
+            limits = (window.limit_secs, own, window.raise_if_given_up)
+            arrivals = wait_sent(senders, self.number, operation, me, *limits, may_lose=may_lose)
             waiting.waited({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items() if ns})
         if self._wait_stats is not None:
             waited_ns = [arrivals.waited_ns.get(rank, 0) for rank in range(window.place.num_ranks)]

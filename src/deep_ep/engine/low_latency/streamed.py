@@ -195,9 +195,8 @@ class StreamedLowLatency:
             kernels = self._kernels[key] = self._combine_kernels(*key)
         offset = 0
         if kind.zero_copy:
-            self._flights.make_way(
-                METHODS[COMBINE], kernels.setup.num_sets, self.clean
-            )  # a refused call must not take the tensor
+            self._flights.make_way(METHODS[COMBINE], kernels.setup.num_sets, self.clean)  # or it would take the tensor
+            self._signals.is_announced = self._signals.is_calling = False  # a barrier is a call by itself
             index = self._zero_copy.give(src_info, self._flights.next_number)
             offset = kernels.setup.zero_copy_offsets[index]
         earlier = torch.empty_like(topk_idx, dtype=torch.int32)

@@ -36,9 +36,9 @@ class RailChain(Chain):
         self.rail.refuse(refusal)
         return refusal
 
-    def fail(self, error: BaseException, call: Call | None) -> None:
+    def fail(self, error: BaseException, call: Call | None, *, is_foreign: bool = False) -> None:
         """Whatever goes wrong in a call goes wrong for all ranks of all nodes: tell node, mesh and rail, and close."""
-        super().fail(error, call)
+        super().fail(error, call, is_foreign=is_foreign)
         self.tell_failure()
 
     def tell_failure(self) -> None:

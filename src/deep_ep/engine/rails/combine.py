@@ -58,6 +58,7 @@ class RailsCombine(Combine):
     def sum_rows(self) -> None:
         """Offer this rank's rows, sum those of its rail's tokens, send the sums, add up what comes back."""
         require_filled(self._handle, "combine")
+        self.is_begun = True
         call = self.call = self._chain.begin(Header(self._agreement(), self._handle.num_tokens))
         routes, rail = Routes(self._handle, self._topology), self._rails.rail
         for node in rail.nodes:

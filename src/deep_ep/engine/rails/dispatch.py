@@ -186,6 +186,7 @@ class RailsDispatch(Dispatch):
             require_filled(handle, "dispatch")
         number = int(handle.recv_rdma_channel_prefix_matrix[0, 0]) if handle is not None else 0
         agreement = agreement_of(operation, self._payload, self._routing, number)
+        self.is_begun = True
         call = self.call = self._chain.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens))
         num_out = (handle.send_rdma_head >= 0).sum(0).tolist() if handle is not None else []
         for node in [*rail.nodes, topology.node]:
