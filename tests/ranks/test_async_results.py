@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from common import NOTHING_POSTED, error_of, run_ranks
+from common import NOTHING_POSTED, OneRank, error_of, run_ranks
 from deep_ep.event import EventHandle
 
 pytestmark = pytest.mark.cpu_only  # on a GPU kernels write results, and an overflow closes the buffer
@@ -141,6 +141,30 @@ def test_calls_behind_a_refused_dispatch_say_so_and_the_buffer_goes_on(env: dict
             assert "more than its num_worst_tokens=3" in first
             for text in (behind, later, cached):
                 assert "the dispatch that made this handle was refused" in text
+
+
+def foreign_overflow(rank: int, num_ranks: int) -> list[str]:
+    """A call of all ranks comes, on rank 0, after one of another buffer, which overflows."""
+    alone = deep_ep.Buffer(None, 1 << 20, comm=OneRank(), device="cpu")
+    ids, weights = torch.zeros(TOKENS, 1, dtype=torch.int64), torch.ones(TOKENS, 1)
+    per_rank, _, per_expert, mask, _ = alone.get_dispatch_layout(ids, 1)
+    x = torch.ones(TOKENS, 8)
+    *_, event = alone.dispatch(
+        x, None, per_rank, None, mask, per_expert, ids, weights, num_worst_tokens=3, async_finish=True
+    )
+    buffer = make_buffer(num_ranks)
+    ids = torch.arange(TOKENS).view(-1, 1) % num_ranks
+    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(ids, num_ranks)
+    handle = buffer.dispatch(x, None, per_rank, per_node, mask, per_expert, ids, weights)[4]
+    after = {"previous_event": event} if rank == 0 else {}
+    events = [buffer.dispatch(x * number, handle, async_finish=True, **after)[-1] for number in (1, 2)]
+    return [error_of(event.current_stream_wait)[0] for event in events]
+
+
+def test_an_overflow_of_another_buffer_is_a_failure() -> None:
+    one, other = run_ranks(foreign_overflow, 2)
+    assert one == ["EPOverflow", "EPOverflow"] or one == ["EPOverflow", "EPClosed"]
+    assert other == ["EPPeerFailed", "EPClosed"]
 
 
 def somebody_fails(rank: int, num_ranks: int) -> tuple[str, str]:

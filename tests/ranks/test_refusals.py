@@ -167,6 +167,31 @@ def test_kernels_take_a_corrected_call(device: str) -> None:
         assert kinds == ["ValueError"] * 6
 
 
+def refuse_twice(rank: int, num_ranks: int) -> str:
+    """All ranks refuse a call, make it, refuse the next one, and only then receive the first."""
+    buffer = make_buffer(num_ranks, low_latency_mode=True)
+    right, wrong = right_and_wrong()
+    num_experts = 2 * num_ranks
+    ids = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) % num_experts
+
+    def send(x: torch.Tensor) -> Any:
+        return buffer.low_latency_dispatch(x, ids, TOKENS, num_experts, use_fp8=False, return_recv_hook=True)[-1]
+
+    time.sleep(0.3 * rank)  # so that quick ranks see the refusals of slow ones
+    kinds = [error_of(send, wrong)[0]]
+    time.sleep(0.3 * rank)
+    hook = send(right)
+    kinds.append(error_of(send, wrong)[0])
+    assert kinds == ["ValueError"] * 2
+    return error_of(hook)[1]
+
+
+@pytest.mark.parametrize("env", [{}, NODES[0][2]], ids=["one node", "2x1"])
+def test_a_rank_remembers_what_it_had_refused_when_it_made_a_call(device: str, env: dict) -> None:
+    require_low_latency(device, env)
+    assert run_ranks(refuse_twice, 2, env=env) == ["", ""]
+
+
 def masked_refuser(rank: int, num_ranks: int) -> tuple[str, list[int]]:
     buffer = make_buffer(num_ranks, low_latency_mode=True, enable_shrink=True)
     call, (right, wrong) = calls(buffer, num_ranks)["low_latency_dispatch"], right_and_wrong()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 import warnings
 from concurrent.futures import Future
@@ -173,3 +174,35 @@ def leave_masked(rank: int, num_ranks: int) -> list[int]:
 @pytest.mark.filterwarnings("ignore")
 def test_masked_ranks_do_not_mind() -> None:
     assert run_ranks(leave_masked, 3) == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
+
+
+def ends_well(rank: int, num_ranks: int, kind: str) -> str:
+    """All ranks leave in the same way, with a call queued; the last one is slower."""
+    buffer = make_buffer()
+
+    def program() -> Any:
+        with buffer:
+            given = torch.ones(4, 8), torch.arange(4).view(-1, 1) % num_ranks
+            per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(given[1], num_ranks)
+            layout = {"num_tokens_per_rank": per_rank, "num_tokens_per_rdma_rank": per_node}
+            layout |= {"is_token_in_rank": mask, "num_tokens_per_expert": per_expert}
+            rows, _, _, _, handle, _ = buffer.dispatch(given[0], **layout)
+            time.sleep(0.5 * rank)
+            event = buffer.combine(rows, handle, async_finish=True)[2]
+            if kind == "exit":
+                sys.exit(0)
+            yield event
+
+    try:
+        for _ in program():
+            break
+    except SystemExit:
+        pass
+    gc.collect()
+    return "none" if buffer.runtime is None else "open"
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("kind", ["exit", "generator"])
+def test_a_normal_end_is_no_exception(kind: str) -> None:
+    assert run_ranks(ends_well, 2, kind) == ["none", "none"]
