@@ -525,7 +525,7 @@ class Control:
         """Who has not come to the gather, for a sentence."""
         ranks = self._roll_call.missing() if self._roll_call is not None else []
         if self.rank in ranks:
-            return ", and the others have given up on this rank"
+            return f", and the others have given up on rank {self.rank}, which is this one"
         return f", there is no word from {named(ranks)}" if ranks else ""
 
     def _require_values(self, answer: Sequence[_Sent]) -> None:

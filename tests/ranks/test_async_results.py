@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future
 from typing import Any
 
@@ -157,14 +158,19 @@ def foreign_overflow(rank: int, num_ranks: int) -> list[str]:
     per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(ids, num_ranks)
     handle = buffer.dispatch(x, None, per_rank, per_node, mask, per_expert, ids, weights)[4]
     after = {"previous_event": event} if rank == 0 else {}
-    events = [buffer.dispatch(x * number, handle, async_finish=True, **after)[-1] for number in (1, 2)]
-    return [error_of(event.current_stream_wait)[0] for event in events]
+    waits: list[Any] = []
+    for number in (1, 2):
+        with contextlib.suppress(deep_ep.EPClosed):  # the first may have failed already
+            waits.append(buffer.dispatch(x * number, handle, async_finish=True, **after)[-1].current_stream_wait)
+    return [error_of(wait)[0] for wait in waits]
 
 
 def test_an_overflow_of_another_buffer_is_a_failure() -> None:
     one, other = run_ranks(foreign_overflow, 2)
-    assert one == ["EPOverflow", "EPOverflow"] or one == ["EPOverflow", "EPClosed"]
-    assert other == ["EPPeerFailed", "EPClosed"]
+    assert one[0] == "EPOverflow"
+    assert other[0] == "EPPeerFailed"
+    assert set(one[1:]) <= {"EPOverflow", "EPClosed"}
+    assert set(other[1:]) <= {"EPClosed"}
 
 
 def somebody_fails(rank: int, num_ranks: int) -> tuple[str, str]:
