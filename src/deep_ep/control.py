@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from .errors import EPError, EPTimeout, EPTransportError, EPUnsupported, named
+from .errors import EPError, EPTimeout, EPTransportError, EPUnsupported, account, named
 
 _MOST_CAUSE_CHARS = 2000  # of a failure's text: it goes to every rank
 
@@ -72,8 +72,7 @@ class _Failure(NamedTuple):
     @classmethod
     def of(cls, error: BaseException, depth: int, is_consequence: bool) -> _Failure:
         """The failure that an error stands for."""
-        kind, text = type(error).__name__, str(error)
-        cause = text if isinstance(error, EPError) else f"{kind}: {text}" if text else kind
+        cause = str(error) if isinstance(error, EPError) else account(error)
         return cls(cause[:_MOST_CAUSE_CHARS], depth, isinstance(error, EPUnsupported), is_consequence)
 
 

@@ -24,7 +24,17 @@ import torch
 from .errors import EPClosed
 from .event import EventHandle, EventOverlap, event_of
 
-_COMM_STREAM_METHODS = ("submit", "run", "stop", "synchronize", "query", "record_event", "wait_event", "wait_stream")
+_COMM_STREAM_METHODS = (
+    "submit",
+    "run",
+    "run_in_turn",
+    "stop",
+    "synchronize",
+    "query",
+    "record_event",
+    "wait_event",
+    "wait_stream",
+)
 
 
 class _Worker:
@@ -159,6 +169,13 @@ class CommStream:
             if (job is None or not job.done()) and not (job is not None and job.cancel()) and on_abandon is not None:
                 on_abandon(error)
             raise
+
+    def run_in_turn(self, work: Callable[[], Any]) -> None:
+        """Do `work` behind everything submitted before, without waiting for that: right here, if nothing is queued."""
+        if self.query():
+            work()
+        else:
+            self.submit(work)
 
     def stop(self) -> None:
         """Let the queued jobs finish, then end the thread."""

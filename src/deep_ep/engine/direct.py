@@ -164,7 +164,7 @@ class DirectEngine:
         if operation_of(method).startswith(LOW_LATENCY) and self.low_latency is not None:
             self.low_latency.refuse(account(error))
         else:
-            self._after_queued(partial(self.chain.refuse, account(error)))
+            self.stream.run_in_turn(partial(self.chain.refuse, account(error)))
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
@@ -262,9 +262,9 @@ class DirectEngine:
             if half.is_complete or self.window.failure is not None:
                 pass
             elif half.is_foreign:
-                self._after_queued(partial(self.chain.fail, error, None, is_foreign=True))
+                self.stream.run_in_turn(partial(self.chain.fail, error, None, is_foreign=True))
             elif half.is_cancelled or (not half.is_begun and is_refusal(error)):
-                self._after_queued(partial(self.chain.refuse, account(error)))
+                self.stream.run_in_turn(partial(self.chain.refuse, account(error)))
             elif self.stream.query():
                 self.chain.fail(error, half.call)
             else:
@@ -317,13 +317,6 @@ class DirectEngine:
         self.chain.give_up(error, half.call)
         with suppress(RuntimeError):  # the thread has ended, and has told everybody that this rank leaves
             self.stream.submit(self.chain.tell_failure)  # links are the comm stream's alone
-
-    def _after_queued(self, work: Callable[[], object]) -> None:
-        """Do something in the order of the calls, without waiting for those that are queued."""
-        if self.stream.query():
-            work()
-        else:
-            self.stream.submit(work)
 
 
 def count_layout(

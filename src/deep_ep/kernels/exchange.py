@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import encoded
 from ..sizing import align
 from ._triton import jit, launch, next_power_of_2, prepare, tl, triton
 from .primitives import clock_ns, load_acquire, store_release, tell_host, words_at
@@ -323,7 +324,7 @@ def refuse(
 
 def note_words(reason: str, device: torch.device) -> torch.Tensor:
     """A text as words, cut to the room there is. What cannot be encoded is escaped."""
-    data = reason.encode(errors="backslashreplace")[: 8 * NOTE_WORDS].ljust(8 * NOTE_WORDS, b"\0")
+    data = encoded(reason, 8 * NOTE_WORDS).ljust(8 * NOTE_WORDS, b"\0")
     return torch.tensor(struct.unpack(f"<{NOTE_WORDS}q", data), dtype=torch.int64, device=device)
 
 

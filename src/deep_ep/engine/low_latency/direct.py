@@ -144,11 +144,7 @@ class DirectLowLatency:
             if mesh is not None:
                 mesh.refuse(refusal)
 
-        # Behind what is queued: far ranks hear of calls in their order.
-        if self._stream.query():
-            post()
-        else:
-            self._stream.submit(post)
+        self._stream.run_in_turn(post)  # far ranks hear of calls in their order
 
     def trim(self) -> int:
         """Give memory of results that nobody uses back to the system. Returns the bytes given back."""
