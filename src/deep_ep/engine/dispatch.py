@@ -108,7 +108,11 @@ class Dispatch:
         records = rooms.pop(0) if has_records else None
         topk_idx, topk_weights = empty_topk(self._routing, num_rows)
         received = Received(x, scales, records, topk_idx, topk_weights, self._room_handle(num_rows), is_staged)
-        self._received = received.apart() if is_async else received
+        self._received = received
+        if is_async:
+            self._received = received.apart()
+            if self._handle is not None:  # not written, and the dispatch that fills it may still replace a tensor of it
+                self._received.handle = self._handle
         return received
 
     def _room_handle(self, num_rows: int) -> Any:
