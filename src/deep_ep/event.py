@@ -31,6 +31,22 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_count_fork)
 
 
+def result_of(job: Future) -> Any:
+    """Wait for a job of the comm stream: its result.
+
+    Raises:
+        BaseException: A copy of what the job raised. The job may be kept for long, and an error that is raised keeps
+            the frames that it passes through, with all tensors in them.
+    """
+    error = job.exception()
+    if error is None:
+        return job.result()
+    copied = type(error).__new__(type(error), *error.args)
+    copied.args = error.args
+    copied.__dict__.update(error.__dict__)
+    raise copied.with_traceback(error.__traceback__) from error.__cause__
+
+
 class EventHandle:
     """A point in a stream. `EventHandle()` marks everything the caller has issued so far.
 
@@ -54,7 +70,7 @@ class EventHandle:
                     "thread that completes it does not exist here. Wait for events before the fork, or start processes "
                     "with 'spawn' or 'forkserver'"
                 )
-            self.completion.result()
+            result_of(self.completion)
         elif self.completion is not None:
             torch.cuda.current_stream().wait_event(self.completion)
 

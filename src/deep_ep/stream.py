@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .errors import EPClosed
-from .event import EventHandle, EventOverlap, event_of
+from .event import EventHandle, EventOverlap, event_of, result_of
 
 _COMM_STREAM_METHODS = (
     "submit",
@@ -100,12 +100,26 @@ class _Worker:
         del item, work
         self.unfinished.pop()
         if error is not None:
-            traceback.clear_frames(error.__traceback__)  # the job may be kept, and the error in it; not its tensors
-            job.set_exception(error)
+            job.set_exception(_without_frames(error))
         elif not job.cancelled():
             job.set_result(result)
         del job, result, error  # the error's traceback has this frame
         return True
+
+
+class JobTraceback(Exception):
+    """Where a job has raised, as text."""
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The error with its traceback as text: the job may be kept, and with it the error, but not its tensors.
+
+    Clearing the frames of the traceback would not do: a frame that is cleared still has its function, and that has what
+    the function was closed over.
+    """
+    error.__cause__ = JobTraceback("\n" + "".join(traceback.format_exception(error)))
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 class CommStream:
@@ -163,7 +177,7 @@ class CommStream:
         job = None
         try:
             job = self.submit(work)
-            return job.result()
+            return result_of(job)
         except BaseException as error:
             # Where the job is not known, the thread may have begun it all the same.
             if (job is None or not job.done()) and not (job is not None and job.cancel()) and on_abandon is not None:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from deep_ep import Buffer, EventHandle, EventOverlap
+from deep_ep import Buffer, EPPeerFailed, EventHandle, EventOverlap
 from deep_ep.event import event_of
 from deep_ep.stream import CommStream
 
@@ -285,6 +285,42 @@ def test_a_finished_job_lets_go_of_its_tensors(stream: CommStream):
     del tensor
     gc.collect()
     assert alive() is None
+
+
+def test_a_failed_job_lets_go_of_its_tensors_and_of_those_of_whoever_waited(stream: CommStream):
+    """The stream keeps its last job for `record_event`, and the job its error."""
+
+    def fail_with(tensor: torch.Tensor) -> None:
+        def inner() -> None:
+            raise ZeroDivisionError(tensor.sum())
+
+        inner()
+
+    def wait() -> tuple[weakref.ref, weakref.ref]:
+        in_job, in_caller = torch.zeros(3), torch.zeros(3)
+        event = EventHandle(stream.submit(lambda: fail_with(in_job)))
+        with pytest.raises(ZeroDivisionError) as raised:
+            event.current_stream_wait()
+        assert "fail_with(in_job)" in str(raised.value.__cause__), "where the job raised is told"
+        return weakref.ref(in_job), weakref.ref(in_caller)
+
+    alive = wait()
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
+
+
+def test_a_copy_of_an_error_has_what_the_error_has(stream: CommStream):
+    def fail() -> None:
+        raise EPPeerFailed(3, "left", "dispatch (call 2)", "rank 0/4")
+
+    job = stream.submit(fail)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(EPPeerFailed, match=r"dispatch \(call 2\): rank 3 left \(rank 0/4\)") as raised:
+            EventHandle(job).current_stream_wait()
+        errors.append(raised.value)
+    assert [(error.rank, error.cause) for error in errors] == [(3, "left")] * 2
+    assert errors[0] is not errors[1]
 
 
 # Points of the comm stream -------------------------------------------------------------------------------------------
