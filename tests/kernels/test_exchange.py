@@ -156,7 +156,7 @@ def test_a_rank_that_gave_up_ends_the_wait_of_the_others(device: str) -> None:
 
 def refuse(places: Places, reason: str, device: str) -> None:
     note = exchange.note_words(reason, torch.device(device))
-    exchange.refuse(places, 3, exchange.NORMAL, places.state, exchange.STATE_REFUSED, note)
+    exchange.refuse(places, 3, exchange.NORMAL, places.state, exchange.REFUSALS, note)
 
 
 def test_a_rank_that_refuses_the_call_ends_the_wait_of_the_others(device: str) -> None:

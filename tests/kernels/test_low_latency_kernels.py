@@ -757,7 +757,7 @@ def test_who_waits_for_a_rank_that_refuses_fails_at_once_or_masks_it(device: str
     spots = group.spots[1]
     note = exchange.note_words("a wrong argument", spots.state.device)
     for _ in range(2):
-        exchange.refuse(spots.places, 3, exchange.LOW_LATENCY, spots.state, words.STATE_REFUSED, note)
+        exchange.refuse(spots.places, 3, exchange.LOW_LATENCY, spots.state, words.REFUSALS, note)
     if can_mask:  # it is as silent as any other, so the limit is that of a test
         words.wait_for(group.patient(0, 1), call, 0, Patience(None, True), is_dispatch=True)
         assert group.boards.record(0) is None
@@ -765,6 +765,22 @@ def test_who_waits_for_a_rank_that_refuses_fails_at_once_or_masks_it(device: str
         return
     words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience(), is_dispatch=True)
     assert group.boards.record(0) == [exchange.REFUSED, 1, 3, 1, 0, 1, 1]
+
+
+def test_a_refusal_counts_as_often_also_if_later_calls_were_refused(device: str) -> None:
+    group = Group(WAITS, device)
+    note = exchange.note_words("a wrong argument", group.spots[0].state.device)
+
+    def refuse(rank: int) -> None:
+        spots = group.spots[rank]
+        exchange.refuse(spots.places, 3, exchange.LOW_LATENCY, spots.state, words.REFUSALS, note)
+
+    refuse(0)
+    refuse(1)
+    call = signals(group, (0, 2))  # rank 0 has corrected call 1; rank 1 will
+    refuse(0)
+    words.wait_for(group.patient(0, 1), call, 0, Patience(), is_dispatch=True)
+    assert group.boards.record(0) == [exchange.TIMEOUT, 1, OPERATION, 0b010, 0, 0, 0]
 
 
 def test_a_satisfied_wait_sees_failures_too(device: str) -> None:

@@ -221,12 +221,12 @@ class Signals:
 
     def _refuse(self, operation: str, reason: str) -> None:
         """Tell the peers, behind the calls before, that this rank does not make one."""
-        kind, numbers, refused_at = exchange.NORMAL, self.places.state, exchange.STATE_REFUSED
+        kind, numbers, refused = exchange.NORMAL, self.places.state, exchange.REFUSALS
         if operation.startswith(LOW_LATENCY) and self.low_latency_state is not None:
-            kind, numbers, refused_at = exchange.LOW_LATENCY, self.low_latency_state, words.STATE_REFUSED
+            kind, numbers, refused = exchange.LOW_LATENCY, self.low_latency_state, words.REFUSALS
         with self._stream.entered(None, False):
             note = exchange.note_words(reason, numbers.device)
-            exchange.refuse(self.places, OPERATIONS.index(operation), kind, numbers, refused_at, note)
+            exchange.refuse(self.places, OPERATIONS.index(operation), kind, numbers, refused, note)
         self._stream.leave(False)
 
     def marked(self, operation: str) -> AbstractContextManager:

@@ -72,6 +72,7 @@ _FAR_ROOM = tl.constexpr(2 + NUM_SECTIONS)
 # rank refused last.
 STATE_EPOCH, STATE_FAILED, STATE_HELD, STATE_RECORD, STATE_WORDS = 0, 1, 2, 3, 16
 STATE_STAGED, STATE_TOKENS, STATE_ROUNDS, STATE_SAID, STATE_RAIL_BYTES, STATE_REFUSED = 10, 11, 12, 13, 14, 15
+REFUSALS = range(STATE_REFUSED, STATE_REFUSED + 1)
 _FAILED, _HELD, _RECORD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_RECORD)
 _STAGED, _MOST_TOKENS, _STATE = tl.constexpr(STATE_STAGED), tl.constexpr(STATE_TOKENS), tl.constexpr(STATE_WORDS)
 _SAID, _REFUSED = tl.constexpr(STATE_SAID), tl.constexpr(STATE_REFUSED)
@@ -302,7 +303,7 @@ def refuse(
     operation: int,
     kind: int,
     numbers: torch.Tensor,
-    refused_at: int,
+    refused: range,
     note: torch.Tensor,
     *,
     run: Callable[..., None] = launch,
@@ -314,12 +315,13 @@ def refuse(
         operation: What it would have been.
         kind: `NORMAL` or `LOW_LATENCY`.
         numbers: int64, private: word 0 is the number of the last call of that kind.
-        refused_at: Which of its words is the last refusal.
+        refused: Which of its words are the last refusals, by number of the call.
         note: [NOTE_WORDS] int64: why, as text, see `note_words`.
         run: `launch`, or `prepare`.
     """
     words = (places.windows, places.state, numbers, note, places.num_ranks, places.rank, places.header_words)
-    run(_refuse_kernel, 1, (*words, operation, kind, refused_at), num_warps=1, LANES=num_lanes(places))
+    kept = (refused.start, len(refused))
+    run(_refuse_kernel, 1, (*words, operation, kind, *kept), num_warps=1, LANES=num_lanes(places))
 
 
 def note_words(reason: str, device: torch.device) -> torch.Tensor:
@@ -358,7 +360,7 @@ def prepare_nodes(places: Places, halves: Sequence[tuple[bool, bool]]) -> None:
 
 def _prepare_failures(places: Places) -> None:
     abort(places, 0, run=prepare)
-    refuse(places, 0, NORMAL, places.state, STATE_REFUSED, places.state, run=prepare)
+    refuse(places, 0, NORMAL, places.state, REFUSALS, places.state, run=prepare)
 
 
 def num_lanes(places: Places) -> int:
@@ -747,6 +749,7 @@ def _refuse_kernel(
     operation: tl.int32,
     kind: tl.int32,
     refused_at: tl.int32,
+    num_kept: tl.int32,
     LANES: tl.constexpr,
 ):
     """Store the refusal of the next call on every board: the reason, the record, then the word.
@@ -756,9 +759,10 @@ def _refuse_kernel(
     """
     if tl.load(state + _FAILED) == 0:
         call = ((tl.load(numbers) + 1) << 1) + kind
-        last = tl.load(numbers + refused_at)
+        refused = numbers + refused_at + (call >> 1) % num_kept
+        last = tl.load(refused)
         word = (call << _TIMES_BITS) + tl.where(last >> _TIMES_BITS == call, last & 0xFFFF, 0) + 1
-        tl.store(numbers + refused_at, word)
+        tl.store(refused, word)
         epoch = tl.load(state) + 1  # its header is free: this rank has seen all peers in the call before
         lanes = tl.arange(0, LANES)
         is_rank = lanes < num_ranks

@@ -20,14 +20,16 @@ from typing import NamedTuple
 
 import torch
 
-from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
-from ..exchange import LOW_LATENCY, STATE_FAILED, Places, fail, mask_of, must_stop
+from .._triton import Launch, Variant, jit, next_power_of_2, prepare, tl, triton
+from ..exchange import LOW_LATENCY, STATE_FAILED, Places, fail, mask_of, must_stop, refuse
 from ..primitives import clock_ns, load_acquire, store_release, tell_host, words_at
 
 NUM_KEPT = 8  # calls whose posts and tables are kept
 _POST_WORDS = 8
-# Of a rank's private words: calls sent; blocks of a send that are done; the call that this rank refused last.
-STATE_SENT, STATE_ARRIVED, STATE_REFUSED, STATE_WORDS = 0, 1, 2, 8
+# Of a rank's private words: calls sent; blocks of a send that are done; the calls that this rank refused, by number
+# modulo 8: a call may be waited for when later ones have been refused.
+STATE_SENT, STATE_ARRIVED, STATE_REFUSED, STATE_WORDS = 0, 1, 2, 16
+REFUSALS = range(STATE_REFUSED, STATE_REFUSED + NUM_KEPT)
 
 _ASTRAY, _DISAGREE, _TIMEOUT = tl.constexpr(5), tl.constexpr(2), tl.constexpr(1)
 _FAILED = tl.constexpr(STATE_FAILED)
@@ -35,7 +37,7 @@ _LINE = tl.constexpr(8)
 _KEPT, _POST = tl.constexpr(NUM_KEPT), tl.constexpr(_POST_WORDS)
 _ARRIVED, _REFUSED = tl.constexpr(STATE_ARRIVED), tl.constexpr(STATE_REFUSED)
 _LOW_LATENCY = tl.constexpr(LOW_LATENCY)
-_SAW = tl.constexpr(8)  # what a wait saw at last, [2, R]
+_SAW = tl.constexpr(STATE_WORDS)  # what a wait saw at last, [2, R]
 # Words of a post.
 _A, _B, _TOKENS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -70,7 +72,7 @@ class Spots:
     @staticmethod
     def state_room(num_ranks: int) -> int:
         """Words of `state`."""
-        return 8 + 2 * num_ranks
+        return STATE_WORDS + 2 * num_ranks
 
     @functools.cached_property
     def num_lanes(self) -> int:
@@ -196,6 +198,7 @@ def prepare_all(spots: Spots) -> None:
             arguments = (spots.state, 0, *_fixed(spots, call, Patience()))
             _wait_variant(is_dispatch, has_stats, spots.num_lanes).prepare(*arguments)
     _signal_variant(spots.num_lanes).prepare(*_signal_arguments(spots, call))
+    refuse(spots.places, 0, LOW_LATENCY, spots.state, REFUSALS, spots.state, run=prepare)
 
 
 # What kernels share --------------------------------------------------------------------------------------------------
@@ -354,7 +357,7 @@ def await_all(
     board = tl.load(homes + peer)
     words = words_at(one_of(memories, rank, LANES)) + line
     failures = words_at(board) + num_ranks * _LINE + line
-    refused = tl.load(ll + _REFUSED)
+    refused = tl.load(ll + _REFUSED + number % _KEPT)
     begin = tl.min(clock_ns(lanes))
     sent = load_acquire(words)
     failed = tl.zeros([LANES], tl.int64)
