@@ -38,7 +38,7 @@ def test_150_calls_on_four_ranks(device: str, arena: str) -> None:
     reports = run_ranks(limited_soak, 4, ARENAS[arena], POSTED["none"], 1234 + list(ARENAS).index(arena), 150)
     made = Counter(reports[0].calls)
     assert sum(made.values()) == 150
-    assert min(made.values()) > 5, made
+    assert min(made[kind] for kind in ("dispatch", "worst-case dispatch", "cached dispatch", "combine")) > 5, made
     paths = sum((Counter(report.stats["calls"]) for report in reports), Counter())
     staged = paths["dispatch/staged"] + paths["combine/staged"]
     assert (staged > 0) == (arena != "free"), paths

@@ -1,11 +1,12 @@
-"""`python -m deep_ep soak`: random mixed calls against the oracle, while ranks are delayed and stopped.
+"""`python -m deep_ep soak`: random mixed calls against an oracle of its own, while ranks are delayed and stopped.
 
 All ranks draw the same plan from one seed and make every rank's inputs themselves, so each knows what it must receive
 without asking: the oracle gets all inputs and gives this rank's outputs. Everything is compared exactly.
 
-`plan` has the segments, `inputs` what is sent, `calls` and `low_latency` the calls (`state` what they leave for each
-other), `checks` what is compared, `faults` what disturbs, `rank` and `parent` the two sides of a run, `memory`, `show`
-and `files` what is told of it.
+`plan` has the segments, `program` their calls as data, `data` what they send, `oracle` what must come of it; `normal`
+and `low_latency` make the calls (`state` has what they leave for each other), `checks` compares, `faults` disturbs;
+`rank` and `parent` are the two sides of a run, `shrink` cuts a failing one down, and `memory`, `show` and `files` tell
+of it.
 
 `--faults` plays fault plans instead: `plans` has them as data, `fault_program` what a rank does, `fault_runs` the rest.
 """
@@ -26,23 +27,31 @@ from ..mps import shared_gpu
 from ..plotting import require_matplotlib
 from ..terminal import require_folder
 from . import fault_runs, files, show
-from .calls import play
-from .parent import run_soak
+from .data import Limits
+from .parent import run_soak, shrink_outcome
 from .plan import Goal
 from .plans import TOPOLOGIES, Plan, draw_plans
+from .play import play
 from .state import Report
 
-__all__ = ["Report", "add_arguments", "run", "soak_rank"]
+__all__ = ["Limits", "Report", "add_arguments", "play", "run", "soak_rank"]
 
 _DEFAULT_MINUTES = 1.0
 _DEFAULT_RANKS = 4
+_SHRINK_SECS = 60.0
 _STDOUT = Path("-")
 
 
-def soak_rank(_rank: int, _num_ranks: int, seed: int, num_calls: int, **sizes: int) -> Report:
+def soak_rank(
+    _rank: int,
+    _num_ranks: int,
+    seed: int,
+    num_calls: int,
+    limits: Limits = Limits(),  # noqa: B008 - it is frozen
+) -> Report:
     """Play calls on one rank of the default group, undisturbed and with one buffer; `run_ranks` calls it."""
     buffer = Buffer(dist.group.WORLD, num_nvl_bytes=0, explicitly_destroy=True)
-    report = play(buffer, seed, num_calls, **sizes)
+    report = play(buffer, seed, num_calls, limits)
     buffer.destroy()
     return report
 
@@ -66,7 +75,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of all calls and their data")
     parser.add_argument("--segment", type=int, metavar="K", help="play one segment alone, as a failure says")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks, which may share a GPU")
+    parser.add_argument(
+        "--only", type=_numbers, metavar="N,N", help="of that segment, make only these calls, as a failure says"
+    )
+    parser.add_argument(
+        "--shrink",
+        type=float,
+        default=_SHRINK_SECS,
+        metavar="SECS",
+        help=f"how long to look for fewer calls that fail, too; 0: not at all (default: {_SHRINK_SECS:g})",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda", "interpreter"),
+        default="cpu",
+        help="of the ranks, which may share a GPU; interpreter: the kernels of GPUs on CPU ranks, slow",
+    )
     parser.add_argument("--low-latency", action="store_true", default=False, help="make low-latency calls only")
     parser.add_argument(
         "--json",
@@ -84,6 +108,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead, play N fault plans: ranks that are killed, stopped, interrupted",
     )
     parser.add_argument("--plan", metavar="TEXT", help="play one fault plan, as a failure says")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Numbers with commas between them."""
+    return tuple(int(part) for part in text.split(","))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
     sharing = shared_gpu(goal.num_ranks) if goal.device == "cuda" else nullcontext()
     with sharing, show.showing_progress(goal) as progress:
         outcome = run_soak(goal, progress.hear)
+        if args.shrink > 0:
+            shrink_outcome(outcome, args.shrink)
     show.show_outcome(console, outcome)
     if json_path is not None:
         files.write_json(json_path, outcome, machine)
@@ -118,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_plans(args: argparse.Namespace) -> int:
     """Play the fault plans that were asked for, and print what came of them."""
-    for name in ("minutes", "calls", "segment", "plot"):
+    for name in ("minutes", "calls", "segment", "only", "plot"):
         if hasattr(args, name):
             raise ValueError(f"soak: --{name} is for random calls; leave it out with --faults and --plan")
     if args.device != "cpu":
@@ -170,20 +201,23 @@ def _goal_of(args: argparse.Namespace) -> Goal:
     num_ranks: int = getattr(args, "ranks", _DEFAULT_RANKS)
     _check_ranks(num_ranks, args.ranks_per_node)
     per_node = args.ranks_per_node if args.ranks_per_node < num_ranks else 0
-    if per_node and (args.low_latency or args.device != "cpu"):
-        raise ValueError("soak: --ranks-per-node is for normal calls on the CPU. Leave --low-latency and --device out")
+    if per_node and args.low_latency and args.device != "cpu":
+        raise ValueError("soak: --low-latency with --ranks-per-node is for CPU ranks. Leave --device out")
     if minutes is not None and not minutes > 0:
         raise ValueError(f"soak: --minutes must be greater than 0, got {minutes:g}")
     if num_calls is not None and num_calls < 1:
         raise ValueError(f"soak: --calls must be at least 1, got {num_calls}")
     if segment is not None and segment < 0:
         raise ValueError(f"soak: --segment must be at least 0, got {segment}")
+    if hasattr(args, "only") and segment is None:
+        raise ValueError("soak: --only is about the calls of a segment; give --segment, too")
     if segment is not None and minutes is not None:
         raise ValueError("soak: --segment plays a whole segment; leave --minutes out, or give --calls")
     if minutes is None and num_calls is None and segment is None:
         minutes = _DEFAULT_MINUTES
     secs = None if minutes is None else 60 * minutes
-    return Goal(num_ranks, args.seed, secs, num_calls, segment, args.device, args.low_latency, per_node)
+    only = getattr(args, "only", None)
+    return Goal(num_ranks, args.seed, secs, num_calls, segment, only, args.device, args.low_latency, per_node)
 
 
 def _paths_of(args: argparse.Namespace) -> tuple[Path | None, Path | None]:

@@ -44,6 +44,8 @@ def same(name: str, got: torch.Tensor | None, expected: torch.Tensor | None) -> 
     if not got.numel():
         return
     got, expected = got.cpu(), expected.cpu()
+    if torch.equal(_flat_bytes(got), _flat_bytes(expected)):
+        return
     different = (_bytes_of(got) != _bytes_of(expected)).any(2)
     if different.any():
         row, column = different.nonzero()[0].tolist()
@@ -60,16 +62,41 @@ def _kind(tensor: torch.Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
+def same_sums(name: str, got: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    """`same`, but any NaN is as good as another: which one a sum gives depends on the processor.
+
+    Raises:
+        Mismatch: They differ.
+    """
+    same(name, *(None if one is None else torch.where(one.isnan(), torch.nan, one) for one in (got, expected)))
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # Cloned: the strides of a single element are arbitrary, and `contiguous` leaves them.
+    flat = tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else tensor.reshape(-1)
+    flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+def rows_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[T, H] of any dtype and strides as [T, bytes of a row] uint8."""
+    return _flat_bytes(tensor).view(tensor.size(0), tensor.size(1) * tensor.itemsize)
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """[rows, columns, bytes of an element]."""
-    # Cloned: the strides of a single element are arbitrary, and `contiguous` leaves them.
-    flat = tensor.clone(memory_format=torch.contiguous_format).view(-1)
-    return flat.view(torch.uint8).view(tensor.size(0), -1, tensor.itemsize)
+    return _flat_bytes(tensor).view(tensor.size(0), -1, tensor.itemsize)
 
 
 def scribble(tensor: torch.Tensor) -> None:
     """Overwrite an input whose call has ended: nobody may read it any more."""
     tensor.view(torch.uint8).fill_(0xA5)
+
+
+def scribble_input(x: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    """Overwrite all memory of ordinary tensors, whatever their strides and lazy signs are."""
+    for one in x if isinstance(x, tuple) else (x,):
+        torch.empty(0, dtype=torch.uint8, device=one.device).set_(one.untyped_storage()).fill_(0xA5)
 
 
 def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import env, reference
+from .. import env
 from ..buffers.legacy import Buffer
 from ..errors import EPError
 from ..event import EventHandle, EventOverlap
 from .checks import Mismatch, held, left_since, same
 from .faults import Fault
-from .low_latency import check_received
+from .low_latency import check_packed
 from .plans import HANG_SECS, POINT_NAMES, Plan
 
 _TOKENS, _HIDDEN, _TOPK, _EXPERTS_PER_RANK = 8, 256, 2, 2
@@ -252,20 +252,19 @@ class Program:
         num_experts = self._routing.num_experts
         xs = [tokens_of(rank, step, self._hidden).bfloat16() for rank in range(self._num_ranks)]
         ids = [routing_of(rank, self._num_ranks).topk_idx for rank in range(self._num_ranks)]
-        weights = [torch.ones(_TOKENS, _TOPK)] * self._num_ranks
-        want = reference.low_latency_dispatch(xs, ids, _TOKENS, num_experts)
         way: dict[str, Any] = {"async": {"async_finish": True}, "hook": {"return_recv_hook": True}}.get(self._way, {})
         x, idx = xs[self._rank].clone(), self._routing.topk_idx
         got = self._buffer.low_latency_dispatch(x, idx, _TOKENS, num_experts, use_fp8=False, **way)
         _wait(got[3], got[4])
-        check_received(got, want[self._rank])
-        rows = want[self._rank].recv_x.clone()
-        sums, event, hook = self._buffer.low_latency_combine(rows, idx, weights[self._rank], got[2], **way)
+        recv_x = got[0]
+        assert isinstance(recv_x, torch.Tensor)
+        check_packed(recv_x, None, *got[1:3], xs, None, ids, self._rank)
+        weights = torch.ones(_TOKENS, _TOPK)
+        sums, event, hook = self._buffer.low_latency_combine(recv_x.clone(), idx, weights, got[2], **way)
 
         def check() -> None:
             _wait(event, hook)
-            expected = reference.low_latency_combine([one.recv_x for one in want], ids, weights, want)[self._rank]
-            same(f"combined_x of step {step}", sums, expected)
+            same(f"combined_x of step {step}", sums, (_TOPK * xs[self._rank].float()).bfloat16())
             self._kept.append((f"combined_x of step {step}", sums, sums.clone()))
 
         return check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,11 +12,14 @@ from ..launch import RankFailed, run_ranks
 from ..terminal import hearing_ranks
 from .faults import Stops
 from .memory import Growth, growth_of
-from .plan import Goal, mixed
+from .plan import Goal
 from .rank import Failure, Note, RankReport, play_rank
+from .seeds import mixed
+from .shrink import Shrunk, shrink
 
 _SPARE_SECS = 300.0  # beyond what was asked for, before ranks that do not end are ended
 _MOST_SECS_PER_CALL = 2.0
+_INTERPRET = "TRITON_INTERPRET"
 
 
 @dataclass
@@ -30,6 +34,7 @@ class Outcome:
         last_segment: The last segment that was heard of.
         num_stops: How often a rank was stopped.
         secs: How long it took.
+        shrunk: The failing segment, cut down; None: nothing failed, or it was not asked for, or it did not fail again.
     """
 
     goal: Goal
@@ -39,6 +44,7 @@ class Outcome:
     last_segment: int = 0
     num_stops: int = 0
     secs: float = 0.0
+    shrunk: Shrunk | None = None
 
     @property
     def growths(self) -> list[Growth]:
@@ -62,6 +68,8 @@ class Outcome:
     @property
     def replay(self) -> str | None:
         """The line that plays what went wrong again: the failing segment, or everything where memory grew."""
+        if self.shrunk is not None:
+            return self.goal.command(self.failures[0].segment, only=self.shrunk.numbers)
         if self.failures:
             return self.goal.command(self.failures[0].segment, self.failures[0].num_calls)
         if self.crash is not None:
@@ -92,15 +100,36 @@ def run_soak(goal: Goal, on_note: Callable[[Note, int], object]) -> Outcome:
 
     with stops, hearing_ranks(hear) as news:
         try:
-            nodes = {env.RANKS_PER_NODE.name: str(goal.ranks_per_node)} if goal.ranks_per_node else None
+            variables = _variables(goal)
             limit_secs = _limit_secs(goal)
-            outcome.reports = run_ranks(play_rank, goal.num_ranks, goal, news, limit_secs=limit_secs, env=nodes)
+            outcome.reports = run_ranks(play_rank, goal.num_ranks, goal, news, limit_secs=limit_secs, env=variables)
         except RankFailed as error:
             outcome.crash = str(error)
     outcome.secs, outcome.num_stops = time.monotonic() - begin, stops.num_stops
     said |= {report.failure.rank: report.failure for report in outcome.reports if report.failure is not None}
     outcome.failures = sorted(said.values(), key=lambda failure: (not failure.is_cause, failure.rank))
     return outcome
+
+
+def shrink_outcome(outcome: Outcome, secs: float) -> None:
+    """Cut a failing segment down, if a rank has said where it failed."""
+    if outcome.failures and outcome.goal.only is None:
+        failure = outcome.failures[0]
+        outcome.shrunk = shrink(outcome.goal, failure.segment, failure.call_idx, _fails, secs)
+
+
+def _fails(goal: Goal) -> bool:
+    return bool(run_soak(goal, lambda note, num_stops: None).num_errors)  # noqa: ARG005 - nobody watches
+
+
+def _variables(goal: Goal) -> dict[str, str]:
+    """Environment variables of the ranks."""
+    variables = {env.RANKS_PER_NODE.name: str(goal.ranks_per_node)} if goal.ranks_per_node else {}
+    if goal.device == "interpreter":
+        # Triton looks when it is imported, which may be in the process that ranks are forked from.
+        os.environ[_INTERPRET] = "1"
+        variables |= {env.TRANSPORT.name: "interpreted", env.DEVICE.name: "cpu"}
+    return variables
 
 
 def _limit_secs(goal: Goal) -> float:

@@ -6,22 +6,35 @@ on Python's hash of strings, which differs from process to process.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from dataclasses import dataclass
 
+from .data import Limits
+from .program import Call, Features, draw_program, kept
+from .seeds import mixed
+
 _FEWEST_CALLS, _MOST_CALLS = 100, 300
 _FIRST_CALLS_PER_SEC = 20.0  # a guess, until there is a rate to go by
-_SIZES = ((20, 40), (20, 40), (64, 200), (20, 4000))  # most tokens of a rank, most hidden; small calls find most
+# How large the calls of a segment are; small calls find most.
+_LIMITS = (
+    Limits(),
+    Limits(tokens=12, hidden=24, topk=64),
+    Limits(tokens=64, hidden=200, experts_per_rank=64),
+    Limits(tokens=20, hidden=4000, scales=40),
+    Limits(tokens=10, hidden=16, topk=64, experts_per_rank=2000),
+)
+_GPU_LIMITS = (
+    Limits(tokens=40, hidden=200, topk=8, is_coarse=True),
+    Limits(tokens=300, hidden=1000, topk=8, experts_per_rank=64, is_coarse=True),
+    Limits(tokens=20, hidden=4000, topk=64, experts_per_rank=2000, is_coarse=True),
+)
+_INTERPRETED_LIMITS = (
+    Limits(tokens=9, hidden=24, topk=4, has_subnormals=False),
+    Limits(tokens=5, hidden=16, topk=12, experts_per_rank=40, has_subnormals=False),
+)
 _UNEVEN = (0, 4096, 16384, 65536)
 _ARENAS = ("free", "tiny", "one page", "uneven")
-
-
-def mixed(*numbers: int) -> int:
-    """One number out of several, 63 bits, the same everywhere."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)
@@ -35,8 +48,8 @@ class Segment:
         arena: What the limits are like.
         arena_limits: Most bytes of each rank's arena; 0: none.
         num_nvl_bytes: Of the buffers.
-        most_tokens: Upper limit of a rank's tokens.
-        most_hidden: Upper limit of the hidden size.
+        limits: How large calls are.
+        has_masks: Ranks may be masked in low-latency calls.
         delay_share: How many of the fault points are delayed.
         posted_limits: Most bytes of rows that each rank posts.
     """
@@ -47,8 +60,8 @@ class Segment:
     arena: str
     arena_limits: tuple[int, ...]
     num_nvl_bytes: int
-    most_tokens: int
-    most_hidden: int
+    limits: Limits
+    has_masks: bool
     delay_share: float
     posted_limits: tuple[int, ...]
 
@@ -63,9 +76,11 @@ class Goal:
         secs: When to end; None: when the calls are made.
         num_calls: Calls in all; None: as many as the time allows.
         segment: The only segment to play; None: from the first on.
-        device: `cpu` or `cuda`.
+        only: Numbers of the only calls of that segment to make; None: all.
+        device: `cpu`, `cuda`, or `interpreter`: CPU ranks with the kernels of GPUs in Triton's interpreter.
         only_low_latency: Make no other calls.
         ranks_per_node: Ranks of a node, of several on this host; 0: all are on one node.
+        limit_secs: Of a wait for a peer; delays and stops together stay far below.
     """
 
     num_ranks: int
@@ -73,17 +88,26 @@ class Goal:
     secs: float | None = None
     num_calls: int | None = None
     segment: int | None = None
+    only: tuple[int, ...] | None = None
     device: str = "cpu"
     only_low_latency: bool = False
     ranks_per_node: int = 0
+    limit_secs: float = 60.0
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the engine is that of CPU ranks."""
+        return self.device == "cpu"
 
     @property
     def has_low_latency(self) -> bool:
-        """Whether there are low-latency calls among the others: not across nodes."""
-        return not self.ranks_per_node
+        """Whether there are low-latency calls. Across nodes the kernels need NVSHMEM for them."""
+        return self.is_cpu or not self.ranks_per_node
 
-    def command(self, segment: int | None = None, num_calls: int | None = None) -> str:
-        """The line that plays a segment, or all of it."""
+    def command(
+        self, segment: int | None = None, num_calls: int | None = None, only: tuple[int, ...] | None = None
+    ) -> str:
+        """The line that plays a segment, or some calls of it, or everything."""
         line = f"python -m deep_ep soak --ranks {self.num_ranks} --seed {self.seed}"
         if self.device != "cpu":
             line += f" --device {self.device}"
@@ -93,6 +117,9 @@ class Goal:
             line += f" --ranks-per-node {self.ranks_per_node}"
         if segment is not None:
             line += f" --segment {segment}"
+        only = only or self.only
+        if only is not None:
+            line += f" --only {','.join(map(str, only))}"
         return line if num_calls is None else f"{line} --calls {num_calls}"
 
 
@@ -109,7 +136,7 @@ def plan_segment(goal: Goal, number: int) -> Segment:
         "one page": [4096] * goal.num_ranks,
         "uneven": [draw.choice(_UNEVEN) for _ in range(goal.num_ranks)],
     }[arena]
-    most_tokens, most_hidden = draw.choice(_SIZES)
+    sizes = {"cpu": _LIMITS, "cuda": _GPU_LIMITS, "interpreter": _INTERPRETED_LIMITS}[goal.device]
     return Segment(
         number=number,
         seed=seed,
@@ -117,8 +144,8 @@ def plan_segment(goal: Goal, number: int) -> Segment:
         arena=arena,
         arena_limits=tuple(limits),
         num_nvl_bytes=draw.choice((0, 0, 1 << 20)),
-        most_tokens=most_tokens,
-        most_hidden=most_hidden,
+        limits=draw.choice(sizes),
+        has_masks=draw.random() < 0.5,
         delay_share=draw.choice((0.0, 0.02, 0.1)),
         posted_limits=_draw_posted(draw, goal.num_ranks),
     )
@@ -128,6 +155,19 @@ def _draw_posted(draw: random.Random, num_ranks: int) -> tuple[int, ...]:
     """No rank posts rows, or all do as usual, or each as far as it likes."""
     choices = draw.choice(((0,), (1 << 18,), (0, 2000, 1 << 18)))
     return tuple(draw.choice(choices) for _ in range(num_ranks))
+
+
+def plan_calls(goal: Goal, segment: Segment, num_calls: int) -> list[Call]:
+    """The calls of a segment, as far as they are to be made."""
+    features = Features(
+        has_normal=not goal.only_low_latency,
+        has_low_latency=goal.has_low_latency,
+        has_masks=segment.has_masks,
+        survives_mistakes=goal.is_cpu,
+        has_exceptions=goal.is_cpu,
+    )
+    calls = draw_program(segment.seed, num_calls, goal.num_ranks, features)
+    return calls if goal.only is None else kept(calls, goal.only)
 
 
 def calls_to_play(goal: Goal, segment: Segment, num_done: int, secs: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import traceback
@@ -18,15 +19,14 @@ from .. import env
 from ..buffers.legacy import Buffer
 from ..errors import EPError
 from . import low_latency
-from .calls import make_call
 from .checks import Mismatch, memfds_left, require_nothing_left, threads_left
 from .faults import Delays
-from .inputs import Inputs
 from .memory import Sample, private_bytes
-from .plan import Goal, Segment, calls_to_play, mixed, plan_segment
+from .plan import Goal, Segment, calls_to_play, plan_calls, plan_segment
+from .play import play_calls
+from .seeds import mixed
 from .state import State
 
-_LIMIT_SECS = 60.0  # of a wait for a peer; delays and stops together stay far below
 _SAMPLE_SECS, _MOST_SAMPLES = 0.5, 1000
 _MOST_TEXT = 2000  # a note must fit into PIPE_BUF (4 KB): all ranks write into one pipe, and so each note stays whole
 
@@ -109,11 +109,14 @@ class _Player:
         self.report = RankReport()
         self.segment = goal.segment or 0
         self.call_idx = 0
+        self.is_over = False  # a rank has failed, and all know
         self.begin = time.monotonic()
         self.next_sample_secs = 0.0
         self.pause_secs = max(_SAMPLE_SECS, (goal.secs or 0.0) / _MOST_SAMPLES)
         if goal.device == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
+        elif goal.device == "interpreter":
+            Buffer.set_num_sms(2)  # the interpreter takes as long for a block that has nothing to do
 
     def play(self) -> RankReport:
         self.sample(None)
@@ -135,64 +138,83 @@ class _Player:
 
     def agree(self) -> int:
         """How many calls come next; 0 where time is up, or a rank has failed. Rank 0 looks at the clock for all."""
+        if self.is_over:
+            return 0
         num_done = self.report.calls.total()
         if self.goal.segment is not None and self.report.num_segments:
             wanted = 0
         else:
             wanted = calls_to_play(self.goal, self.next_segment(), num_done, self.secs())
+        return self.gather(wanted)
+
+    def gather(self, wanted: int) -> int:
+        """Gather what all ranks want; that of rank 0, or 0 where a rank has failed."""
         answers: list[Any] = [None] * self.goal.num_ranks
         # A rank that cannot be met hangs or is dead. What this one raises then ends them all.
         dist.all_gather_object(answers, (self.report.failure is None, wanted))
         return answers[0][1] if all(is_well for is_well, _ in answers) else 0
 
+    def meet(self) -> None:
+        """Wait for all ranks in the middle of a segment. One that has failed meets the others in `agree` instead."""
+        if not self.gather(1):
+            self.is_over = True
+            raise EPError("soak: another rank has failed")
+
     def play_segment(self, segment: Segment, num_calls: int) -> None:
         os.environ[env.ARENA_BYTES.name] = str(segment.arena_limits[self.rank])
         os.environ[env.POSTED_BYTES.name] = str(segment.posted_limits[self.rank])
+        delays = Delays(segment.delay_share, mixed(segment.seed, self.rank))
+        make_buffer = functools.partial(self.make_buffer, segment, delays)
+        state = State(make_buffer(), segment.seed, segment.limits, make_buffer)
+        state.fault, state.meet = delays, self.meet
+        try:
+            self.make_calls(state, segment, num_calls, delays)
+        finally:
+            state.buffer.destroy()
+        del state
+        require_nothing_left()
+
+    def make_buffer(self, segment: Segment, delays: Delays) -> Buffer:
+        has_low_latency = self.goal.has_low_latency
         buffer = Buffer(
             dist.group.WORLD,
             segment.num_nvl_bytes,
-            low_latency.hint(self.goal.num_ranks) if self.goal.has_low_latency else 0,
-            low_latency_mode=self.goal.has_low_latency,
+            low_latency.hint(self.goal.num_ranks) if has_low_latency else 0,
+            low_latency_mode=has_low_latency,
             explicitly_destroy=True,
-            device=self.goal.device,
-            num_cpu_timeout_secs=_LIMIT_SECS,
-            num_gpu_timeout_secs=_LIMIT_SECS,
+            enable_shrink=has_low_latency and segment.has_masks,
+            device="cuda" if self.goal.device == "cuda" else "cpu",
+            num_cpu_timeout_secs=self.goal.limit_secs,
+            num_gpu_timeout_secs=self.goal.limit_secs,
         )
-        try:
-            self.make_calls(buffer, segment, num_calls)
-        finally:
-            buffer.destroy()
-        del buffer
-        require_nothing_left()
-
-    def make_calls(self, buffer: Buffer, segment: Segment, num_calls: int) -> None:
-        inputs = Inputs(segment.seed, self.goal.num_ranks, segment.most_tokens, segment.most_hidden)
-        state = State(buffer, inputs)
-        delays = Delays(segment.delay_share, mixed(segment.seed, self.rank))
         assert buffer._engine is not None
-        buffer._engine.window.fault = state.disturb = delays
+        buffer._engine.window.fault = delays
+        return buffer
+
+    def make_calls(self, state: State, segment: Segment, num_calls: int, delays: Delays) -> None:
         self.next_sample_secs = 0.0  # each segment is told of at once
         try:
-            for _ in range(num_calls):
+            for call in play_calls(state, plan_calls(self.goal, segment, num_calls)):
+                self.call_idx = call.number
                 delays("before a call")
-                make_call(state, self.goal.only_low_latency)
                 if self.secs() >= self.next_sample_secs:
                     self.sample(state)
             state.finish()
         finally:
-            self.call_idx = inputs.call_idx
             self.report.num_delays += delays.num_delays
             self.count(state)
 
     def count(self, state: State) -> None:
         """Add a segment to the report, as far as it came."""
         self.report.calls.update(state.report.calls)
+        every = state.report.past_stats
         with suppress(EPError):  # a buffer that has failed tells nothing any more
-            stats = state.buffer.stats()
+            every.append(state.buffer.stats())
+            self.report.arena_used_bytes = every[-1]["arena"]["used"]
+        for stats in every:
             self.report.paths.update(stats["calls"])
             self.report.num_rounds += stats["rounds"]
             self.report.num_bytes += sum(stats["bytes_to"])
-            self.report.arena_used_bytes = stats["arena"]["used"]
 
     def sample(self, state: State | None) -> None:
         """Look at the memory, and tell of it."""

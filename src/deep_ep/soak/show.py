@@ -17,6 +17,7 @@ from .fault_runs import Result
 from .parent import Outcome
 from .plan import Goal, plan_segment
 from .rank import Note
+from .shrink import Shrunk
 
 _LINE_SECS = 10.0  # between two lines of progress where there is no terminal
 _MB = 1e6
@@ -24,8 +25,9 @@ _MB = 1e6
 
 def show_title(console: Console, goal: Goal) -> None:
     """What is about to run."""
-    console.print(f"[bold]deep_ep {__version__} soak[/]: random calls against the oracle, with delays and stops")
-    parts = [counted(goal.num_ranks, "CPU rank"), f"seed {goal.seed}"]
+    console.print(f"[bold]deep_ep {__version__} soak[/]: random calls against a dense oracle, with delays and stops")
+    kind = {"cpu": "CPU rank", "cuda": "GPU rank", "interpreter": "interpreted rank"}[goal.device]
+    parts = [counted(goal.num_ranks, kind), f"seed {goal.seed}"]
     if goal.ranks_per_node:
         parts[0] += f" on {counted(goal.num_ranks // goal.ranks_per_node, 'node')}"
     if goal.segment is not None:
@@ -53,8 +55,11 @@ class Progress:
     def hear(self, note: Note, num_stops: int) -> None:
         """Show what a rank told."""
         self._notes[note.rank] = note
-        if note.failure is not None:
+        if note.failure is not None and note.rank not in self._failed:
             self._failed.add(note.rank)
+            # At once: others may hang, and then it takes a while until everything is told.
+            where = f"rank {note.rank}, segment {note.failure.segment}, call {note.failure.call_idx}"
+            self.console.print(f"{where}: {note.failure.text.rstrip().splitlines()[-1]}", markup=False)
         secs = time.monotonic() - self._begin
         text = self._text(secs, num_stops)
         self.status.update(text)
@@ -117,8 +122,20 @@ def show_outcome(console: Console, outcome: Outcome) -> None:
     if outcome.crash is not None:
         console.print(f"\n{outcome.crash.rstrip()}", markup=False, soft_wrap=True)
     console.print(_verdict(outcome), soft_wrap=True)
+    if outcome.shrunk is not None:
+        console.print(_calls_left(outcome.shrunk), markup=False, soft_wrap=True)
     if outcome.replay is not None:
         console.print(f"Replay: {outcome.replay}", markup=False, soft_wrap=True)
+
+
+def _calls_left(shrunk: Shrunk) -> str:
+    calls = [
+        f"{call.number} ({call.kind}{f' of {call.source}' if call.source is not None else ''})" for call in shrunk.calls
+    ]
+    return (
+        f"Shrunk from {counted(shrunk.num_before, 'call')} to {len(calls)}, in {shrunk.num_played} runs: "
+        f"{', '.join(calls)}"
+    )
 
 
 def _counts(title: str, more: str, counts: Mapping[str, int]) -> Table:

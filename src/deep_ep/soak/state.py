@@ -1,130 +1,220 @@
-"""What random calls leave for later ones: handles, kept results, and checks that wait for an event."""
+"""What random calls leave for later ones: handles, results that must not change, and checks that wait for an event."""
 
 from __future__ import annotations
 
 import gc
+import random
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ..buffers.legacy import Buffer
+from ..errors import EPError
 from ..event import EventOverlap
-from .checks import Mismatch
-from .inputs import Inputs
+from .checks import Mismatch, same
+from .data import Data, Limits
+from .program import Call
 
 _PATIENCE_SECS = 5.0
+_MOST_CALLS_LATER = 5  # an asynchronous call is checked at most so many calls later
+_MOST_CALLS_KEPT = 12  # a result is watched for at most so many calls
 
 
 @dataclass
 class Dispatched:
-    """A dispatch that later calls can refer to: its handle here, and what the oracle knows of all ranks."""
+    """A dispatch that later calls go back to.
+
+    Attributes:
+        handle: Its handle on this rank.
+        masks: By rank: [T, R] bool, where its tokens went.
+        num_rows: By rank: rows of the handle, worst-case room included.
+        sent: [T, H], the rows that this rank sent.
+        recv_x: The rows that this rank received, while they are as they came.
+        is_settled: Whether it has ended: its handle is filled.
+    """
 
     handle: tuple
     masks: list[torch.Tensor]
-    num_rows: list[int]  # rows of the handle on every rank, worst-case room included
-    recv_x: torch.Tensor | None  # this rank's rows, while it still holds them
-    rows: list[torch.Tensor]  # every rank's rows, as the oracle has them
+    num_rows: list[int]
+    sent: torch.Tensor
+    recv_x: torch.Tensor | None
+    is_settled: bool = False
 
 
 @dataclass
 class Report:
-    """What random calls did."""
+    """What random calls did.
 
-    calls: dict[str, int] = field(default_factory=dict)
+    Attributes:
+        calls: By kind.
+        stats: As `Buffer.stats` has it, of the last buffer.
+        past_stats: The same of those before it.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
     stats: dict[str, Any] = field(default_factory=dict)
+    past_stats: list[dict[str, Any]] = field(default_factory=list)
 
-    def count(self, kind: str) -> None:
-        """Count one call."""
-        self.calls[kind] = self.calls.get(kind, 0) + 1
+
+class _Pending(NamedTuple):
+    """An asynchronous call: when and how to wait for it, and what to do then."""
+
+    due: int
+    event: EventOverlap
+    way: str
+    check: Callable[[], None]
+
+
+class _Watched(NamedTuple):
+    """A result that must stay as it is until it is dropped."""
+
+    until: int
+    name: str
+    result: torch.Tensor
+    snapshot: torch.Tensor
 
 
 class State:
-    """A buffer, where the inputs come from, and everything that outlives a call.
+    """A buffer, and everything that outlives a call.
 
     Args:
         buffer: This rank's buffer.
-        inputs: The same on all ranks.
+        seed: Of the segment.
+        limits: How large calls are.
+        make_buffer: Makes another one, on all ranks, where a call has been left by an exception; None: it cannot be.
+
+    Attributes:
+        known: Dispatches by the number of their call.
+        fault: Told of fault points of the soak's own.
+        meet: Waits until all ranks are there, outside of the buffer.
     """
 
-    def __init__(self, buffer: Buffer, inputs: Inputs):
+    def __init__(self, buffer: Buffer, seed: int, limits: Limits, make_buffer: Callable[[], Buffer] | None = None):
         self.buffer = buffer
         self.rank = buffer.rank
+        self.num_ranks = buffer.group_size
         self.num_nodes = buffer.runtime.get_num_rdma_ranks() if buffer.runtime is not None else 1
-        self.inputs = inputs
-        self.draw = inputs.draw
+        self.limits = limits
+        self.call = Call(0, "")
         self.report = Report()
-        self.known: list[Dispatched] = []
-        self.disturb: Callable[[str], None] = lambda point: None  # noqa: ARG005 - nothing is disturbed unless asked for
-        self._kept: list[torch.Tensor] = []
-        self._pending: deque[tuple[EventOverlap, Callable[[], None]]] = deque()
+        self.known: dict[int, Dispatched] = {}
+        self.fault: Callable[[str], None] = lambda point: None  # noqa: ARG005 - nothing happens unless asked for
+        self.meet: Callable[[], object] = dist.barrier
+        self.make_buffer = make_buffer
+        self._seed = seed
+        self._watched: list[_Watched] = []
+        self._pending: deque[_Pending] = deque()
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether a check is still to come."""
-        return bool(self._pending)
+    def data(self, call: Call) -> Data:
+        """The data of a call."""
+        return Data(self._seed, call.number, self.num_ranks, self.num_nodes, self.limits)
 
-    def sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of an input on the buffer's device, with its strides."""
-        return tensor.to(self.buffer.device, copy=True)
+    # Streams and events ----------------------------------------------------------------------------------------------
 
-    def sent_biases(self, biases: Any) -> Any:
-        """The same for biases, in whatever form they are."""
-        if isinstance(biases, tuple):
-            return tuple(None if one is None else self.sent(one) for one in biases)
-        return self.sent(biases)
+    def stream_arguments(self, draw: random.Random, after: EventOverlap | None = None) -> dict[str, Any]:
+        """The arguments about events and streams.
 
-    def stream_arguments(self) -> dict[str, Any]:
-        """The arguments about events and streams."""
-        async_finish = self.draw.random() < 0.5
-        previous = self.draw.random() < 0.5
-        event = None
-        if previous:
-            event = self._pending[-1][0] if self._pending else Buffer.capture()
+        Args:
+            draw: Decides.
+            after: An event that must come first; None: there is none.
+        """
+        is_async, has_event = draw.random() < 0.5, draw.random() < 0.5
+        event = after
+        if after is None and has_event:
+            event = self._pending[-1].event if self._pending else Buffer.capture()
         return {
-            "async_finish": async_finish,
+            "async_finish": is_async,
             "previous_event": event,
-            "allocate_on_comm_stream": previous and async_finish and self.draw.random() < 0.5,
+            "allocate_on_comm_stream": event is not None and is_async and draw.random() < 0.5,
         }
 
-    def made(self, kind: str, event: EventOverlap, check: Callable[[], None], result: torch.Tensor) -> None:
-        """Count a call and check it: now, or, if it was asynchronous, some calls later. Perhaps keep its result."""
-        self.report.count(kind)
-        where = f"call {self.inputs.call_idx} ({kind})"
+    def made(
+        self, draw: random.Random, event: EventOverlap, check: Callable[[], None], results: dict[str, torch.Tensor]
+    ) -> None:
+        """Check a call: now, or, if it is asynchronous, some calls later. Perhaps watch its results from then on.
 
-        def check_named() -> None:
+        Args:
+            draw: Decides how long.
+            event: Of the call.
+            check: Raises if a result is wrong.
+            results: By name.
+        """
+        call, kept_calls = self.call, draw.randint(0, _MOST_CALLS_KEPT)
+        way = draw.choice(("once", "once", "twice", "another thread", "with", "check"))
+        due = call.number + draw.randint(0, _MOST_CALLS_LATER)
+
+        def finish() -> None:
             try:
                 check()
             except Mismatch as error:
-                raise Mismatch(f"{where}: {error}") from None
+                raise Mismatch(f"call {call.number} ({call.kind}): {error}") from None
+            for name, result in results.items() if kept_calls else ():
+                part = result[::2].view(torch.uint8)  # a copy of other dtypes need not have their bits
+                until = self.call.number + kept_calls
+                self._watched.append(_Watched(until, f"{name} of call {call.number}", part, part.clone()))
 
-        if self.draw.random() < 0.5:
-            self._kept.append(result[::2])
         if event.event is None:
-            check_named()
+            finish()
         else:
-            self._pending.append((event, check_named))
+            self._pending.append(_Pending(due, event, way, finish))
 
-    def drop_some(self) -> None:
-        """Do some of the checks that wait, forget some handles and results, and perhaps trim."""
-        while self._pending and self.draw.random() < 0.6:
-            self._settle()
-        while len(self.known) > 4 or (self.known and self.draw.random() < 0.2):
-            self.known.pop(self.draw.randrange(len(self.known)))
-        while len(self._kept) > 8 or (self._kept and self.draw.random() < 0.3):
-            self._kept.pop(self.draw.randrange(len(self._kept)))
-        if self.draw.random() < 0.02:
+    def forget(self, result: torch.Tensor) -> None:
+        """Watch a result no longer: it is about to be overwritten."""
+        address = result.data_ptr()
+        self._watched = [one for one in self._watched if one.result.data_ptr() != address]
+
+    def settle(self, until: int | None = None) -> None:
+        """Wait for the calls that are due, and check them; None: for all."""
+        while self._pending and (until is None or self._pending[0].due <= until):
+            one = self._pending.popleft()
+            _wait(self.buffer, one.event, one.way)
+            one.check()
+
+    # Between calls ---------------------------------------------------------------------------------------------------
+
+    def go_on(self, call: Call, needed: set[int]) -> None:
+        """Before a call: check what is due, and drop what nobody needs any more.
+
+        Args:
+            call: The call.
+            needed: Numbers of the dispatches that it and later calls go back to.
+        """
+        self.settle(call.number)
+        self.call = call
+        self._look_at_watched(call.number)
+        for number in [number for number in self.known if number not in needed]:
+            del self.known[number]
+        if self.data(call).draw.random() < 0.02:
             self.buffer.trim()
+
+    def _look_at_watched(self, number: int | None = None) -> None:
+        """Look at watched results, and drop them, up to a number; None: all."""
+        for one in [one for one in self._watched if number is None or one.until <= number]:
+            same(f"{one.name}, looked at again before call {self.call.number}", one.result, one.snapshot)
+            self._watched.remove(one)
+
+    def renew(self) -> None:
+        """Leave a buffer that has failed, and make another."""
+        assert self.make_buffer is not None
+        for one in self._pending:
+            one.event.event = None
+        self._pending.clear()
+        self._look_at_watched()
+        self.known.clear()
+        self.buffer.destroy()
+        self.buffer = self.make_buffer()
 
     def finish(self) -> None:
         """Do the checks that wait, drop what is kept, and check that the arena is empty."""
-        while self._pending:
-            self._settle()
+        self.settle()
+        self._look_at_watched()
         self.known.clear()
-        self._kept.clear()
         deadline = time.monotonic() + _PATIENCE_SECS
         while True:
             gc.collect()
@@ -136,7 +226,36 @@ class State:
         if self.report.stats["arena"]["used"]:
             raise Mismatch(f"the arena still holds {self.report.stats['arena']}")
 
-    def _settle(self) -> None:
-        event, check = self._pending.popleft()
+
+def _wait(buffer: Buffer, event: EventOverlap, way: str) -> None:
+    """Wait for an event in one of the ways that callers have."""
+    if way == "with":
+        with event:
+            pass
+    elif way == "another thread":
+        _wait_elsewhere(buffer, event)
         event.current_stream_wait()
-        check()
+    elif way == "check":
+        buffer.check()
+        event.current_stream_wait()
+    else:
+        for _ in range(2 if way == "twice" else 1):
+            event.current_stream_wait()
+
+
+def _wait_elsewhere(buffer: Buffer, event: EventOverlap) -> None:
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            if buffer.device.type == "cuda":
+                torch.cuda.set_device(buffer.device)
+            event.current_stream_wait()
+        except EPError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait, name="soak waits")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]

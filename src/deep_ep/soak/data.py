@@ -1,0 +1,345 @@
+"""The data of a call, for all ranks: bits of every dtype, in every layout that the interface takes.
+
+Every rank makes the inputs of all ranks, so each knows what it must receive without asking. They come out of one pool
+of random bytes, at offsets that follow from the segment's seed, the call's number, the rank and the purpose: so making
+them costs no more than copying, and what belongs to another call, rank or row is different bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from . import oracle
+from .seeds import mixed
+
+SUMMABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+PAYLOADS = (
+    *SUMMABLE,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_SCALE_DTYPES = (torch.float32, torch.int32, torch.uint8, torch.float8_e8m0fnu, torch.bfloat16, torch.float64)
+_SCALE_LAYOUTS = ("rows", "columns", "padded columns", "gaps", "expanded", "offset")
+_X_LAYOUTS = ("fresh", "fresh", "fresh", "offset", "odd strides", "lazy")
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Purposes of data: each has bytes of its own.
+X, SCALES, IDS, WEIGHTS, MASK, ROWS, ROW_WEIGHTS, BIAS, SECOND_BIAS, EXPERTS, TOKENS = range(11)
+
+_POOL_BYTES, _POOL_SEED, _POOL_ALIGNMENT = 1 << 22, 17, 16
+
+
+@functools.cache
+def _pool() -> torch.Tensor:
+    """Random bytes, the same in every process; twice in a row, so that any piece of it lies in one piece."""
+    half = random.Random(_POOL_SEED).randbytes(_POOL_BYTES)
+    return torch.frombuffer(bytearray(half + half), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large calls are at most.
+
+    Attributes:
+        tokens: Of a rank.
+        hidden: Channels of a row.
+        topk: Selections of a token.
+        experts_per_rank: Experts of a rank.
+        scales: Scales of a row.
+        is_coarse: Draw sizes from a few: kernels are compiled for each.
+        has_subnormals: Sum numbers of any magnitude. Triton's interpreter converts subnormal BF16 wrongly.
+    """
+
+    tokens: int = 20
+    hidden: int = 40
+    topk: int = 8
+    experts_per_rank: int = 4
+    scales: int = 5
+    is_coarse: bool = False
+    has_subnormals: bool = True
+
+
+class Payload(NamedTuple):
+    """What a rank sends.
+
+    Attributes:
+        values: [T, H] contiguous: what peers must receive, to the bit.
+        scales: [T, S] likewise, or None.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the payloads of all ranks are like.
+
+    Attributes:
+        dtype: Of x.
+        hidden: H.
+        x_layout: How x lies in memory.
+        scale_dtype: Of the scales; None: there are none.
+        num_scales: S.
+        scale_layout: How scales lie in memory.
+    """
+
+    dtype: torch.dtype
+    hidden: int
+    x_layout: str
+    scale_dtype: torch.dtype | None = None
+    num_scales: int = 0
+    scale_layout: str = "rows"
+
+
+class Routing(NamedTuple):
+    """Where the tokens of all ranks go; each list has an item for each rank.
+
+    Attributes:
+        num_experts: E.
+        ids: [T, K] int32 or int64.
+        weights: [T, K] float32, any bits.
+        layouts: What `get_dispatch_layout` says of the ids.
+        masks: [T, R] bool: where tokens are sent. As a rule, that of the layout.
+    """
+
+    num_experts: int
+    ids: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    layouts: list[oracle.Layout]
+    masks: list[torch.Tensor]
+
+
+class Data:
+    """The data of one call.
+
+    Args:
+        seed: Of the segment.
+        number: Of the call.
+        num_ranks: R.
+        num_nodes: Nodes of the ranks.
+        limits: How large calls are at most.
+
+    Attributes:
+        draw: Decides everything about the call that is not data, alike on all ranks.
+    """
+
+    def __init__(self, seed: int, number: int, num_ranks: int, num_nodes: int, limits: Limits):
+        self.draw = random.Random(mixed(seed, number, 1))
+        self.num_ranks, self.num_nodes, self.limits = num_ranks, num_nodes, limits
+        self._seed, self._number = seed, number
+
+    # Sizes -----------------------------------------------------------------------------------------------------------
+
+    def num_tokens(self) -> list[int]:
+        """How many tokens each rank has; now and then none at all, anywhere."""
+        most = self.limits.tokens
+        if self.draw.random() < 0.03:
+            return [0] * self.num_ranks
+        return [self.draw.choice((0, 1, most, self.draw.randint(0, most))) for _ in range(self.num_ranks)]
+
+    def hidden(self) -> int:
+        """A hidden size: one, an odd one, or whatever."""
+        most = self.limits.hidden
+        if self.limits.is_coarse:
+            return self.draw.choice((1, 7, 128, most))
+        return self.draw.choice((1, min(most, 2 * self.draw.randint(0, 8) + 1), *[self.draw.randint(1, most)] * 3))
+
+    def num_experts(self) -> int:
+        """Few experts, as a rule, so that they have many tokens; now and then as many as there may be."""
+        most = self.limits.experts_per_rank
+        few = self.draw.randint(1, min(4, most))
+        return self.num_ranks * (self.draw.randint(1, most) if self.draw.random() < 0.05 else few)
+
+    def num_topk(self) -> int:
+        """Few selections, as a rule; now and then as many as there may be."""
+        most = self.limits.topk
+        if self.limits.is_coarse:
+            return self.draw.choice((1, 3, most))
+        return self.draw.randint(1, most if self.draw.random() < 0.1 else min(6, most))
+
+    # Tensors ---------------------------------------------------------------------------------------------------------
+
+    def bits(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int, purpose: int) -> torch.Tensor:
+        """Random bits: a view of the pool, not to be written."""
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        start = mixed(self._seed, self._number, rank, purpose) % _POOL_BYTES // _POOL_ALIGNMENT * _POOL_ALIGNMENT
+        pool = _pool()
+        if start + num_bytes > pool.numel():
+            pool = pool.repeat(-(-num_bytes // pool.numel()) + 1)
+        piece = pool[start : start + num_bytes]
+        if dtype == torch.bool:
+            return (piece & 1).view(dtype).view(shape)
+        return piece.view(dtype).view(shape)
+
+    def numbers(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int, purpose: int) -> torch.Tensor:
+        """Numbers of any magnitude (random bits), or such whose sums are rounded (a few hundred, with fractions)."""
+        if self._has_any_magnitude and self.limits.has_subnormals:
+            return self.bits(shape, dtype, rank, purpose)
+        return (self.bits(shape, torch.int16, rank, purpose).float() / 128).to(dtype)
+
+    @functools.cached_property
+    def _has_any_magnitude(self) -> bool:
+        return mixed(self._seed, self._number, 2) % 2 == 0
+
+    def integers(self, shape: tuple[int, ...], rank: int, purpose: int) -> torch.Tensor:
+        """Float32 integers from -8 to 7: sums of them are exact in any order."""
+        return (self.bits(shape, torch.uint8, rank, purpose) % 16).float() - 8
+
+    # Payloads --------------------------------------------------------------------------------------------------------
+
+    def form(self) -> Form:
+        """What payloads are like."""
+        draw = self.draw
+        dtype, hidden = draw.choice(PAYLOADS), self.hidden()
+        x_layout = draw.choice(_X_LAYOUTS)
+        if draw.random() < 0.6:
+            return Form(dtype, hidden, x_layout)
+        columns = self.limits.scales if self.limits.is_coarse else draw.randint(1, self.limits.scales)
+        return Form(dtype, hidden, x_layout, draw.choice(_SCALE_DTYPES), columns, draw.choice(_SCALE_LAYOUTS))
+
+    def payload(self, form: Form, num_tokens: int, rank: int) -> Payload:
+        """What a rank sends."""
+        values = self.bits((num_tokens, form.hidden), form.dtype, rank, X)
+        if form.x_layout == "lazy":
+            values = _resolved(_without_nan(values))
+        if form.scale_dtype is None:
+            return Payload(values, None)
+        scales = self.bits((num_tokens, form.num_scales), form.scale_dtype, rank, SCALES)
+        if form.scale_layout == "expanded" and num_tokens:
+            scales = _integers_of(scales)[:1].expand(num_tokens, -1).contiguous().view(form.scale_dtype)
+        return Payload(values, scales)
+
+    # Routing ---------------------------------------------------------------------------------------------------------
+
+    def routing(self, num_tokens: list[int]) -> Routing:
+        """Ids with duplicates, negative ones, ones beyond the experts, and now and then the extremes of their dtype."""
+        draw = self.draw
+        num_experts, num_topk = self.num_experts(), self.num_topk()
+        dtype = draw.choice((torch.int32, torch.int64))
+        kind = draw.choice(("any", "any", "one rank", "few experts", "extremes"))
+        first = draw.randrange(num_experts)
+        has_free_mask = draw.random() < 0.15  # one that does not follow the ids: it is the mask that counts
+        ids, weights, masks = [], [], []
+        for rank, count in enumerate(num_tokens):
+            shape = (count, num_topk)
+            raw = self.bits(shape, torch.int64, rank, IDS)
+            ids.append(_ids(raw, kind, num_experts, first, self.num_ranks, dtype))
+            weights.append(self.bits(shape, torch.float32, rank, WEIGHTS))
+            masks.append(self.bits((count, self.num_ranks), torch.bool, rank, MASK))
+        layouts = [oracle.layout(one, num_experts, self.num_ranks, self.num_nodes) for one in ids]
+        return Routing(num_experts, ids, weights, layouts, masks if has_free_mask else [one.mask for one in layouts])
+
+
+def _ids(
+    raw: torch.Tensor, kind: str, num_experts: int, first: int, num_ranks: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Expert ids out of random 64-bit numbers."""
+    num_local = num_experts // num_ranks
+    ids = raw % (num_experts + 4) - 2  # two on either side select nothing
+    if kind == "one rank":
+        ids = first // num_local * num_local + raw % num_local
+    elif kind == "few experts":
+        ids = (first + raw % 2) % num_experts
+    elif kind == "extremes":
+        limits = torch.iinfo(dtype)
+        wild = torch.tensor([limits.min, limits.max, -1, num_experts, num_experts - 1, 0, limits.min + 1, limits.max])
+        ids = torch.where(raw % 3 == 0, wild[(raw >> 8) % 8], ids)
+    return ids.to(dtype)
+
+
+def _without_nan(values: torch.Tensor) -> torch.Tensor:
+    """A GPU that negates a NaN gives another one, so lazily negated tensors have none."""
+    if not (values.dtype.is_floating_point or values.dtype.is_complex) or values.dtype.itemsize == 1:
+        return values
+    parts = torch.view_as_real(values) if values.dtype.is_complex else values
+    parts = torch.where(parts.isnan(), 1.0, parts)
+    return torch.view_as_complex(parts) if values.dtype.is_complex else parts
+
+
+def _resolved(values: torch.Tensor) -> torch.Tensor:
+    """What a lazily negated, or conjugated, tensor of these values holds."""
+    if values.dtype.is_complex:
+        return values.conj().resolve_conj()
+    return torch.neg(values) if values.dtype in SUMMABLE else values
+
+
+# Layouts in memory ---------------------------------------------------------------------------------------------------
+
+
+def _integers_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits in a dtype that torch has all operations for."""
+    return tensor.view(_SAME_SIZE[tensor.dtype.itemsize])
+
+
+def laid_out_x(values: torch.Tensor, layout: str, device: torch.device) -> torch.Tensor:
+    """A new contiguous tensor of these values, as a caller may have it.
+
+    Args:
+        values: [T, H].
+        layout: `fresh`; `offset`: inside a larger tensor; `odd strides`: any stride where a dimension has size 1;
+            `lazy`: lazily negated or conjugated, where the dtype has that.
+        device: Where it is.
+    """
+    if layout == "lazy" and values.dtype in (*SUMMABLE, torch.complex64, torch.complex128):
+        x = _resolved(values).to(device, copy=True)  # twice is not at all
+        return x.conj() if values.dtype.is_complex else torch._neg_view(x)
+    if layout == "offset" and values.numel():
+        room = torch.empty(values.numel() + 3, dtype=values.dtype, device=device)
+        x = room[3:].view(values.shape)
+        x.copy_(values)
+        return x
+    x = values.to(device, copy=True)
+    if layout == "odd strides" and 1 in values.shape:
+        strides = tuple(7 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        return x.as_strided(x.shape, strides)
+    return x
+
+
+def laid_out_scales(values: torch.Tensor, layout: str, device: torch.device) -> torch.Tensor:
+    """A new tensor of these values with some strides, as a caller may have it.
+
+    Args:
+        values: [T, S] contiguous.
+        layout: `rows`; `columns`; `padded columns`: further apart than there are rows; `gaps`: every second column of a
+            larger tensor; `expanded`: one row for all; `offset`: inside a larger tensor.
+        device: Where it is.
+    """
+    bits = _integers_of(values)
+    num_rows, num_columns = bits.shape
+    if layout == "expanded" and num_rows:
+        return bits[:1].to(device, copy=True).expand(num_rows, -1).view(values.dtype)
+    room: torch.Tensor
+    if layout == "columns":
+        room = torch.empty(num_columns, num_rows, dtype=bits.dtype, device=device).t()
+    elif layout == "padded columns":
+        room = torch.empty(num_columns, num_rows + 3, dtype=bits.dtype, device=device).t()[:num_rows]
+    elif layout == "gaps":
+        room = torch.empty(num_rows, 2 * num_columns, dtype=bits.dtype, device=device)[:, ::2]
+    elif layout == "offset":
+        room = torch.empty(bits.numel() + 1, dtype=bits.dtype, device=device)[1:].view(bits.shape)
+    else:
+        room = torch.empty(bits.shape, dtype=bits.dtype, device=device)
+    room.copy_(bits)
+    return room.view(values.dtype)
