@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from common import error_of, run_ranks
 from deep_ep import Buffer, Config
+from deep_ep.engine.rails.traffic import Traffic
 from deep_ep.soak import soak_rank
 from internode import (
     HIDDEN,
@@ -291,3 +292,54 @@ def check_blame(results: list[Any], how: str, victim: int, ranks: list[int]) -> 
         assert kind in ("EPError", "EPPeerFailed", "EPTimeout", "KeyError"), (rank, kind, text)
         assert re.search(SAID[how].format(victim), text), (rank, text)
         assert secs < (4 * LIMIT_SECS if how == "silent" else 5), (rank, secs, text)
+
+
+# A rank that fails while others sum its rows -------------------------------------------------------------------------
+
+
+def overwritten(rank: int, num_ranks: int) -> tuple[str, bool]:
+    """Rank 3 fails and overwrites its rows before rank 2 sums them for rank 0, and rank 1 says nothing of it in time.
+
+    Returns:
+        The error of this rank, and whether what it got is right.
+    """
+    world = make_world(num_ranks, 2, num_tokens=40)
+    buffer = make_buffer(20.0)
+    recv_x, *_, handle, _ = dispatch(buffer, world)
+    engine, start, sums = buffer._engine, Traffic.start, []
+
+    def fail(point: str) -> None:
+        if point == "combine: after ready":
+            dist.barrier(group)
+            raise KeyError("an accident")
+
+    def be_late(point: str) -> None:
+        if point == "combine: after taken":
+            time.sleep(1.0)
+
+    def sum_late(traffic: Traffic) -> None:
+        dist.barrier(group)  # it has seen everybody in the call, and nobody has failed
+        dist.barrier(group)  # now somebody has
+        start(traffic)
+
+    group = dist.new_group([2, 3])
+    if rank == 3:
+        engine.window.fault = fail
+    elif rank == 1:
+        engine.window.fault = be_late
+    elif rank == 2:
+        Traffic.start = sum_late  # type: ignore[method-assign]
+    kind, _ = error_of(lambda: sums.append(buffer.combine(recv_x, handle)[0]))
+    if rank == 3:
+        recv_x.fill_(77)
+        dist.barrier(group)
+    Traffic.start = start  # type: ignore[method-assign]
+    is_right = not sums or torch.equal(sums[0], combined(world, rank))
+    buffer.destroy()
+    return kind, is_right
+
+
+def test_sums_of_rows_that_a_failed_rank_has_overwritten_do_not_leave_the_node() -> None:
+    results = run_ranks(overwritten, 4, env=nodes_of(2))
+    assert all(is_right for _, is_right in results), results
+    assert [kind for kind, _ in results] == ["EPPeerFailed", "EPPeerFailed", "EPPeerFailed", "KeyError"]
