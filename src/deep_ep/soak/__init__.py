@@ -8,6 +8,7 @@ other), `checks` what is compared, `faults` what disturbs, `rank` and `parent` t
 and `files` what is told of it.
 
 `--faults` plays fault plans instead: `plans` has them as data, `fault_program` what a rank does, `fault_runs` the rest.
+`--states` makes no calls: it looks at every state of models of the protocol (`states`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .parent import run_soak
 from .plan import Goal
 from .plans import TOPOLOGIES, Plan, draw_plans
 from .state import Report
+from .states import command as states
 
 __all__ = ["Report", "add_arguments", "run", "soak_rank"]
 
@@ -84,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead, play N fault plans: ranks that are killed, stopped, interrupted",
     )
     parser.add_argument("--plan", metavar="TEXT", help="play one fault plan, as a failure says")
+    states.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: An option is wrong.
     """
+    if hasattr(args, "states"):
+        return states.run(args)
     if hasattr(args, "faults") or hasattr(args, "plan"):
         return _run_plans(args)
     goal = _goal_of(args)
