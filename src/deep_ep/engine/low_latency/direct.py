@@ -161,6 +161,7 @@ class DirectLowLatency:
         self._make_way(METHODS[operation], num_sets)
         send, receive = self._contagious(call, call.send, "send"), self._contagious(call, call.receive, "receive")
         with self._calling(call):
+            call.newest_spent = self._flights.newest_spent(num_sets)
             call.number = self._flights.send(METHODS[operation], num_sets)
             call.own_refusal = self.shared.window.refusals[REFUSED]
             if way.has_hook:

@@ -23,7 +23,7 @@ from .explore import Interner, Label, State, Step, Violation
 from .ranks import DEAD, DESTROY, ENDS, GARBAGE, KILL, LEFT, RAISE, RAISED, REFUSE, RUNS
 
 SILENT = "is silent past the limit"  # and its peers mask it, though it lives
-FAULTS = (KILL, RAISE, DESTROY, REFUSE)  # for buffers with masks, and `SILENT` where the check is to tell of it
+FAULTS = (KILL, RAISE, DESTROY, REFUSE)
 
 DEFECTS = (
     "signal before data",
@@ -32,6 +32,7 @@ DEFECTS = (
     "call off by one",
     "masked rank read all the same",
     "no barrier between sizes",
+    "set written before it is said",
 )
 
 # Where a rank is in a half of a call.
@@ -59,6 +60,7 @@ class Rank(NamedTuple):
         phase: Where it is in a half.
         number: The call of that half.
         sent: As on the board.
+        spent: As on the board.
         failed: As on the board.
         is_gone: It has destroyed its buffer, or its process has ended.
         refused: As on the board: the number of a call.
@@ -75,6 +77,7 @@ class Rank(NamedTuple):
     phase: int
     number: int
     sent: int
+    spent: int
     failed: int
     is_gone: int
     refused: int
@@ -121,7 +124,7 @@ class LowLatency:
         """All ranks have made their buffers."""
         units = (GARBAGE,) * (2 * self._quarter_bytes // SLOT_ALIGNMENT_BYTES)
         posts = (GARBAGE,) * self._num_posts
-        number = self._ranks.number(Rank(RUNS, 0, (), (), IDLE, 0, 0, 0, 0, 0, 0, units, posts, 0))
+        number = self._ranks.number(Rank(RUNS, 0, (), (), IDLE, 0, 0, 0, 0, 0, 0, 0, units, posts, 0))
         return [(*[number] * self.num_ranks, 0)]
 
     def steps(self, state: State) -> Iterator[Step]:
@@ -186,7 +189,9 @@ class LowLatency:
         me = ranks[rank]
         number = len(me.chain) + 1
         is_wanted = bool(num_sets) or not self._kinds[me.num_made].num_sets
+        spent = max(me.spent, _newest_spent(me.chain, num_sets), number - self._num_posts)
         me = me._replace(
+            spent=0 if self._defect == "set written before it is said" else spent,
             num_made=me.num_made + is_wanted,
             chain=(*me.chain, num_sets),
             pending=(*me.pending, number),
@@ -270,7 +275,8 @@ class LowLatency:
         me = ranks[rank]
         limit = me.number + (me.chain[me.number - 1] or 2)
         label = Label(rank, "ahead", me.number)
-        ahead = [peer for peer, one in enumerate(ranks) if not me.masked >> peer & 1 and one.sent >= limit]
+        unmasked = [(peer, one) for peer, one in enumerate(ranks) if not me.masked >> peer & 1]
+        ahead = [peer for peer, one in unmasked if one.sent >= limit or one.spent >= me.number]
         if ahead:
             why = f"rank {ahead[0]} has gone on without this rank"
             if not self._can_mask:
@@ -332,13 +338,23 @@ class LowLatency:
             yield Label(rank, fault, me.number), self._packed(rank, changed, state, used)
 
 
-@cache
-def _make_way(chain: tuple[int, ...], pending: tuple[int, ...], num_sets: int) -> bool | None:
+def _flights(chain: tuple[int, ...], pending: tuple[int, ...]) -> Flights:
     flights = Flights()
     for number, sets in enumerate(chain, 1):
         flights.send("model", sets)
         if number not in pending:
             flights.receive(number)
+    return flights
+
+
+@cache
+def _newest_spent(chain: tuple[int, ...], num_sets: int) -> int:
+    return _flights(chain, ()).newest_spent(num_sets)
+
+
+@cache
+def _make_way(chain: tuple[int, ...], pending: tuple[int, ...], num_sets: int) -> bool | None:
+    flights = _flights(chain, pending)
     try:
         if pending:
             flights.require_room("model", num_sets)
