@@ -148,8 +148,11 @@ def test_defects_of_low_latency_are_found(defect: str) -> None:
 
 @pytest.mark.parametrize("defect", two_hops.DEFECTS)
 def test_defects_of_two_hops_are_found(defect: str) -> None:
-    if defect == "failure not looked at behind the sum":
-        find(TwoHops(2, 1, [[Drawn(COMBINE, (DIRECT, DIRECT))]], (GIVE_UP,), defect))
+    if defect in ("failure not looked at behind the sum", "caller does not wait for the comm stream"):
+        kind = COMBINE if "sum" in defect else FULL
+        model = TwoHops(2, 1, [[Drawn(kind, (DIRECT, DIRECT))]], (GIVE_UP,), defect)
+        model.waits_for_comm_stream = False  # nodes of one rank have no peer whose rows are summed and overwritten
+        find(model)
         return
     choices = [draws((FULL, WORST_CASE), [(DIRECT, DIRECT)])]
     find(TwoHops(2, 1, choices, (RAISE,) if "told" in defect else (), defect))
@@ -162,20 +165,12 @@ def test_a_defect_is_told_step_by_step() -> None:
     assert result.violation == "rank 0 ends call 1 well, with rows that are nobody's in its result"
 
 
-# What a model shows, and the code does not yet prevent (`docs/protocol.md`, "Checked by search") -------------------
-
-
-def test_a_caller_that_gives_up_a_dispatch_across_nodes_may_spoil_what_is_still_sent() -> None:
-    result = find(TwoHops(2, 1, [[Drawn(FULL, (DIRECT, DIRECT))]], (GIVE_UP,)))
-    assert result.violation == "rank 1 ends call 1 well, with rows that are nobody's in its result"
-
-
 # The command ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "cases_of", lambda *args: cases_of(*args, is_quick=True)[:2])
+    monkeypatch.setattr(command, "cases_of", lambda *args: cases_of(*args, is_quick=True)[1:2])
 
 
 @pytest.mark.usefixtures("_quick")
@@ -183,14 +178,14 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["soak", "--states", "low-latency"]) == 0
     title, *rows = capsys.readouterr().out.splitlines()
     assert title.split() == ["model", "what", "ranks", "calls", "states", "steps", "deepest", "seconds", "verdict"]
-    assert [row.split()[-1] for row in rows] == ["holds", "holds"]
+    assert [row.split()[-1] for row in rows] == ["holds"]
 
 
 @pytest.mark.usefixtures("_quick")
 def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["soak", "--states", "two-hops", "--ranks-per-node", "1", "--json", str(tmp_path / "x.json")]) == 0
     rows = json.loads((tmp_path / "x.json").read_text())
-    assert [(row["model"], row["num_ranks"], row["verdict"]) for row in rows] == [("two-hops", 2, "holds")] * 2
+    assert [(row["model"], row["num_ranks"], row["verdict"]) for row in rows] == [("two-hops", 2, "holds")]
     capsys.readouterr()
     assert cli.main(["soak", "--states", "low-latency", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["num_states"] > 1000

@@ -216,11 +216,12 @@ class DirectLowLatency:
         """Have work of a call done on the comm stream, and wait for it. If the wait is interrupted, the call fails."""
         self._stream.run(work, on_abandon=lambda error: self._abandon(error, call))
 
-    def _abandon(self, error: BaseException, call: LowLatencyCall) -> None:
-        """Fail a call that the comm stream may be in the middle of."""
+    def _abandon(self, error: BaseException, call: LowLatencyCall) -> bool:
+        """Fail a call that the comm stream may be in the middle of; the answer is that of `DirectEngine._abandon`."""
         self._chain.give_up(error, call.name)
         with suppress(RuntimeError):  # the thread has ended, and has told everybody that this rank leaves
             self._stream.submit(self._chain.tell_failure)  # links are the comm stream's alone
+        return self._chain.is_told_late
 
     def _contagious(self, call: LowLatencyCall, work: Callable[[], None], name: str) -> Callable[[], None]:
         """Whatever goes wrong in a half goes wrong for all ranks."""

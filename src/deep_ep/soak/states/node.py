@@ -46,6 +46,7 @@ class NodeModel:
     """
 
     name = "node"
+    waits_for_comm_stream = False  # a caller that gives a call up goes on only when the comm stream has left it
 
     def __init__(
         self,
@@ -202,7 +203,8 @@ class NodeModel:
         if me.place < len(self._program(me.call, choice, rank)):
             return
         if me.given_up:  # nobody takes what the comm stream has finished
-            ranks[rank] = me._replace(status=RAISED)
+            ranks[rank] = me.scribble()._replace(status=RAISED)
+            self.tell_end(ranks, rank, RAISE)
             return
         drawn = self._choices[me.call - 1][choice - 1]
         if not drawn.overflows:
@@ -292,9 +294,11 @@ class NodeModel:
                 changed[rank] = me._replace(status=LEFT, closed=1)
             elif fault == REFUSE:
                 changed[rank] = me.refuse()
+            elif fault == RAISE:
+                changed[rank] = me.scribble()._replace(failed=1, status=RAISED)
+            elif self.waits_for_comm_stream:
+                changed[rank] = me._replace(failed=1, given_up=1)
             else:
-                changed[rank] = me.scribble()._replace(failed=1)
-                ended = changed[rank]
-                changed[rank] = ended._replace(given_up=1) if fault == GIVE_UP else ended._replace(status=RAISED)
+                changed[rank] = me.scribble()._replace(failed=1, given_up=1, is_overwritten=1)
             self.tell_end(changed, rank, fault)
             yield Label(rank, fault, me.call), self.packed(changed, state, 1)

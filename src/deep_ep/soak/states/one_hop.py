@@ -195,7 +195,7 @@ class Program:
 
     def rows(self, ranks: list[Rank], rank: int, index: int) -> int:
         """Rows of this rank: what its caller has written over, if it has given the call up."""
-        return GARBAGE if ranks[rank].given_up else tag(self.call, index)
+        return GARBAGE if ranks[rank].is_overwritten else tag(self.call, index)
 
     def _refuse(self, ranks: list[Rank], rank: int) -> None:
         ranks[rank] = ranks[rank].refuse()

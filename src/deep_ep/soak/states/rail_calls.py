@@ -156,7 +156,7 @@ class RailProgram(Program):
 
         def act(ranks: list[Rank], rank: int) -> None:
             index = self._count(ranks, rank, link)
-            is_spoiled = ranks[rank].given_up if self.drawn.kind != COMBINE else self._is_sum_spoiled(ranks, rank)
+            is_spoiled = ranks[rank].is_overwritten if self.drawn.kind != COMBINE else self._is_sum_spoiled(ranks, rank)
             self.model.send(ranks, rank, link, Frame(ROWS, self.call, index, int(is_spoiled)))
 
         return act

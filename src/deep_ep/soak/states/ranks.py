@@ -50,6 +50,7 @@ class Rank(NamedTuple):
         is_alive: Whether its process lives.
         refused: As on the board: call and times.
         given_up: Its caller has left the call in which the comm stream still is.
+        is_overwritten: And it has overwritten what it gave.
         header: The calls of the two slots.
         offer: The calls of the two slots.
         posted: The calls of the two slots of posted rows.
@@ -72,6 +73,7 @@ class Rank(NamedTuple):
     is_alive: int
     refused: int
     given_up: int
+    is_overwritten: int
     header: tuple[int, ...]
     offer: tuple[int, ...]
     posted: tuple[int, ...]
@@ -110,7 +112,7 @@ def new_rank(num_ranks: int, num_links: int = 0) -> Rank:
     """A rank of a new buffer."""
     nothing, empty = (GARBAGE,) * num_ranks, ((),) * num_links
     return Rank(
-        1, 0, 0, RUNS, 0, 0, 0, 1, 0, 0, (0, 0), (0, 0), (0, 0), 0, nothing, nothing, 0, empty, empty
+        1, 0, 0, RUNS, 0, 0, 0, 1, 0, 0, 0, (0, 0), (0, 0), (0, 0), 0, nothing, nothing, 0, empty, empty
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from . import low_latency, one_hop, two_hops
 from .explore import Model
 from .low_latency import SILENT, Kind, LowLatency
 from .one_hop import COMBINE, FULL, KINDS, WORST_CASE, OneHop, draws, memories
-from .ranks import DESTROY, DIRECT, GIVE_UP, KILL, POSTED, RAISE, REFUSE, STAGED, Drawn
+from .ranks import DIRECT, FAULTS, POSTED, STAGED, Drawn
 from .two_hops import TwoHops, two_hop_memories
 
 MODELS = ("one-hop", "low-latency", "two-hops")
@@ -99,21 +99,19 @@ def _two_hops(num_ranks: int, ranks_per_node: int, is_quick: bool) -> list[Case]
         return Case(title, lambda: TwoHops(num_ranks, ranks_per_node, choices, faults, None, num_chunks))
 
     straight = [(DIRECT,) * num_ranks]
-    leaves = (KILL, RAISE, DESTROY, REFUSE)  # a caller that gives up a dispatch is a gap: see the page
     if num_ranks == 2:
         ways = two_hop_memories(num_ranks)
         cases = [
-            case("any call, one fault", [draws(KINDS, straight)], leaves),
-            case("combine, its caller gives up", [draws((COMBINE,), ways)], (GIVE_UP,)),
+            case("any call, one fault", [draws(KINDS, ways)], FAULTS),
             case("two calls", [draws(KINDS, straight), draws(KINDS, ways)]),
         ]
         if not is_quick:
-            cases.append(case("two calls, one fault", [draws(KINDS, ways)] * 2, leaves))
+            cases.append(case("two calls, one fault", [draws(KINDS, ways)] * 2, FAULTS))
         return cases
     staged = [(STAGED, *[DIRECT] * (num_ranks - 1))]
     return [
         *(case(f"{kind}, no fault", [draws((kind,), straight + staged)], (), 1) for kind in KINDS),
-        *(case(f"{kind}, one fault", [draws((kind,), straight)], leaves, 1) for kind in KINDS),
+        *(case(f"{kind}, one fault", [draws((kind,), straight)], FAULTS, 1) for kind in KINDS),
     ]
 
 

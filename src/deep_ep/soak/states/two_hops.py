@@ -39,6 +39,7 @@ DEFECTS = (
     "announcement not waited for",
     "rows left behind unsent",
     "failure not looked at behind the sum",
+    "caller does not wait for the comm stream",
 )
 
 _ROOM = 1  # frames that are there to be read. Fewer than in life: so a sender has to wait wherever it may have to
@@ -74,6 +75,7 @@ class TwoHops(NodeModel):
         peers = [[peer for peer in nodes[rank] if peer != rank] for rank in range(num_ranks)]
         super().__init__(choices, faults, defect, peers, self.num_nodes - 1)
         self.node_ranks = nodes
+        self.waits_for_comm_stream = defect != "caller does not wait for the comm stream"
 
     # Links -----------------------------------------------------------------------------------------------------------
 
