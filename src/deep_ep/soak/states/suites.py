@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from . import low_latency, one_hop, two_hops
+from . import low_latency
 from .explore import Model
 from .low_latency import SILENT, Kind, LowLatency
 from .one_hop import COMBINE, FULL, KINDS, WORST_CASE, OneHop, draws, memories
@@ -52,6 +52,8 @@ def _one_hop(num_ranks: int, is_quick: bool) -> list[Case]:
     few = [(POSTED,) * num_ranks, (DIRECT,) * num_ranks, (STAGED, *[DIRECT] * (num_ranks - 1))]
     most_calls = 3 if num_ranks == 2 else 2
     whole = [draws(_NODE_KINDS, first), *[draws(_NODE_KINDS, others)] * (most_calls - 1)]
+    if is_quick:
+        whole[-1] = draws((FULL, COMBINE), few)
     refused = [[one._replace(is_refused=True) for one in draws((FULL, COMBINE), few)], draws((FULL,), few)]
     cases = [
         Case("any calls", lambda: OneHop(num_ranks, whole, ())),
@@ -113,6 +115,3 @@ def _two_hops(num_ranks: int, ranks_per_node: int, is_quick: bool) -> list[Case]
         *(case(f"{kind}, no fault", [draws((kind,), straight + staged)], (), 1) for kind in KINDS),
         *(case(f"{kind}, one fault", [draws((kind,), straight)], FAULTS, 1) for kind in KINDS),
     ]
-
-
-DEFECTS = {"one-hop": one_hop.DEFECTS, "low-latency": low_latency.DEFECTS, "two-hops": two_hops.DEFECTS}
