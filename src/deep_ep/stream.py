@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -161,7 +161,7 @@ class CommStream:
         """Whether an event stands for a job of this stream."""
         return event is not None and getattr(event.completion, "worker", None) is self._worker
 
-    def run(self, work: Callable[[], Any], on_abandon: Callable[[BaseException], None] | None = None) -> Any:
+    def run(self, work: Callable[[], Any], on_abandon: Callable[[BaseException], bool] | None = None) -> Any:
         """Do `work` behind everything submitted before, and wait for it.
 
         If nothing is queued it runs right here: two changes of threads cost as much as a small call. The caller makes
@@ -170,7 +170,8 @@ class CommStream:
         Args:
             work: What to do.
             on_abandon: Called if an exception (Ctrl-C) ends the wait while the work is under way on the other thread,
-                which goes on with it. Work that has not begun by then never will.
+                which goes on with it. Work that has not begun by then never will. If it answers True, the work is
+                about to end, and the exception leaves this method only then; another one does not wait for it.
         """
         if self.query():
             return _without_autograd(work)
@@ -180,8 +181,9 @@ class CommStream:
             return result_of(job)
         except BaseException as error:
             # Where the job is not known, the thread may have begun it all the same.
-            if (job is None or not job.done()) and not (job is not None and job.cancel()) and on_abandon is not None:
-                on_abandon(error)
+            is_left = (job is None or not job.done()) and not (job is not None and job.cancel())
+            if is_left and on_abandon is not None and on_abandon(error) and job is not None:
+                wait([job])
             raise
 
     def run_in_turn(self, work: Callable[[], Any]) -> None:

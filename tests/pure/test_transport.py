@@ -152,6 +152,8 @@ def test_words_hold_64_bits(word_type: type[Word]) -> None:
     except EPUnsupported as error:
         pytest.skip(str(error))
     assert word.load_acquire() == (1 << 63) + 5
+    word.store_before_writes(7)
+    assert word.load_behind_reads() == 7
     assert Word(mapping.memory, 128).load_acquire() == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 import warnings
 from collections import Counter
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from common import error_of, run_ranks
-from deep_ep import Buffer, Config, EventHandle
+from deep_ep import Buffer, Config, EventHandle, EventOverlap
+from deep_ep.engine.rails.traffic import Traffic
 from deep_ep.soak import soak_rank
 from internode import (
     HIDDEN,
@@ -324,3 +326,102 @@ def check_blame(results: list[Any], how: str, victim: int, ranks: list[int]) -> 
         assert kind in ("EPError", "EPPeerFailed", "EPTimeout", "KeyError"), (rank, kind, text)
         assert re.search(SAID[how].format(victim), text), (rank, text)
         assert secs < (4 * LIMIT_SECS if how == "silent" else 5), (rank, secs, text)
+
+
+# A rank that fails while others sum its rows -------------------------------------------------------------------------
+
+
+def overwritten(rank: int, num_ranks: int) -> tuple[str, bool]:
+    """Rank 3 fails and overwrites its rows before rank 2 sums them for rank 0, and rank 1 says nothing of it in time.
+
+    Returns:
+        The error of this rank, and whether what it got is right.
+    """
+    world = make_world(num_ranks, 2, num_tokens=40)
+    buffer = make_buffer(20.0)
+    recv_x, *_, handle, _ = dispatch(buffer, world)
+    engine, start, sums = buffer._engine, Traffic.start, []
+
+    def fail(point: str) -> None:
+        if point == "combine: after ready":
+            dist.barrier(group)
+            raise KeyError("an accident")
+
+    def be_late(point: str) -> None:
+        if point == "combine: after taken":
+            time.sleep(1.0)
+
+    def sum_late(traffic: Traffic) -> None:
+        dist.barrier(group)  # it has seen everybody in the call, and nobody has failed
+        dist.barrier(group)  # now somebody has
+        start(traffic)
+
+    group = dist.new_group([2, 3])
+    if rank == 3:
+        engine.window.fault = fail
+    elif rank == 1:
+        engine.window.fault = be_late
+    elif rank == 2:
+        Traffic.start = sum_late  # type: ignore[method-assign]
+    kind, _ = error_of(lambda: sums.append(buffer.combine(recv_x, handle)[0]))
+    if rank == 3:
+        recv_x.fill_(77)
+        dist.barrier(group)
+    Traffic.start = start  # type: ignore[method-assign]
+    is_right = not sums or torch.equal(sums[0], combined(world, rank))
+    buffer.destroy()
+    return kind, is_right
+
+
+def test_sums_of_rows_that_a_failed_rank_has_overwritten_do_not_leave_the_node() -> None:
+    results = run_ranks(overwritten, 4, env=nodes_of(2))
+    assert all(is_right for _, is_right in results), results
+    assert [kind for kind, _ in results] == ["EPPeerFailed", "EPPeerFailed", "EPPeerFailed", "KeyError"]
+
+
+# A caller that leaves a call which the comm stream is making --------------------------------------------------------
+
+
+def interrupted(rank: int, num_ranks: int, hidden: int) -> tuple[str, bool]:
+    """Rank 0 is interrupted in a dispatch that waits behind a queued one, and overwrites its tokens at once.
+
+    Returns:
+        The error of this rank, and whether what it got is right.
+    """
+    world = make_world(num_ranks, 1, hidden=hidden)
+    buffer = make_buffer(20.0)
+    x, gate = world.xs[rank].clone(), Future()
+    recv_x, *_, handle, _ = dispatch(buffer, world)
+    num_offered, got, is_overwritten = [0], [], threading.Event()
+
+    def fault(point: str) -> None:
+        num_offered[0] += point == "cached dispatch: after offered"
+        if num_offered[0] == 2 and "after offered" in point:
+            os.kill(os.getpid(), signal.SIGINT)
+            is_overwritten.wait(0.5)  # before anything is sent, if it may
+
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        buffer._engine.window.fault = fault
+        first = EventOverlap(EventHandle(gate))
+        buffer.dispatch(x.clone(), handle=handle, previous_event=first, async_finish=True)
+        threading.Timer(0.1, gate.set_result, [None]).start()
+    else:
+        buffer.dispatch(x, handle=handle)
+    error = "none"
+    try:
+        got.append(buffer.dispatch(x, handle=handle)[0])
+    except (Exception, KeyboardInterrupt) as raised:
+        error = type(raised).__name__
+    if rank == 0:
+        x.fill_(77)
+        is_overwritten.set()
+    buffer.destroy()
+    return error, not got or torch.equal(got[0], recv_x)
+
+
+@pytest.mark.parametrize("hidden", [HIDDEN, 4096])  # rows that are copied into chunks, and rows that are not
+def test_an_interrupted_caller_cannot_spoil_what_other_nodes_get(hidden: int) -> None:
+    (error, _), (_, is_right) = run_ranks(interrupted, 2, hidden, env=nodes_of(1))
+    assert error == "KeyboardInterrupt"
+    assert is_right

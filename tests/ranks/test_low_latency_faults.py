@@ -345,3 +345,63 @@ def barrier_alone(rank: int, num_ranks: int) -> list[int]:
 
 def test_a_barrier_masks_who_stays_away(device: str) -> None:
     assert run_ranks(barrier_alone, 3) == [[0, 1, 0], [0, 0, 0], [0, 1, 0]]
+
+
+# A rank that is masked while it fetches ------------------------------------------------------------------------------
+
+
+def fetch_late(rank: int, num_ranks: int, later: list[int]) -> tuple[list[float], list[int]]:
+    """Rank 1 masks rank 0 and goes on, until it has begun to write over a call that rank 0 is still to fetch.
+
+    Args:
+        rank: This rank.
+        num_ranks: Ranks.
+        later: Most tokens of the calls that rank 1 makes without rank 0. In the last one it is stopped.
+
+    Returns:
+        Of rank 0: what it finds in the rows that it received, and its masks.
+    """
+    buffer = make_buffer(num_ranks, CASE, enable_shrink=True)
+
+    def send(max_tokens: int, value: int) -> tuple:
+        x = torch.full((1, CASE.hidden), float(value)).bfloat16()
+        ids = torch.tensor([[0, CASE.experts_per_rank, 1]])
+        return dispatch(
+            buffer, Given(x, ids, x), CASE._replace(max_tokens=max_tokens), use_fp8=False, return_recv_hook=True
+        )
+
+    def fault(point: str) -> None:
+        if point == "low-latency dispatch: before sent" and value == len(later) + 1:
+            dist.barrier()  # rank 0 may fetch
+            dist.barrier()  # and has
+
+    value = 1
+    recv_x, counts, *_, hook = send(1, value)
+    if rank == 0:
+        dist.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            hook()
+        dist.barrier()
+    else:
+        hook()
+        mask_rank(buffer, 0)  # as if it had been silent past the limit
+        buffer._engine.window.fault = fault
+        for value, max_tokens in enumerate(later, 2):
+            *_, hook = send(max_tokens, value)
+            hook()
+    found = sorted({float(row[0]) for rows, count in zip(recv_x, counts, strict=True) for row in rows[:count]})
+    masks = mask_of(buffer)
+    buffer.destroy()
+    return found, masks
+
+
+def mask_rank(buffer: deep_ep.Buffer, rank: int) -> None:
+    buffer.low_latency_update_mask_buffer(rank, True)
+
+
+@pytest.mark.parametrize("later", [[1] * 8, [1, 32, 32]], ids=["one size", "larger calls"])
+@pytest.mark.cpu_only
+def test_a_masked_rank_notices_a_set_that_is_written_again_and_not_yet_sent(device: str, later: list[int]) -> None:
+    found, masks = run_ranks(fetch_late, 2, later)[0]
+    assert (found, masks) == ([1.0], [0, 1])

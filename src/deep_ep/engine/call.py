@@ -292,9 +292,10 @@ class Chain:
         posted_bytes: Most bytes of rows that a small call posts.
         stats: What was counted so far.
         is_calling: The engine answers for the call that is being made: whatever exception leaves it, the peers know.
+        is_told_late: There are ranks that do not see the window, and hear of a failure behind what was sent before.
     """
 
-    is_calling = False
+    is_calling = is_told_late = False
 
     def __init__(self, window: Window):
         self.window = window

@@ -311,12 +311,19 @@ class DirectEngine:
         half.is_cancelled = not half.is_begun and not self.stream.query()  # unless it begins
         return self.stream.run(work, on_abandon=lambda error: self._abandon(error, half))
 
-    def _abandon(self, error: BaseException, half: Dispatch | Combine) -> None:
-        """Fail a call that the comm stream may be in the middle of."""
+    def _abandon(self, error: BaseException, half: Dispatch | Combine) -> bool:
+        """Fail a call that the comm stream may be in the middle of.
+
+        Returns:
+            Whether the caller must not go on before the comm stream has left the call, which it does at its next wait.
+        """
         half.is_cancelled = False
         self.chain.give_up(error, half.call)
         with suppress(RuntimeError):  # the thread has ended, and has told everybody that this rank leaves
             self.stream.submit(self.chain.tell_failure)  # links are the comm stream's alone
+        # Inside a node, who reads what the caller overwrites now looks at `failed` behind it. Other nodes cannot look:
+        # what leaves for them must be right. Before the call is begun nothing leaves.
+        return self.chain.is_told_late and half.is_begun
 
 
 def count_layout(

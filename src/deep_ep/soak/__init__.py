@@ -9,6 +9,7 @@ and `low_latency` make the calls (`state` has what they leave for each other), `
 of it.
 
 `--faults` plays fault plans instead: `plans` has them as data, `fault_program` what a rank does, `fault_runs` the rest.
+`--states` makes no calls: it looks at every state of models of the protocol (`states`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .plan import Goal
 from .plans import TOPOLOGIES, Plan, draw_plans
 from .play import play
 from .state import Report
+from .states import command as states
 
 __all__ = ["Limits", "Report", "add_arguments", "play", "run", "soak_rank"]
 
@@ -108,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead, play N fault plans: ranks that are killed, stopped, interrupted",
     )
     parser.add_argument("--plan", metavar="TEXT", help="play one fault plan, as a failure says")
+    states.add_arguments(parser)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -124,6 +127,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: An option is wrong.
     """
+    if hasattr(args, "states"):
+        return states.run(args)
     if hasattr(args, "faults") or hasattr(args, "plan"):
         return _run_plans(args)
     goal = _goal_of(args)

@@ -31,7 +31,7 @@ NUM_SENT_POSTS = 8  # of low-latency calls, by their number
 _NUM_POST_WORDS = 32
 _POST_BYTES = 8 * _NUM_POST_WORDS
 _REFUSED = 5  # the line of the first word of refusals; one for each kind
-_TEXT = Span(7 * LINE_BYTES, 2048)
+_TEXT = Span(8 * LINE_BYTES, 2048)
 _POSTS = 2048  # 2 kinds x 2 parities of `_POST_BYTES` each
 _SENT_POSTS = 3072  # `NUM_SENT_POSTS` of `_SENT_POST_BYTES` each
 _SENT_POST_BYTES = 128
@@ -91,6 +91,7 @@ class Board:
         self.closed = word(mapping.memory, 2 * LINE_BYTES)
         self.sent = word(mapping.memory, 3 * LINE_BYTES)
         self.waiting = word(mapping.memory, 4 * LINE_BYTES)
+        self.spent = word(mapping.memory, 7 * LINE_BYTES)
         self._refused = [word(mapping.memory, (_REFUSED + kind) * LINE_BYTES) for kind in (NORMAL, LOW_LATENCY)]
         self._text = mapping.view(_TEXT)
         self._refusal_texts = [mapping.view(_refusal_span(kind)) for kind in (NORMAL, LOW_LATENCY)]

@@ -17,7 +17,7 @@ from ..errors import EPUnsupported
 
 LINE_BYTES = 64  # one word a cache line, so that polling one does not slow the writer of another
 
-_ACQUIRE, _RELEASE = 2, 3  # __ATOMIC_ACQUIRE and __ATOMIC_RELEASE of the C compilers
+_ACQUIRE, _RELEASE, _IN_ORDER = 2, 3, 5  # __ATOMIC_ACQUIRE, __ATOMIC_RELEASE and __ATOMIC_SEQ_CST of the C compilers
 
 
 class Word:
@@ -42,6 +42,14 @@ class Word:
         """Load, before everything that this thread reads afterwards."""
         return self._cell.value
 
+    def store_before_writes(self, value: int) -> None:
+        """Store, before everything that this thread writes afterwards: x86-64 keeps stores in order."""
+        self.store_release(value)
+
+    def load_behind_reads(self) -> int:
+        """Load, after everything that this thread has read before: x86-64 keeps loads in order."""
+        return self.load_acquire()
+
 
 class AtomicWord(Word):
     """The same where plain loads and stores order nothing (AArch64, POWER): through libatomic."""
@@ -58,6 +66,16 @@ class AtomicWord(Word):
         load.restype = ctypes.c_uint64
         return load(ctypes.byref(self._cell), _ACQUIRE)
 
+    def store_before_writes(self, value: int) -> None:
+        """Store, before everything that this thread writes afterwards: a release alone lets later stores pass."""
+        self.store_release(value)
+        _fence()
+
+    def load_behind_reads(self) -> int:
+        """Load, after everything that this thread has read before: an acquire alone lets earlier loads fall behind."""
+        _fence()
+        return self.load_acquire()
+
 
 def word_type() -> type[Word]:
     """The kind of word that is right on this machine."""
@@ -67,10 +85,19 @@ def word_type() -> type[Word]:
     return AtomicWord
 
 
-@functools.cache
+def _fence() -> None:
+    """Have other threads see everything before this before anything behind it."""
+    _function("atomic_thread_fence")(_IN_ORDER)
+
+
 def _atomic(name: str) -> Any:
+    return _function(f"__atomic_{name}")
+
+
+@functools.cache
+def _function(name: str) -> Any:
     try:
-        return getattr(ctypes.CDLL("libatomic.so.1"), f"__atomic_{name}")
+        return getattr(ctypes.CDLL("libatomic.so.1"), name)
     except OSError:
         raise EPUnsupported(
             f"shared memory between ranks on {platform.machine()} needs libatomic.so.1. Install libatomic1"

@@ -161,6 +161,7 @@ class DirectLowLatency:
         self._make_way(METHODS[operation], num_sets)
         send, receive = self._contagious(call, call.send, "send"), self._contagious(call, call.receive, "receive")
         with self._calling(call):
+            call.newest_spent = self._flights.newest_spent(num_sets)
             call.number = self._flights.send(METHODS[operation], num_sets)
             call.own_refusal = self.shared.window.refusals[REFUSED]
             if way.has_hook:
@@ -215,11 +216,12 @@ class DirectLowLatency:
         """Have work of a call done on the comm stream, and wait for it. If the wait is interrupted, the call fails."""
         self._stream.run(work, on_abandon=lambda error: self._abandon(error, call))
 
-    def _abandon(self, error: BaseException, call: LowLatencyCall) -> None:
-        """Fail a call that the comm stream may be in the middle of."""
+    def _abandon(self, error: BaseException, call: LowLatencyCall) -> bool:
+        """Fail a call that the comm stream may be in the middle of; the answer is that of `DirectEngine._abandon`."""
         self._chain.give_up(error, call.name)
         with suppress(RuntimeError):  # the thread has ended, and has told everybody that this rank leaves
             self._stream.submit(self._chain.tell_failure)  # links are the comm stream's alone
+        return self._chain.is_told_late
 
     def _contagious(self, call: LowLatencyCall, work: Callable[[], None], name: str) -> Callable[[], None]:
         """Whatever goes wrong in a half goes wrong for all ranks."""

@@ -95,6 +95,15 @@ class Flights:
         elif self.needs_barrier(num_sets):
             barrier()
 
+    def newest_spent(self, num_sets: int) -> int:
+        """The newest call over which the next one writes: what it has sent, or its post; 0: there is none.
+
+        Args:
+            num_sets: As for `send`.
+        """
+        shared = (number for number, sets, _ in self._recent if self._shares_set(number, sets, num_sets))
+        return max([*shared, self.next_number - MOST_SETS, 0])
+
     def age(self, number: int) -> int:
         """How many calls were sent after it."""
         return self._num_sent - number

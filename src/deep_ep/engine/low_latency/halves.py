@@ -63,10 +63,11 @@ class LowLatencyCall(ABC):
         number: Of the call, from 1.
         num_ended: Halves that have ended well.
         own_refusal: What this rank had refused last when it made the call.
+        newest_spent: The newest call over which this one writes.
     """
 
     agreement: Agreement
-    number = num_ended = 0
+    number = num_ended = newest_spent = 0
     own_refusal = NO_REFUSAL
 
     def __init__(self, shared: Shared, plan: Plan, wait_stats: torch.Tensor | None):
@@ -82,6 +83,9 @@ class LowLatencyCall(ABC):
     def send(self) -> None:
         """Publish, and say so. Waits for nothing."""
         window, operation = self.shared.window, self.agreement.operation
+        # Before anything is written: who has been masked, and still reads there, must be able to notice.
+        spent = window.board.spent
+        spent.store_before_writes(max(self.newest_spent, spent.load_acquire()))
         with self._slice("publish", SEND):
             num_rows, base = self._publish()
         window.board.post_sent(self.number, [*self.agreement.words(), num_rows, *base.words()])
@@ -208,12 +212,14 @@ class LowLatencyCall(ABC):
         return posts
 
     def _ahead(self) -> dict[int, str]:
-        """Which ranks have sent so much that the set of this call is another's, and how that is said."""
+        """Which ranks have begun to write over what they had in this call, or are further, and how that is said."""
         shared = self.shared
-        sent = {rank: shared.peer(rank).board.sent.load_acquire() for rank in shared.near if rank not in shared.masked}
+        boards = {rank: shared.peer(rank).board for rank in shared.near if rank not in shared.masked}
+        sent = {rank: board.sent.load_acquire() for rank, board in boards.items()}
+        spent = {rank for rank, board in boards.items() if board.spent.load_behind_reads() >= self.number}
         # With 2k sets a peer that still waits for this rank is at most 2k - 1 calls further (`docs/low-latency.md`).
         limit = self.number + self.plan.num_sets
-        ahead = {rank: number for rank, number in sent.items() if number >= limit}
+        ahead = {rank: number for rank, number in sent.items() if number >= limit or rank in spent}
         ahead.update({rank: far.latest for rank, far in shared.far.items() if not far.has_sent(self.number)})
         return {
             rank: f", which has gone on without this rank (it is at call {number})" for rank, number in ahead.items()

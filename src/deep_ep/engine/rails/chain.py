@@ -22,6 +22,8 @@ class RailChain(Chain):
         mesh: The links of low-latency calls; None: there are none.
     """
 
+    is_told_late = True
+
     def __init__(self, window: Window, rail: Rail, topology: Topology, number: int, mesh: Mesh | None = None):
         super().__init__(window)
         self.rail = rail

@@ -147,6 +147,9 @@ class RailsCombine(Combine):
             page = pool.take(form.num_bytes(last - first))
             for sums, view in zip(blocks[node], form.views(page.tensor(), last - first), strict=True):
                 sums.sum(view, first)
+            # A rank that fails says so before its caller overwrites its rows. So what was summed is right if nobody
+            # has failed by now; other nodes could not tell, and would end their calls with it.
+            self._window.raise_if_peer_failed(call.epoch, call.operation)
             return page
 
         def sum_own() -> Iterator[None]:
