@@ -124,44 +124,48 @@ def parse_handle(handle: Any, num_ranks: int, device: torch.device, where: str, 
             "Pass the handle of a dispatch on this buffer"
         )
     parsed = kind(*(ordinary(where, name, item) for name, item in zip(_ITEMS, handle, strict=False)))
-    shapes = _direct_shapes(parsed, num_ranks) if num_nodes == 1 else _rail_shapes(parsed, num_ranks, num_nodes)
+    # Looked at once: a worst-case dispatch across nodes gives a tensor of its handle another size while it runs.
+    seen = kind(*(item.shape for item in parsed))
+    shapes = _direct_shapes(seen, num_ranks) if num_nodes == 1 else _rail_shapes(seen, num_ranks, num_nodes)
     for name, (shape, dtype) in shapes.items():
-        tensor = getattr(parsed, name)
-        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+        tensor, found = getattr(parsed, name), getattr(seen, name)
+        if found != shape or tensor.dtype != dtype or tensor.device != device:
             raise ValueError(
                 f"{where}: the `handle`'s `{name}` must be {dtype} {list(shape)} on {device}, "
-                f"it is {tensor.dtype} {list(tensor.shape)} on {tensor.device}. "
+                f"it is {tensor.dtype} {list(found)} on {tensor.device}. "
                 "Pass the handle of a dispatch on this buffer"
             )
     return parsed
 
 
-def _length(tensor: torch.Tensor) -> int:
-    return tensor.size(0) if tensor.dim() else 0
+def _length(shape: torch.Size) -> int:
+    return shape[0] if shape else 0
 
 
-def _direct_shapes(handle: Handle, num_ranks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    num_tokens = _length(handle.send_head)
+def _direct_shapes(seen: Any, num_ranks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What the tensors of a `Handle` must be, given their shapes."""
+    num_tokens = _length(seen.send_head)
     return {
         "rank_prefix_matrix": ((num_ranks, num_ranks), torch.int32),
-        "recv_src_idx": ((handle.recv_src_idx.numel(),), torch.int32),
+        "recv_src_idx": ((seen.recv_src_idx.numel(),), torch.int32),
         "is_token_in_rank": ((num_tokens, num_ranks), torch.bool),
         "send_head": ((num_tokens, num_ranks), torch.int32),
     }
 
 
-def _rail_shapes(handle: RailHandle, num_ranks: int, num_nodes: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    num_tokens, marks = _length(handle.send_rdma_head), handle.recv_rdma_channel_prefix_matrix
-    num_channels = max(1, marks.size(-1) if marks.dim() else 0)
+def _rail_shapes(seen: Any, num_ranks: int, num_nodes: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The same for a `RailHandle`."""
+    num_tokens, marks = _length(seen.send_rdma_head), seen.recv_rdma_channel_prefix_matrix
+    num_channels = max(1, marks[-1] if marks else 0)
     return {
         "is_token_in_rank": ((num_tokens, num_ranks), torch.bool),
         "rdma_channel_prefix_matrix": ((num_nodes, num_channels), torch.int32),
         "recv_rdma_channel_prefix_matrix": ((num_nodes, num_channels), torch.int32),
         "recv_rdma_rank_prefix_sum": ((num_nodes,), torch.int32),
         "recv_gbl_rank_prefix_sum": ((num_ranks,), torch.int32),
-        "recv_src_meta": ((_length(handle.recv_src_meta), 8), torch.uint8),
+        "recv_src_meta": ((_length(seen.recv_src_meta), 8), torch.uint8),
         "send_rdma_head": ((num_tokens, num_nodes), torch.int32),
-        "send_nvl_head": ((_length(handle.send_nvl_head), num_ranks // num_nodes), torch.int32),
+        "send_nvl_head": ((_length(seen.send_nvl_head), num_ranks // num_nodes), torch.int32),
     }
 
 
