@@ -56,6 +56,41 @@ def _pool() -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class Palette:
+    """The few sizes and types that calls on a GPU are made of: kernels are compiled for each, which takes a second.
+
+    Attributes:
+        hiddens: Channels of a row.
+        topks: Selections of a token.
+        dtypes: Of payloads.
+        scales: Type, number and layouts of scales.
+        low_latency: Most tokens, channels, experts of a rank and selections of low-latency rounds.
+    """
+
+    hiddens: tuple[int, ...]
+    topks: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    scales: tuple[torch.dtype, int, tuple[str, ...]]
+    low_latency: tuple[tuple[int, int, int, int], ...]
+
+    @classmethod
+    def draw(cls, seed: int) -> Palette:
+        """One of them. The seeds of a hundred have the same one, so that soaks side by side share their kernels."""
+        draw = random.Random(mixed(seed // 100, 3))
+        sized = {size: [dtype for dtype in PAYLOADS if dtype.itemsize == size] for size in (1, 2, 4, 8, 16)}
+        return cls(
+            hiddens=(draw.choice((1, 7)), draw.choice((128, 200, 1000, 4000))),
+            topks=(draw.choice((1, 2, 3)), draw.choice((8, 9, 64))),
+            dtypes=(*(draw.choice(dtypes) for dtypes in sized.values()), draw.choice(SUMMABLE)),
+            scales=(draw.choice(_SCALE_DTYPES), draw.choice((1, 5, 32)), tuple(draw.sample(_SCALE_LAYOUTS, 3))),
+            low_latency=(
+                (draw.choice((1, 5)), draw.choice((1, 33)), draw.choice((1, 4)), draw.choice((1, 4))),
+                (12, draw.choice((128, 300)), draw.choice((1, 3)), draw.choice((2, 9))),
+            ),
+        )
+
+
+@dataclass(frozen=True)
 class Limits:
     """How large calls are at most.
 
@@ -65,7 +100,7 @@ class Limits:
         topk: Selections of a token.
         experts_per_rank: Experts of a rank.
         scales: Scales of a row.
-        is_coarse: Draw sizes from a few: kernels are compiled for each.
+        palette: Draw sizes and types from there; None: any.
         has_subnormals: Sum numbers of any magnitude. Triton's interpreter converts subnormal BF16 wrongly.
     """
 
@@ -74,7 +109,7 @@ class Limits:
     topk: int = 8
     experts_per_rank: int = 4
     scales: int = 5
-    is_coarse: bool = False
+    palette: Palette | None = None
     has_subnormals: bool = True
 
 
@@ -160,8 +195,8 @@ class Data:
     def hidden(self) -> int:
         """A hidden size: one, an odd one, or whatever."""
         most = self.limits.hidden
-        if self.limits.is_coarse:
-            return self.draw.choice((1, 7, 128, most))
+        if self.limits.palette is not None:
+            return self.draw.choice(self.limits.palette.hiddens)
         return self.draw.choice((1, min(most, 2 * self.draw.randint(0, 8) + 1), *[self.draw.randint(1, most)] * 3))
 
     def num_experts(self) -> int:
@@ -173,8 +208,8 @@ class Data:
     def num_topk(self) -> int:
         """Few selections, as a rule; now and then as many as there may be."""
         most = self.limits.topk
-        if self.limits.is_coarse:
-            return self.draw.choice((1, 3, most))
+        if self.limits.palette is not None:
+            return self.draw.choice(self.limits.palette.topks)
         return self.draw.randint(1, most if self.draw.random() < 0.1 else min(6, most))
 
     # Tensors ---------------------------------------------------------------------------------------------------------
@@ -212,11 +247,15 @@ class Data:
     def form(self) -> Form:
         """What payloads are like."""
         draw = self.draw
-        dtype, hidden = draw.choice(PAYLOADS), self.hidden()
+        palette = self.limits.palette
+        dtype, hidden = draw.choice(PAYLOADS if palette is None else palette.dtypes), self.hidden()
         x_layout = draw.choice(_X_LAYOUTS)
         if draw.random() < 0.6:
             return Form(dtype, hidden, x_layout)
-        columns = self.limits.scales if self.limits.is_coarse else draw.randint(1, self.limits.scales)
+        if palette is not None:
+            scale_dtype, columns, layouts = palette.scales
+            return Form(dtype, hidden, x_layout, scale_dtype, columns, draw.choice(layouts))
+        columns = draw.randint(1, self.limits.scales)
         return Form(dtype, hidden, x_layout, draw.choice(_SCALE_DTYPES), columns, draw.choice(_SCALE_LAYOUTS))
 
     def payload(self, form: Form, num_tokens: int, rank: int) -> Payload:

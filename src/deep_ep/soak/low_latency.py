@@ -18,7 +18,7 @@ from ..errors import EPError
 from ..event import EventOverlap
 from . import oracle
 from .checks import Mismatch, same, scribble_input
-from .data import EXPERTS, IDS, TOKENS, WEIGHTS, Data, X
+from .data import EXPERTS, IDS, TOKENS, WEIGHTS, Data, Palette, X
 from .program import MASKED, MICRO_BATCHES, ROUND, Call
 from .state import State
 
@@ -44,15 +44,14 @@ def hint(num_ranks: int) -> int:
 class _Sizes:
     """The sizes of a round, the same on all ranks."""
 
-    def __init__(self, draw: random.Random, num_ranks: int, is_coarse: bool):
-        self.max_tokens = draw.randint(1, _MOST_TOKENS)
-        self.hidden = draw.choice((1, 128, 2 * draw.randint(0, 60) + 1, draw.randint(1, _MOST_HIDDEN)))
-        most = _MOST_EXPERTS_PER_RANK if draw.random() < 0.8 else _MOST_ROWS_PER_RANK // self.max_tokens
-        self.num_local = draw.randint(1, most)
-        self.num_topk = draw.randint(1, 6 if draw.random() < 0.8 else _MOST_TOPK)
-        if is_coarse:  # kernels are compiled for each of these
-            self.max_tokens, self.hidden = draw.choice((1, 5, _MOST_TOKENS)), draw.choice((1, 128, _MOST_HIDDEN))
-            self.num_local, self.num_topk = draw.choice((1, 3)), draw.choice((1, 4, 9))
+    def __init__(self, draw: random.Random, num_ranks: int, palette: Palette | None):
+        max_tokens = draw.randint(1, _MOST_TOKENS)
+        hidden = draw.choice((1, 128, 2 * draw.randint(0, 60) + 1, draw.randint(1, _MOST_HIDDEN)))
+        most = _MOST_EXPERTS_PER_RANK if draw.random() < 0.8 else _MOST_ROWS_PER_RANK // max_tokens
+        sizes = (max_tokens, hidden, draw.randint(1, most), draw.randint(1, 6 if draw.random() < 0.8 else _MOST_TOPK))
+        if palette is not None:
+            sizes = draw.choice(palette.low_latency)
+        self.max_tokens, self.hidden, self.num_local, self.num_topk = sizes
         self.num_experts = num_ranks * self.num_local
         self.idx_dtype = draw.choice((torch.int32, torch.int64))
 
@@ -295,7 +294,7 @@ def _draw_way(draw: random.Random) -> dict[str, Any]:
 def play_round(state: State, call: Call) -> None:
     """A dispatch, new rows from every expert, and a combine."""
     data = state.data(call)
-    sizes = _Sizes(data.draw, state.num_ranks, state.limits.is_coarse)
+    sizes = _Sizes(data.draw, state.num_ranks, state.limits.palette)
     _play(_Round(state, data, sizes))
     if data.draw.random() < 0.05:
         state.buffer.clean_low_latency_buffer(sizes.max_tokens, sizes.hidden, sizes.num_experts)
@@ -316,8 +315,8 @@ def micro_batches(state: State, call: Call) -> None:
     """
     data = state.data(call)
     draw = data.draw
-    sizes = [_Sizes(draw, state.num_ranks, state.limits.is_coarse)]
-    sizes.append(sizes[0] if draw.random() < 0.7 else _Sizes(draw, state.num_ranks, state.limits.is_coarse))
+    sizes = [_Sizes(draw, state.num_ranks, state.limits.palette)]
+    sizes.append(sizes[0] if draw.random() < 0.7 else _Sizes(draw, state.num_ranks, state.limits.palette))
     rounds = [_Round(state, data, one, index) for index, one in enumerate(sizes)]
     steps = [iter((one.dispatch, None, one.combine, None)) for one in rounds]  # None: settle what was sent
     order = [index for index in range(2) for _ in range(4)]
@@ -361,14 +360,14 @@ def masked_rounds(state: State, call: Call) -> None:
     for index in range(draw.randint(1, 3)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nobody else is masked
-            _play(_Round(state, data, _Sizes(draw, state.num_ranks, state.limits.is_coarse), index, masked))
+            _play(_Round(state, data, _Sizes(draw, state.num_ranks, state.limits.palette), index, masked))
     state.meet()  # until all have made as many calls
     buffer.low_latency_clean_mask_buffer()
     status = torch.ones(state.num_ranks, dtype=torch.int32, device=buffer.device)
     buffer.low_latency_query_mask_buffer(status)
     same("mask_status", status, torch.zeros(state.num_ranks, dtype=torch.int32))
     state.meet()  # until nobody is masked
-    _play(_Round(state, data, _Sizes(draw, state.num_ranks, state.limits.is_coarse), 3))
+    _play(_Round(state, data, _Sizes(draw, state.num_ranks, state.limits.palette), 3))
 
 
 PLAYERS: dict[str, Callable[[State, Call], None]] = {

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .data import Limits
+from .data import Limits, Palette
 from .program import Call, Features, draw_program, kept
 from .seeds import mixed
 
@@ -24,11 +24,7 @@ _LIMITS = (
     Limits(tokens=20, hidden=4000, scales=40),
     Limits(tokens=10, hidden=16, topk=64, experts_per_rank=2000),
 )
-_GPU_LIMITS = (
-    Limits(tokens=40, hidden=200, topk=8, is_coarse=True),
-    Limits(tokens=300, hidden=1000, topk=8, experts_per_rank=64, is_coarse=True),
-    Limits(tokens=20, hidden=4000, topk=64, experts_per_rank=2000, is_coarse=True),
-)
+_GPU_LIMITS = (Limits(tokens=40), Limits(tokens=300, experts_per_rank=64), Limits(tokens=20, experts_per_rank=2000))
 _INTERPRETED_LIMITS = (
     Limits(tokens=9, hidden=24, topk=4, has_subnormals=False),
     Limits(tokens=5, hidden=16, topk=12, experts_per_rank=40, has_subnormals=False),
@@ -144,7 +140,7 @@ def plan_segment(goal: Goal, number: int) -> Segment:
         arena=arena,
         arena_limits=tuple(limits),
         num_nvl_bytes=draw.choice((0, 0, 1 << 20)),
-        limits=draw.choice(sizes),
+        limits=replace(draw.choice(sizes), palette=Palette.draw(goal.seed) if goal.device == "cuda" else None),
         has_masks=draw.random() < 0.5,
         delay_share=draw.choice((0.0, 0.02, 0.1)),
         posted_limits=_draw_posted(draw, goal.num_ranks),
