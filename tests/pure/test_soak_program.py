@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deep_ep.soak.checks import Mismatch, same, same_sums
-from deep_ep.soak.data import PAYLOADS, ROWS, SUMMABLE, Data, Form, Limits, X, laid_out_scales, laid_out_x
+from deep_ep.soak.data import PAYLOADS, ROWS, Data, Form, Limits, X
+from deep_ep.soak.layouts import SUMMABLE, laid_out_scales, laid_out_x
 from deep_ep.soak.plan import Goal, calls_to_play, plan_calls, plan_segment
 from deep_ep.soak.program import CACHED, COMBINE, LEFT, MASKED, OVERFLOW, Call, Features, draw_program, kept
 from deep_ep.soak.shrink import shrink, without

@@ -3,10 +3,10 @@
 All ranks draw the same plan from one seed and make every rank's inputs themselves, so each knows what it must receive
 without asking: the oracle gets all inputs and gives this rank's outputs. Everything is compared exactly.
 
-`plan` has the segments, `program` their calls as data, `data` what they send, `oracle` what must come of it; `normal`
-and `low_latency` make the calls (`state` has what they leave for each other), `checks` compares, `faults` disturbs;
-`rank` and `parent` are the two sides of a run, `shrink` cuts a failing one down, and `memory`, `show` and `files` tell
-of it.
+`plan` has the segments, `program` their calls as data, `data` and `layouts` what they send, `oracle` what must come of
+it; `play`, `normal`, `mistakes` and `low_latency` make the calls (`state` has what they leave for each other), `checks`
+compares, `faults` disturbs; `rank` and `parent` are the two sides of a run, `shrink` cuts a failing one down, and
+`memory`, `show` and `files` tell of it.
 
 `--faults` plays fault plans instead: `plans` has them as data, `fault_program` what a rank does, `fault_runs` the rest.
 `--states` makes no calls: it looks at every state of models of the protocol (`states`).

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 from . import oracle
+from .layouts import SCALE_LAYOUTS, SUMMABLE, X_LAYOUTS, integers_of, resolved, without_nan
 from .seeds import mixed
 
-SUMMABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 PAYLOADS = (
     *SUMMABLE,
     torch.float8_e4m3fn,
@@ -38,9 +38,6 @@ PAYLOADS = (
     torch.complex128,
 )
 _SCALE_DTYPES = (torch.float32, torch.int32, torch.uint8, torch.float8_e8m0fnu, torch.bfloat16, torch.float64)
-_SCALE_LAYOUTS = ("rows", "columns", "padded columns", "gaps", "expanded", "offset")
-_X_LAYOUTS = ("fresh", "fresh", "fresh", "offset", "odd strides", "lazy")
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Purposes of data: each has bytes of its own.
 X, SCALES, IDS, WEIGHTS, MASK, ROWS, ROW_WEIGHTS, BIAS, SECOND_BIAS, EXPERTS, TOKENS = range(11)
@@ -82,7 +79,7 @@ class Palette:
             hiddens=(draw.choice((1, 7)), draw.choice((128, 200, 1000, 4000))),
             topks=(draw.choice((1, 2, 3)), draw.choice((8, 9, 64))),
             dtypes=(*(draw.choice(dtypes) for dtypes in sized.values()), draw.choice(SUMMABLE)),
-            scales=(draw.choice(_SCALE_DTYPES), draw.choice((1, 5, 32)), tuple(draw.sample(_SCALE_LAYOUTS, 3))),
+            scales=(draw.choice(_SCALE_DTYPES), draw.choice((1, 5, 32)), tuple(draw.sample(SCALE_LAYOUTS, 3))),
             low_latency=(
                 (draw.choice((1, 5)), draw.choice((1, 33)), draw.choice((1, 4)), draw.choice((1, 4))),
                 (12, draw.choice((128, 300)), draw.choice((1, 3)), draw.choice((2, 9))),
@@ -249,25 +246,25 @@ class Data:
         draw = self.draw
         palette = self.limits.palette
         dtype, hidden = draw.choice(PAYLOADS if palette is None else palette.dtypes), self.hidden()
-        x_layout = draw.choice(_X_LAYOUTS)
+        x_layout = draw.choice(X_LAYOUTS)
         if draw.random() < 0.6:
             return Form(dtype, hidden, x_layout)
         if palette is not None:
             scale_dtype, columns, layouts = palette.scales
             return Form(dtype, hidden, x_layout, scale_dtype, columns, draw.choice(layouts))
         columns = draw.randint(1, self.limits.scales)
-        return Form(dtype, hidden, x_layout, draw.choice(_SCALE_DTYPES), columns, draw.choice(_SCALE_LAYOUTS))
+        return Form(dtype, hidden, x_layout, draw.choice(_SCALE_DTYPES), columns, draw.choice(SCALE_LAYOUTS))
 
     def payload(self, form: Form, num_tokens: int, rank: int) -> Payload:
         """What a rank sends."""
         values = self.bits((num_tokens, form.hidden), form.dtype, rank, X)
         if form.x_layout == "lazy":
-            values = _resolved(_without_nan(values))
+            values = resolved(without_nan(values))
         if form.scale_dtype is None:
             return Payload(values, None)
         scales = self.bits((num_tokens, form.num_scales), form.scale_dtype, rank, SCALES)
         if form.scale_layout == "expanded" and num_tokens:
-            scales = _integers_of(scales)[:1].expand(num_tokens, -1).contiguous().view(form.scale_dtype)
+            scales = integers_of(scales)[:1].expand(num_tokens, -1).contiguous().view(form.scale_dtype)
         return Payload(values, scales)
 
     # Routing ---------------------------------------------------------------------------------------------------------
@@ -306,79 +303,3 @@ def _ids(
         wild = torch.tensor([limits.min, limits.max, -1, num_experts, num_experts - 1, 0, limits.min + 1, limits.max])
         ids = torch.where(raw % 3 == 0, wild[(raw >> 8) % 8], ids)
     return ids.to(dtype)
-
-
-def _without_nan(values: torch.Tensor) -> torch.Tensor:
-    """A GPU that negates a NaN gives another one, so lazily negated tensors have none."""
-    if not (values.dtype.is_floating_point or values.dtype.is_complex) or values.dtype.itemsize == 1:
-        return values
-    parts = torch.view_as_real(values) if values.dtype.is_complex else values
-    parts = torch.where(parts.isnan(), 1.0, parts)
-    return torch.view_as_complex(parts) if values.dtype.is_complex else parts
-
-
-def _resolved(values: torch.Tensor) -> torch.Tensor:
-    """What a lazily negated, or conjugated, tensor of these values holds."""
-    if values.dtype.is_complex:
-        return values.conj().resolve_conj()
-    return torch.neg(values) if values.dtype in SUMMABLE else values
-
-
-# Layouts in memory ---------------------------------------------------------------------------------------------------
-
-
-def _integers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bits in a dtype that torch has all operations for."""
-    return tensor.view(_SAME_SIZE[tensor.dtype.itemsize])
-
-
-def laid_out_x(values: torch.Tensor, layout: str, device: torch.device) -> torch.Tensor:
-    """A new contiguous tensor of these values, as a caller may have it.
-
-    Args:
-        values: [T, H].
-        layout: `fresh`; `offset`: inside a larger tensor; `odd strides`: any stride where a dimension has size 1;
-            `lazy`: lazily negated or conjugated, where the dtype has that.
-        device: Where it is.
-    """
-    if layout == "lazy" and values.dtype in (*SUMMABLE, torch.complex64, torch.complex128):
-        x = _resolved(values).to(device, copy=True)  # twice is not at all
-        return x.conj() if values.dtype.is_complex else torch._neg_view(x)
-    if layout == "offset" and values.numel():
-        room = torch.empty(values.numel() + 3, dtype=values.dtype, device=device)
-        x = room[3:].view(values.shape)
-        x.copy_(values)
-        return x
-    x = values.to(device, copy=True)
-    if layout == "odd strides" and 1 in values.shape:
-        strides = tuple(7 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        return x.as_strided(x.shape, strides)
-    return x
-
-
-def laid_out_scales(values: torch.Tensor, layout: str, device: torch.device) -> torch.Tensor:
-    """A new tensor of these values with some strides, as a caller may have it.
-
-    Args:
-        values: [T, S] contiguous.
-        layout: `rows`; `columns`; `padded columns`: further apart than there are rows; `gaps`: every second column of a
-            larger tensor; `expanded`: one row for all; `offset`: inside a larger tensor.
-        device: Where it is.
-    """
-    bits = _integers_of(values)
-    num_rows, num_columns = bits.shape
-    if layout == "expanded" and num_rows:
-        return bits[:1].to(device, copy=True).expand(num_rows, -1).view(values.dtype)
-    room: torch.Tensor
-    if layout == "columns":
-        room = torch.empty(num_columns, num_rows, dtype=bits.dtype, device=device).t()
-    elif layout == "padded columns":
-        room = torch.empty(num_columns, num_rows + 3, dtype=bits.dtype, device=device).t()[:num_rows]
-    elif layout == "gaps":
-        room = torch.empty(num_rows, 2 * num_columns, dtype=bits.dtype, device=device)[:, ::2]
-    elif layout == "offset":
-        room = torch.empty(bits.numel() + 1, dtype=bits.dtype, device=device)[1:].view(bits.shape)
-    else:
-        room = torch.empty(bits.shape, dtype=bits.dtype, device=device)
-    room.copy_(bits)
-    return room.view(values.dtype)

@@ -7,24 +7,13 @@ from typing import Any
 
 import torch
 
-from ..errors import EPError, EPOverflow
+from ..errors import EPOverflow
 from ..event import EventOverlap
 from . import oracle
 from .checks import Mismatch, padded, rows_as_bytes, same, same_sums, scribble, scribble_input
-from .data import (
-    BIAS,
-    ROW_WEIGHTS,
-    ROWS,
-    SECOND_BIAS,
-    SUMMABLE,
-    Data,
-    Form,
-    Payload,
-    Routing,
-    laid_out_scales,
-    laid_out_x,
-)
-from .program import CACHED, COMBINE, DISPATCH, LEFT, OVERFLOW, REFUSED, WORST_CASE, Call
+from .data import BIAS, ROW_WEIGHTS, ROWS, SECOND_BIAS, Data, Form, Payload, Routing
+from .layouts import SUMMABLE, laid_out_scales, laid_out_x
+from .program import CACHED, COMBINE, DISPATCH, OVERFLOW, WORST_CASE, Call
 from .state import Dispatched, State
 
 # Dispatch ------------------------------------------------------------------------------------------------------------
@@ -33,25 +22,17 @@ from .state import Dispatched, State
 def full_dispatch(state: State, call: Call) -> None:
     """A dispatch that makes room for what comes."""
     data = state.data(call)
-    _dispatch(state, call, data, None)
+    dispatch(state, call, data, None)
 
 
 def worst_case_dispatch(state: State, call: Call) -> None:
     """A dispatch with room made beforehand: exactly what is needed, or more."""
     data = state.data(call)
     spare = [data.draw.choice((0, 0, data.draw.randint(1, 5))) for _ in range(state.num_ranks)]
-    _dispatch(state, call, data, spare)
+    dispatch(state, call, data, spare)
 
 
-def overflow(state: State, call: Call) -> None:
-    """A dispatch for which one rank has made too little room: all ranks raise, and go on."""
-    data = state.data(call)
-    victim = data.draw.randrange(state.num_ranks)
-    spare = [-1 if rank == victim else 0 for rank in range(state.num_ranks)]
-    _dispatch(state, call, data, spare)
-
-
-def _dispatch(state: State, call: Call, data: Data, spare: list[int] | None) -> None:
+def dispatch(state: State, call: Call, data: Data, spare: list[int] | None) -> None:
     """A dispatch along new routes.
 
     Args:
@@ -78,7 +59,7 @@ def _dispatch(state: State, call: Call, data: Data, spare: list[int] | None) -> 
     if spare is not None:
         arguments["num_worst_tokens"] = room[rank]
     if is_overflow:
-        _expect_overflow(state, room[rank], lambda: state.buffer.dispatch(x, expert_alignment=alignment, **arguments))
+        expect_overflow(state, room[rank], lambda: state.buffer.dispatch(x, expert_alignment=alignment, **arguments))
         return
     result = state.buffer.dispatch(x, expert_alignment=alignment, **arguments)
     recv, *_, handle, event = result
@@ -199,6 +180,21 @@ def cached_dispatch(state: State, call: Call) -> None:
     state.made(data.draw, event, check, {"recv_x": recv_x})
 
 
+def expect_overflow(state: State, num_rows: int, dispatch: Callable[[], tuple]) -> None:
+    """All ranks raise `EPOverflow`: where the call is made, or where it is waited for, and then its handle is void."""
+    try:
+        *_, handle, event = dispatch()
+        if event.event is None:
+            raise Mismatch("a dispatch without room returned")
+        try:
+            event.current_stream_wait()
+        except EPOverflow:
+            state.buffer.combine(torch.zeros(num_rows, 1, device=state.buffer.device), handle)
+    except EPOverflow:
+        return
+    raise Mismatch("a dispatch without room, or a combine of its rows, went well")
+
+
 # Combine -------------------------------------------------------------------------------------------------------------
 
 
@@ -293,98 +289,9 @@ def _row_weights(data: Data, known: Dispatched, num_topk: int, rank: int) -> tup
     return mine, rows
 
 
-# Calls that go wrong -------------------------------------------------------------------------------------------------
-
-
-def _expect_overflow(state: State, num_rows: int, dispatch: Callable[[], tuple]) -> None:
-    """All ranks raise `EPOverflow`: where the call is made, or where it is waited for, and then its handle is void."""
-    try:
-        *_, handle, event = dispatch()
-        if event.event is None:
-            raise Mismatch("a dispatch without room returned")
-        try:
-            event.current_stream_wait()
-        except EPOverflow:
-            state.buffer.combine(torch.zeros(num_rows, 1, device=state.buffer.device), handle)
-    except EPOverflow:
-        return
-    raise Mismatch("a dispatch without room, or a combine of its rows, went well")
-
-
-def refused(state: State, call: Call) -> None:
-    """The same mistake on all ranks: it is refused, nothing is sent, and the buffer goes on."""
-    draw, buffer = state.data(call).draw, state.buffer
-    ids = torch.zeros(2, 1, dtype=torch.int64, device=buffer.device)
-    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(ids, state.num_ranks)
-    layout: dict[str, Any] = {
-        "num_tokens_per_rank": per_rank,
-        "num_tokens_per_rdma_rank": per_node,
-        "is_token_in_rank": mask,
-        "num_tokens_per_expert": per_expert,
-    }
-    x = torch.zeros(2, 4, device=buffer.device)
-    mistakes: list[Callable[[], object]] = [
-        lambda: buffer.dispatch(x[0], **layout),
-        lambda: buffer.dispatch(x.t(), **layout),
-        lambda: buffer.dispatch(x[:1], **layout),
-        lambda: buffer.dispatch(x, **layout, num_worst_tokens=-1),
-        lambda: buffer.dispatch(x, **layout, topk_idx=ids),
-        lambda: buffer.dispatch(x, **{**layout, "num_tokens_per_rank": per_rank.long()}),
-        lambda: buffer.combine(x.int(), (1, 2, 3)),
-        lambda: buffer.dispatch(x, handle=()),
-    ]
-    try:
-        draw.choice(mistakes)()
-    except (ValueError, TypeError):
-        return
-    raise Mismatch("a wrong argument was accepted")
-
-
-class _Left(KeyboardInterrupt):
-    """What a caller leaves a call by: as with Ctrl-C, nobody catches it on the way."""
-
-
-def left(state: State, call: Call) -> None:
-    """An exception comes out of one rank's call, at one of its signals: all ranks fail, and name that rank."""
-    draw = state.data(call).draw
-    leaver, num_points = draw.randrange(state.num_ranks), draw.randint(0, 1)
-    state.settle()
-    state.meet()  # a rank that is still in an earlier call would fail there
-    state.report.past_stats.append(state.buffer.stats())
-    window, points = state.buffer._engine.window, []
-
-    def leave(point: str) -> None:
-        points.append(point)
-        if len(points) > num_points:
-            raise _Left
-
-    if state.rank == leaver:
-        window.fault = leave
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=state.buffer.device)
-    try:
-        for _ in range(2):  # who has left the first call, and those behind it, must not be able to make another
-            per_rank, per_node, per_expert, mask, _ = state.buffer.get_dispatch_layout(ids, state.num_ranks)
-            state.buffer.dispatch(
-                torch.zeros(1, 4, device=state.buffer.device), None, per_rank, per_node, mask, per_expert
-            )
-    except _Left:
-        if state.rank != leaver:
-            raise
-    except EPError as error:
-        if state.rank == leaver or f"rank {leaver}" not in str(error):
-            raise Mismatch(f"rank {leaver} left a call by an exception, and this one was told: {error}") from None
-    else:
-        raise Mismatch(f"rank {leaver} left a call by an exception, and two calls went well")
-    state.meet()  # a rank that closes its buffer must not be what another one hears of
-    state.renew()
-
-
 PLAYERS: dict[str, Callable[[State, Call], None]] = {
     DISPATCH: full_dispatch,
     WORST_CASE: worst_case_dispatch,
-    OVERFLOW: overflow,
     CACHED: cached_dispatch,
     COMBINE: combine,
-    REFUSED: refused,
-    LEFT: left,
 }

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..buffers.legacy import Buffer
-from . import low_latency, normal
+from . import low_latency, mistakes, normal
 from .checks import Mismatch
 from .data import Limits
 from .program import CACHED, COMBINE, Call, Features, draw_program
 from .state import Report, State
 
-_PLAYERS: dict[str, Callable[[State, Call], None]] = {**normal.PLAYERS, **low_latency.PLAYERS}
+_PLAYERS: dict[str, Callable[[State, Call], None]] = {**normal.PLAYERS, **mistakes.PLAYERS, **low_latency.PLAYERS}
 
 
 def features_of(buffer: Buffer, has_exceptions: bool = False) -> Features:
