@@ -82,6 +82,26 @@ def test_edges(device: str, transport: str) -> None:
     run_ranks(several, 2, (edges, 1), env=far_env(device, transport, 2, 1))
 
 
+def tight(rank: int, num_ranks: int) -> None:
+    """Rank 0 alone has tokens, 3 for each rank of the other node: rank 2 relays 6, and has made room to receive 3."""
+    buffer = make_buffer(num_nvl_bytes=1 << 20)
+    ids = torch.tensor([[2 + token % 2] for token in range(6 if rank == 0 else 0)], dtype=torch.int64).view(-1, 1)
+    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(ids, num_ranks)
+    x, weights = torch.arange(len(ids) * 8.0).view(-1, 8), torch.ones(len(ids), 1)
+    layout = (per_rank, per_node, mask, per_expert)
+    recv_x, *_, handle, _ = buffer.dispatch(x, None, *layout, ids, weights, num_worst_tokens=3)
+    combined_x, *_ = buffer.combine(recv_x, handle)
+    buffer.check()
+    if rank >= 2:
+        equal(recv_x, torch.arange(48.0).view(-1, 8)[rank - 2 :: 2].contiguous())
+    equal(combined_x, x)
+    buffer.destroy()
+
+
+def test_a_rank_relays_more_rows_than_it_makes_room_for(device: str, transport: str) -> None:
+    run_ranks(tight, 4, env=far_env(device, transport, 4, 2))
+
+
 def growing(rank: int, num_ranks: int) -> None:
     """Rows that do not fit into far memory: a full dispatch makes room for them, other calls say what to do."""
     buffer = make_buffer(limit_secs=60.0, num_nvl_bytes=64 << 20)

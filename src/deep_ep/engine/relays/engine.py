@@ -161,7 +161,10 @@ class RelayedEngine(StreamedEngine):
         with self._calling(operation, order):
             self._hold_inputs(frame, payload, routing)
             sections = self._sections(frame, payload, routing, num_rows)
-            routes, num_tokens = self._router.of_routing(frame, routing, num_channels, num_rows)
+            # A rank relays rows for all ranks of its node: as many as they receive together, as far as memory goes.
+            capacity = self.far.capacity(self._widths(payload, routing))
+            most = max(num_rows, min(num_rows * self._topology.ranks_per_node, capacity))
+            routes, num_tokens = self._router.of_routing(frame, routing, num_channels, most)
             routes.course.passed_on.fill_(-1)  # how many rows there are, the host never knows
             assert routes.prefix is not None
             self._reach(operation, "meet")
