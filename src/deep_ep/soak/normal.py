@@ -49,6 +49,8 @@ def dispatch(state: State, call: Call, data: Data, spare: list[int] | None) -> N
     payloads = [data.payload(form, count, source) for source, count in enumerate(num_tokens)]
     num_rows = [sum(int(mask[:, one].sum()) for mask in routing.masks) for one in range(state.num_ranks)]
     room = num_rows if spare is None else [max(1, rows + more) for rows, more in zip(num_rows, spare, strict=True)]
+    if spare is not None and state.has_relays:
+        room = [max(room)] * state.num_ranks  # from which ranks take how many rows they may have to relay
     is_overflow = any(had < needed for had, needed in zip(room, num_rows, strict=True))
     arguments, event = _layout_arguments(state, data, routing)
     x = _sent(payloads[rank], form, state.buffer.device)

@@ -126,6 +126,8 @@ def plan_segment(goal: Goal, number: int) -> Segment:
     num_calls = draw.randint(_FEWEST_CALLS, _MOST_CALLS)
     # In turns, so that a short soak has seen them all; the seed says where it begins.
     arena = _ARENAS[(goal.seed + number) % len(_ARENAS)]
+    if goal.ranks_per_node and not goal.is_cpu:
+        arena = "free"  # kernels do not stage across nodes: too little room is an error there
     limits = {
         "free": [0] * goal.num_ranks,
         "tiny": [8192] * goal.num_ranks,

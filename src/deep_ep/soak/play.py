@@ -9,7 +9,7 @@ from . import low_latency, mistakes, normal
 from .checks import Mismatch
 from .data import Limits
 from .program import CACHED, COMBINE, Call, Features, draw_program
-from .state import Report, State
+from .state import Report, State, is_direct
 
 _PLAYERS: dict[str, Callable[[State, Call], None]] = {**normal.PLAYERS, **mistakes.PLAYERS, **low_latency.PLAYERS}
 
@@ -21,12 +21,11 @@ def features_of(buffer: Buffer, has_exceptions: bool = False) -> Features:
         buffer: The buffer.
         has_exceptions: Leave calls by exceptions, each of which costs a buffer.
     """
-    is_direct = buffer.device.type == "cpu" and "interpreted" not in buffer.transport
     return Features(
         has_low_latency=buffer.low_latency_mode,
         has_masks=buffer.enable_shrink,
-        survives_mistakes=is_direct,
-        has_exceptions=has_exceptions and is_direct,
+        survives_mistakes=is_direct(buffer),
+        has_exceptions=has_exceptions and is_direct(buffer),
     )
 
 

@@ -27,6 +27,7 @@ from .play import play_calls
 from .seeds import mixed
 from .state import State
 
+_FAR_BYTES = {"cpu": 0, "interpreter": 4 << 20, "cuda": 128 << 20}  # for rows between nodes, where kernels send them
 _SAMPLE_SECS, _MOST_SAMPLES = 0.5, 1000
 _MOST_TEXT = 2000  # a note must fit into PIPE_BUF (4 KB): all ranks write into one pipe, and so each note stays whole
 
@@ -176,10 +177,13 @@ class _Player:
 
     def make_buffer(self, segment: Segment, delays: Delays) -> Buffer:
         has_low_latency = self.goal.has_low_latency
+        num_rdma_bytes = low_latency.hint(self.goal.num_ranks) if has_low_latency else 0
+        if self.goal.ranks_per_node:
+            num_rdma_bytes += _FAR_BYTES[self.goal.device]
         buffer = Buffer(
             dist.group.WORLD,
             segment.num_nvl_bytes,
-            low_latency.hint(self.goal.num_ranks) if has_low_latency else 0,
+            num_rdma_bytes,
             low_latency_mode=has_low_latency,
             explicitly_destroy=True,
             enable_shrink=has_low_latency and segment.has_masks,

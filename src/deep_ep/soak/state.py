@@ -80,6 +80,11 @@ class _Watched(NamedTuple):
     snapshot: torch.Tensor
 
 
+def is_direct(buffer: Buffer) -> bool:
+    """Whether the engine of a buffer is that of CPU ranks, without kernels."""
+    return buffer.device.type == "cpu" and "interpreted" not in buffer.transport
+
+
 class State:
     """A buffer, and everything that outlives a call.
 
@@ -90,6 +95,7 @@ class State:
         make_buffer: Makes another one, on all ranks, where a call has been left by an exception; None: it cannot be.
 
     Attributes:
+        has_relays: Kernels relay rows between nodes.
         known: Dispatches by the number of their call.
         fault: Told of fault points of the soak's own.
         meet: Waits until all ranks are there, outside of the buffer.
@@ -100,6 +106,7 @@ class State:
         self.rank = buffer.rank
         self.num_ranks = buffer.group_size
         self.num_nodes = buffer.runtime.get_num_rdma_ranks() if buffer.runtime is not None else 1
+        self.has_relays = self.num_nodes > 1 and not is_direct(buffer)
         self.limits = limits
         self.call = Call(0, "")
         self.report = Report()
