@@ -93,7 +93,8 @@ def test_handles_of_different_dispatches_disagree(device: str) -> None:
 
 
 def test_ring_worked_example(device: str) -> None:
-    places, far = two_nodes(device), far_of(device)
+    boards, far = Boards(2, device), far_of(device)
+    places = replace(boards.places[0], num_nodes=2)
     places.state[exchange.STATE_EPOCH] = 9
     plan = plan_of([[0, 0, 0, 0, 0, 0], [7, 1, 5, 3, 2, 4]], device)
     rail.ring(places, far, ROWS, plan, 1, 2)
@@ -115,6 +116,19 @@ def test_a_failed_or_held_call_rings_nothing_and_waits_for_nothing(device: str, 
     rail.ring(places, far, ROWS, plan_of([[0] * 6, [1] * 6], device), 0, 1)
     assert not far.words.any()
     rail.await_landed(places, far, 0, 3, 0, 4)
+
+
+def test_sums_do_not_leave_where_a_rank_has_failed(device: str) -> None:
+    """Its caller may have overwritten rows that are in them. Tokens are this rank's own."""
+    boards, far = Boards(2, device), far_of(device)
+    places = replace(boards.places[0], num_nodes=2)
+    exchange.abort(boards.places[1], 3)
+    plan = plan_of([[0] * 6, [1] * 6], device)
+    places.state[exchange.STATE_EPOCH] = 5
+    rail.ring(places, far, ROWS, plan, 0, 1, is_back=True)
+    assert not far.words.any()
+    rail.ring(places, far, ROWS, plan, 0, 1)
+    assert far.words[BELLS + MOST_CHUNKS * BELL_WORDS].item() == 5
 
 
 def test_a_chunk_that_does_not_land_is_waited_for_up_to_the_limit(device: str) -> None:

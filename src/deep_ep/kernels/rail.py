@@ -109,10 +109,12 @@ def ring(
         _ring_kernel,
         1,
         (
+            places.homes,
             places.state,
             places.host,
             far.words[far.bells :],
             plan,
+            places.num_ranks,
             places.rank // places.num_near,
             places.num_nodes,
             far.most_chunks,
@@ -274,10 +276,12 @@ def prepare_meetings(places: Places, far: FarPlaces, plan: torch.Tensor) -> None
 
 @jit
 def _ring_kernel(
+    homes,
     state,
     host,
     bells,
     plan,
+    num_ranks: tl.int32,
     node: tl.int32,
     num_nodes: tl.int32,
     most_chunks: tl.int32,
@@ -300,7 +304,7 @@ def _ring_kernel(
     Example: 5 tokens for node 1, from row 3 of the outbox on, which begin at row 2 there; chunk 1 of 2, rows of 16
     bytes: 48 bytes from byte `(3 + 2) * 16` on, to byte `landing + (2 + 2) * 16`.
     """
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0) & _may_send(homes, num_ranks, IS_BACK, LANES):
         nodes = tl.arange(0, LANES)
         is_far = (nodes < num_nodes) & (nodes != node)
         row = plan + nodes * _PLAN
@@ -321,6 +325,22 @@ def _ring_kernel(
             num_bytes += (last - first) * width
         store_release(bell, tl.zeros([LANES], tl.int64) + tl.load(state), is_far)
         _count(state, host, tl.sum(tl.where(is_far, num_bytes, 0)))
+
+
+@triton.jit
+def _may_send(homes, num_ranks, IS_BACK: tl.constexpr, LANES: tl.constexpr):
+    """Whether other nodes may have what this rank has made for them.
+
+    A rank that fails says so before its caller overwrites its rows. So sums of them are right if nobody has failed by
+    now. Other nodes could not tell, and would end their calls with them; the wait behind this has this rank fail, too.
+    """
+    num_failed = tl.zeros((), tl.int32)
+    if IS_BACK:
+        # Lanes beyond the ranks look at the last rank's words: a load that acquires cannot be masked.
+        ranks = tl.minimum(tl.arange(0, LANES), num_ranks - 1)
+        failures = words_at(tl.load(homes + ranks)) + (num_ranks + ranks) * _LINE
+        num_failed += tl.sum((load_acquire(failures) == 1).to(tl.int32))
+    return num_failed == 0
 
 
 @triton.jit
@@ -364,7 +384,8 @@ def _meet_rail_kernel(
         count = tl.load(plan + nodes * _PLAN + (_NUM_IN if IS_BACK else _NUM_OUT), mask=is_far, other=0)
         _count(state, host, tl.sum(count) * row_bytes)
         lines = words_at(tl.load(rail + nodes, mask=is_far, other=0)) + landed_at + node * most_chunks * _LINE
-        store_release(lines, tl.zeros([LANES], tl.int64) + tl.load(state), is_far)
+        is_sent = is_far & _may_send(homes, num_ranks, IS_BACK, LANES)
+        store_release(lines, tl.zeros([LANES], tl.int64) + tl.load(state), is_sent)
         _await_words(
             windows, homes, state, host, landed, landed, _LINE, num_ranks, rank, num_near, most_chunks, 0, 1, 0, step,
             operation, limit_ns, LANES, 1,
