@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from ..buffers.legacy import Buffer
 from . import low_latency, mistakes, normal
 from .checks import Mismatch
-from .data import Limits
+from .data import Limits, Palette
 from .program import CACHED, COMBINE, Call, Features, draw_program
 from .state import Report, State, is_direct
 
@@ -62,6 +63,8 @@ def play(buffer: Buffer, seed: int, num_calls: int, limits: Limits = Limits()) -
     Raises:
         Mismatch: A result is wrong.
     """
+    if buffer.device.type == "cuda":
+        limits = replace(limits, palette=Palette.draw(seed))
     state = State(buffer, seed, limits)
     for _ in play_calls(state, draw_program(seed, num_calls, buffer.group_size, features_of(buffer))):
         pass
