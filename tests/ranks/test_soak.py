@@ -175,6 +175,7 @@ def test_who_was_stopped_runs_in_the_end() -> None:
         (["--minutes", "0"], "--minutes must be greater than 0"),
         (["--calls", "0"], "--calls must be at least 1"),
         (["--segment", "-1"], "--segment must be at least 0"),
+        (["--segment", "1", "--only", "3,x"], "must be numbers with commas between them, got '3,x'"),
         (["--only", "3,4"], "--only is about the calls of a segment; give --segment, too"),
         (["--segment", "1", "--minutes", "1"], "leave --minutes out"),
         (["--plot", "memory.jpg"], "must name a .png file"),

@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_SHRINK_SECS,
         metavar="SECS",
-        help=f"how long to look for fewer calls that fail, too; 0: not at all (default: {_SHRINK_SECS:g})",
+        help="how long to look for fewer calls that fail, too; 0: not at all",
     )
     parser.add_argument(
         "--device",
@@ -115,7 +115,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     """Numbers with commas between them."""
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, got {text!r}") from None
 
 
 def run(args: argparse.Namespace) -> int:

@@ -61,7 +61,7 @@ class Outcome:
         """Ranks that failed, crashed, or did not stay the same size."""
         if self.failures or self.crash is not None:
             return max(1, len(self.failures))
-        if self.goal.device != "cpu":
+        if not self.goal.is_cpu:
             return 0  # every new kind of call loads kernels: memory says nothing there
         return sum(not growth.is_flat for growth in self.growths)
 

@@ -115,7 +115,8 @@ def show_outcome(console: Console, outcome: Outcome) -> None:
         # Ranks make the same calls, but a path is each rank's own: it depends on the room in its arena.
         console.print(_counts("paths", "all ranks", sum((report.paths for report in outcome.reports), Counter())))
         console.print(_ranks(outcome))
-        console.print(_memory(outcome))
+        if outcome.goal.is_cpu:  # elsewhere every new kind of call loads, or compiles, kernels
+            console.print(_memory(outcome))
     for failure in outcome.failures:
         console.print(f"\n[bold]rank {failure.rank}, segment {failure.segment}, call {failure.call_idx}[/]: ", end="")
         console.print(failure.text.rstrip(), markup=False, soft_wrap=True)
