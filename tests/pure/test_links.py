@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 import socket
 import struct
+import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -233,6 +235,29 @@ def rails() -> Iterator[tuple[Rail, Rail]]:
     ]
     yield made[0], made[1]
     for rail in made:
+        rail.close()
+
+
+def test_who_waits_for_its_node_is_not_silent_on_the_rail() -> None:
+    """Rank 1 waits inside its node for longer than the limit of rank 0, which waits for rank 1."""
+    pool, limit_secs = Pool(), 1.5
+    ends = enumerate(socket.socketpair())
+    first, second = (Rail({1 - rank: Link(end, pool)}, Topology(rank, 2, 1), limit_secs, pool) for rank, end in ends)
+    begin = time.monotonic()
+
+    def wait_for_the_node() -> None:
+        while (waited_secs := time.monotonic() - begin) < 1.5 * limit_secs:
+            second.look("dispatch (call 3)", waited_secs)
+            time.sleep(0.02)
+        second.send(0, ANNOUNCE, 3, pool.filled(b"x"))
+
+    thread = threading.Thread(target=wait_for_the_node)
+    thread.start()
+    frame = first.receive(1, first.waiting("dispatch (call 3)", 3, lambda: None, lambda _: None))
+    thread.join()
+    assert (frame.topic, bytes(frame.page.view())) == (ANNOUNCE, b"x")
+    assert first.num_received == 1, "that it is there is no message"
+    for rail in (first, second):
         rail.close()
 
 

@@ -41,6 +41,7 @@ from internode import (
 pytestmark = [pytest.mark.usefixtures("device"), pytest.mark.cpu_only]
 
 LIMIT_SECS = 1.0
+STUCK_LIMIT_SECS = 3.0
 
 
 def test_everything_that_deepeps_own_test_checks_on_2x2() -> None:
@@ -236,6 +237,36 @@ def overflow(rank: int, num_ranks: int) -> None:
     assert "num_worst_tokens=3" in text
     equal(dispatch(buffer, world)[0], world.dispatched()[rank].recv_x)  # nothing was lost
     buffer.destroy()
+
+
+def stuck_on_its_rail(rank: int, num_ranks: int) -> str:
+    """Rank 0 stops in a dispatch when it has sent everything, and says that it waits for its rail.
+
+    Node 1 has all rows, and goes on: there rank 3, first, waits for rank 1, which waits for rank 0.
+    """
+    world = make_world(num_ranks, 2)
+    buffer = make_buffer(limit_secs=STUCK_LIMIT_SECS)
+    round_trip(buffer, world)
+
+    def stop(point: str) -> None:
+        if point == "dispatch: before ready":
+            buffer._engine.window.board.waiting.store_release(1)
+            time.sleep(2 * STUCK_LIMIT_SECS)
+
+    if rank == 0:
+        buffer._engine.window.fault = stop
+
+    def calls() -> None:
+        recv_x, *_, handle, _ = dispatch(buffer, world)
+        time.sleep(0.3 if rank == 2 else 0.0)  # else it would be the first to notice, and would name the right one
+        buffer.combine(recv_x, handle)
+
+    return error_of(calls)[1]
+
+
+def test_a_rank_that_waits_for_another_one_of_its_node_is_not_blamed_by_its_rail() -> None:
+    texts = run_ranks(stuck_on_its_rail, 4, env=nodes_of(2))
+    assert all("from rank 0 (node 0)" in text or "from rank 0 after" in text for text in texts), texts
 
 
 def last_call(rank: int, num_ranks: int) -> None:

@@ -31,6 +31,7 @@ ANNOUNCE, VERDICT, ROWS, FAILED, BYE, SENT = 1, 2, 3, 4, 5, 6
 # Of couriers, beside rows: a header with the progress that it belongs to, the line of a failure, what rows come next.
 HEADER, RECORD, BELL = 7, 8, 9
 REFUSED = 10  # a call that the rank does not make, with the number of times that it has refused it
+ALIVE = 11  # the rank is there, and waits for another one
 
 # The longest payload. Rows are cut into chunks that are shorter, an announcement has a bit for each token and rank of a
 # node, and a low-latency frame has the rows of one call for one rank: a few hundred megabytes where buffers are large.
@@ -48,6 +49,7 @@ _MOST_BYTES = {
     RECORD: _MOST_NUMBERS_BYTES,
     BELL: _MOST_NUMBERS_BYTES,
     REFUSED: MOST_TEXT_BYTES,
+    ALIVE: 0,
 }
 
 _HEAD = struct.Struct("<QQQQ")  # topic, epoch, place, bytes of the payload
@@ -365,7 +367,7 @@ class Link:
             self.refusal = Refusal(frame.epoch, frame.place, _text_of(frame))
         elif frame.topic == BYE:
             self.has_left = True
-        else:
+        elif frame.topic != ALIVE:  # that it came is all that it says
             if self.refusal is not None and frame.epoch >= self.refusal.number:
                 self.refusal = None  # it makes the call after all
             self.inbox.append(frame)

@@ -19,7 +19,7 @@ from ..errors import EPError, EPPeerFailed, EPTimeout, EPTransportError, encoded
 from ..topology import Topology
 from ..trace import NETWORK, NO_SLICE, WAIT, Slice, Trace, from_track, to_track
 from .board import NO_REFUSAL, Refusal
-from .links import ANNOUNCE, FAILED, REFUSED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
+from .links import ALIVE, ANNOUNCE, FAILED, REFUSED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
 from .rendezvous import UnreachedError, connect_rail
 from .service import mark, service_level
 from .window import Failure, Waiting, refused_by
@@ -29,6 +29,7 @@ _FAREWELL_SECS = 0.5  # for the last words of a rank that fails
 # A wait on a rail is longer than one inside a node: if a rank is silent, its own node shall be the first to say so, and
 # name it, before another node complains of the rank that waits for it.
 _GRACE_SHARE, _MOST_GRACE_SECS = 0.2, 2.0
+_ALIVE_SHARE = 0.2  # of the limit, between two messages that say that this rank is there
 
 
 class Rail:
@@ -57,6 +58,7 @@ class Rail:
         self._pid = os.getpid()
         self._has_failed = False
         self._own_refusal = NO_REFUSAL
+        self._next_alive = 0.0
         self._num_departed: Counter[int] = Counter()  # chunks of the call, by track; only while they are recorded
 
     @property
@@ -142,8 +144,22 @@ class Rail:
                 links[number].fill()
         return bool(ready)
 
-    def look(self, where: str) -> None:
-        """For waits that are not the rail's: raise if a rank of the rail has said that it failed."""
+    def look(self, where: str, waited_secs: float) -> None:
+        """For waits that are not the rail's: raise if a rank of the rail has said that it failed.
+
+        In a long wait the rail is told now and then that this rank is there: who waits for it on another node has about
+        the same limit as this wait, and must not blame this rank for the one that it waits for itself.
+
+        Args:
+            where: The call, for errors.
+            waited_secs: How long it has waited.
+        """
+        pause_secs, now = _ALIVE_SHARE * self._limit_secs, time.monotonic()
+        if waited_secs > pause_secs and now >= self._next_alive:
+            self._next_alive = now + pause_secs
+            for link in self.links.values():
+                if link.ending is None and not link.num_queued:
+                    link.send(ALIVE, 0, 0, Pieces([]))
         self.turn(0)
         self.waiting(where, 0, lambda: None, lambda _: None).require_working()
 

@@ -163,7 +163,8 @@ class Window:
         low_latency: Memory of low-latency calls; None: there is none.
         failure: Why this rank has failed; None: it has not.
         refusals: The last call of each kind that this rank has refused.
-        look: Raises if something else than the window has failed, told where the wait is; None: there is nothing.
+        look: Raises if something else than the window has failed, told where the wait is and how long it has lasted;
+            None: there is nothing.
         trace: Where calls are recorded; None: nowhere.
         fault: Told of every fault point, where tests stop or kill the rank, or delay it; None: nobody is.
     """
@@ -185,7 +186,7 @@ class Window:
         self.failure: Failure | None = None
         self.refusals = [NO_REFUSAL, NO_REFUSAL]
         self._failing = threading.Lock()
-        self.look: Callable[[str], None] | None = None
+        self.look: Callable[[str, float], None] | None = None
         self.trace: Trace | None = None
         self.fault: Callable[[str], None] | None = None
         self._pid = os.getpid()
@@ -260,7 +261,7 @@ class Window:
                     pulse = secs
                     self._raise_if_dead(where, pending, target)
                     if self.look is not None:
-                        self.look(str(where))
+                        self.look(str(where), secs)
                 if secs > self.limit_secs and (silent := self._silent(pending, secs)):
                     raise EPTimeout(
                         f"{where}: no signal from {self._named(silent)} after {self.limit_secs:g} s ({self.me()}). "
