@@ -347,6 +347,7 @@ class Control:
         self._heard: EPError | None = None  # what this rank last raised of a peer
         self._lost: str | None = None  # why gathers cannot be made any more; None: they can
         self._interrupted: _PolledGather | _ThreadGather | None = None  # a gather that this rank did not wait for
+        self._num_begun = 0  # gathers that may have been begun
         self._roll_call: _RollCall | None = None
         self._begin_gather: Callable[[_Sent], _PolledGather | _ThreadGather]
         for name, given, needed in (("group", group, ("rank", "size")), ("comm", comm, Comm.__dict__)):
@@ -399,8 +400,20 @@ class Control:
                 if cause is not None:
                     raise cause from error
                 raise
-            # An error here is not told: the peers may be through, and then their first call finds this rank closed.
-            self.gather(None, purpose)
+            num_begun = self._num_begun
+            try:
+                self.gather(None, purpose)
+            except EPError:
+                raise
+            except BaseException as error:  # Ctrl-C
+                if self._num_begun == num_begun:
+                    self._tell(error)
+                elif self._interrupted is not None:
+                    # Not told: the peers may be through, and then their first call finds this rank closed. But they
+                    # need this rank for that.
+                    with contextlib.suppress(EPError):
+                        self._finish(purpose, None)
+                raise
         except BaseException as error:
             undo.close()
             heard = self._failed.error if self._failed is not None and self._failed.depth == len(self._undo) else None
@@ -502,6 +515,7 @@ class Control:
         """Begin a collective, or take up the one that was begun, and wait for it. Ctrl-C leaves it begun."""
         try:
             if sent is not None:
+                self._num_begun += 1
                 self._interrupted = self._begin_gather(sent)
             assert self._interrupted is not None
             answer = self._interrupted.wait(self.deadline)

@@ -376,6 +376,63 @@ def test_an_interrupted_gather_keeps_the_ranks_in_step() -> None:
     assert "rank 0 failed: KeyboardInterrupt" in text
 
 
+def one_dispatch(buffer: deep_ep.Buffer) -> None:
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(ids, buffer.group_size)
+    buffer.dispatch(torch.zeros(1, 8), None, per_rank, per_node, mask, per_expert)
+
+
+def interrupted_at_last(rank: int, num_ranks: int, is_begun: bool) -> tuple[str, str]:
+    """Ctrl-C in rank 0 at the last gather: before it has given its part, or while it waits for rank 1."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ranks of `run_ranks` ignore it
+    original, num_gathers = Control.gather, 0
+
+    def count(control: Control, value: Any, purpose: str) -> list[Any]:
+        nonlocal num_gathers
+        num_gathers += 1
+        return original(control, value, purpose)
+
+    Control.gather = count  # type: ignore[method-assign]
+    make_buffer().destroy()
+    num_last, num_gathers = num_gathers, 0
+
+    def interrupt(control: Control, value: Any, purpose: str) -> list[Any]:
+        if num_gathers + 1 == num_last:
+            if rank == 1:
+                time.sleep(0.8)
+            elif not is_begun:
+                raise KeyboardInterrupt
+            else:
+                threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        return count(control, value, purpose)
+
+    Control.gather = interrupt  # type: ignore[method-assign]
+    buffers = []
+    try:
+        buffers.append(make_buffer())
+    except BaseException as error:
+        said = (type(error).__name__, str(error))
+    else:
+        said = error_of(lambda: one_dispatch(buffers[0]))
+        buffers[0].destroy()
+    Control.gather = original  # type: ignore[method-assign]
+    dist.barrier()
+    make_buffer().destroy()
+    return said
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_the_last_gather_is_interrupted(is_begun: bool) -> None:
+    (kind, _), (peer, text) = run_ranks(interrupted_at_last, 2, is_begun, limit_secs=60)
+    assert kind == "KeyboardInterrupt"
+    if is_begun:  # then the peer has a buffer, and its first call finds this rank closed
+        assert "rank 0" in text
+        assert peer in ("EPError", "EPTimeout")
+    else:
+        assert peer == "EPTransportError"
+        assert "rank 0 failed: KeyboardInterrupt" in text
+
+
 def ends(rank: int, num_ranks: int, victim: int, how: int, limit_secs: float) -> tuple[str, str, float]:
     if rank == victim:  # after the first gathers
         with broken("transport.shm:open_all", lambda: os.kill(os.getpid(), how) or AssertionError("it lives on")):
