@@ -198,11 +198,11 @@ def queued_behind_a_worst_case(rank: int, num_ranks: int) -> None:
     world = make_world(num_ranks, 2)
     buffer = make_buffer()
     arguments = {**layout_arguments(buffer, world), **topk_arguments(world, buffer), "num_worst_tokens": 100}
-    after = Gate()
-    *_, handle, _ = buffer.dispatch(world.xs[rank], **arguments, previous_event=after.event, async_finish=True)
+    gate: Future = Future()
+    *_, handle, _ = buffer.dispatch(world.xs[rank], **arguments, previous_event=EventHandle(gate), async_finish=True)
     recv_x, *_ = buffer.dispatch(world.xs[rank], handle=handle, async_finish=True)
     out, _, event = buffer.combine(recv_x, handle, async_finish=True)
-    after.open()
+    gate.set_result(None)
     event.current_stream_wait()
     expected = world.dispatched()[rank].recv_x
     equal(recv_x[: len(expected)], expected)
@@ -212,17 +212,6 @@ def queued_behind_a_worst_case(rank: int, num_ranks: int) -> None:
 
 def test_calls_queued_behind_a_worst_case_dispatch() -> None:
     run_ranks(queued_behind_a_worst_case, 4, env=nodes_of(2))
-
-
-class Gate:
-    """An event that comes when it is told to."""
-
-    def __init__(self) -> None:
-        self._job: Future = Future()
-        self.event = EventHandle(self._job)
-
-    def open(self) -> None:
-        self._job.set_result(None)
 
 
 # Faults --------------------------------------------------------------------------------------------------------------

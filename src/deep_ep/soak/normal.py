@@ -47,7 +47,7 @@ def dispatch(state: State, call: Call, data: Data, spare: list[int] | None) -> N
     has_topk = spare is not None or draw.random() < 0.7
     alignment = draw.choice((1, 4, 128))
     payloads = [data.payload(form, count, source) for source, count in enumerate(num_tokens)]
-    num_rows = [sum(int(mask[:, one].sum()) for mask in routing.masks) for one in range(state.num_ranks)]
+    num_rows = [oracle.num_received(routing.masks, one) for one in range(state.num_ranks)]
     room = num_rows if spare is None else [max(1, rows + more) for rows, more in zip(num_rows, spare, strict=True)]
     if spare is not None and state.has_relays:
         room = [max(room)] * state.num_ranks  # from which ranks take how many rows they may have to relay
@@ -76,7 +76,8 @@ def dispatch(state: State, call: Call, data: Data, spare: list[int] | None) -> N
         _check_rows(recv, payloads, form, routing.masks, rank)
         _check_records(result[1:3], routing if has_topk else None, num_rows[rank], rank)
         same("recv_src_idx", _source_idx(handle)[: num_rows[rank]], oracle.source_tokens(routing.masks, rank))
-        first, num_local = rank * (routing.num_experts // state.num_ranks), routing.num_experts // state.num_ranks
+        num_local = routing.num_experts // state.num_ranks
+        first = rank * num_local
         selections = sum(one.per_expert for one in routing.layouts)[first : first + num_local].tolist()  # type: ignore[index]
         counts = [] if spare is not None else [-(-count // alignment) * alignment for count in selections]
         if result[3] != counts:
@@ -218,8 +219,13 @@ def combine(state: State, call: Call) -> None:
         rows = [known.sent] * state.num_ranks  # every rank gives back what it was sent
         known.recv_x = None if is_spoiled else known.recv_x
     else:
-        x, rows = _new_rows(state, data, known, (hidden, dtype), place == "combine buffer")
-    weights, weight_rows = _row_weights(data, known, num_topk, rank) if num_topk else (None, None)
+        x, rows = _given_back(data, known, (hidden, dtype), ROWS, rank)
+        if place == "combine buffer":
+            x = state.buffer.get_combine_buffer(known.handle, hidden=hidden, dtype=dtype).copy_(x)
+        x = x.to(device)
+    weights, weight_rows = None, None
+    if num_topk:
+        weights, weight_rows = _given_back(data, known, (num_topk, torch.float32), ROW_WEIGHTS, rank)
     shape = (mask.size(0), x.size(1))
     first, second = (data.numbers(shape, dtype, rank, purpose) for purpose in (BIAS, SECOND_BIAS))
     biases = {"none": (), "one": (first,), "two": (first, second), "second": (second,)}[kind]
@@ -252,24 +258,21 @@ def _moved(bias: Any, device: torch.device) -> Any:
     return None if bias is None else bias.to(device, copy=True)
 
 
-def _new_rows(
-    state: State, data: Data, known: Dispatched, like: tuple[int, torch.dtype], is_in_window: bool
+def _given_back(
+    data: Data, known: Dispatched, like: tuple[int, torch.dtype], purpose: int, rank: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """This rank's rows to give back, and, by rank, the row that each of its tokens gets from there."""
-    hidden, dtype = like
-    rows = []
-    for rank in range(state.num_ranks):
-        count = sum(int(mask[:, rank].sum()) for mask in known.masks)
-        given = data.numbers((count, hidden), dtype, rank, ROWS)
-        rows.append(_rows_for(given, known.masks, state.rank, rank))
-        if rank == state.rank:
-            mine = given
-    num_rows = known.num_rows[state.rank]
-    if not is_in_window:
-        return padded(mine, num_rows).to(state.buffer.device), rows
-    x = state.buffer.get_combine_buffer(known.handle, hidden=hidden, dtype=dtype)
-    x.copy_(padded(mine, num_rows))
-    return x, rows
+    """What ranks give back, of so many columns and such a dtype.
+
+    Returns:
+        This rank's, with whatever room its handle has; and, by rank, what each of this rank's tokens gets from there.
+    """
+    columns, dtype = like
+    given = [
+        data.numbers((oracle.num_received(known.masks, one), columns), dtype, one, purpose)
+        for one in range(len(known.masks))
+    ]
+    rows = [_rows_for(part, known.masks, rank, one) for one, part in enumerate(given)]
+    return padded(given[rank], known.num_rows[rank]), rows
 
 
 def _rows_for(given: torch.Tensor, masks: list[torch.Tensor], source: int, rank: int) -> torch.Tensor:
@@ -277,18 +280,6 @@ def _rows_for(given: torch.Tensor, masks: list[torch.Tensor], source: int, rank:
     if not given.size(0):
         return given.new_zeros(masks[source].size(0), given.size(1))
     return given[oracle.rows_of_tokens(masks, source, rank).clamp(max=given.size(0) - 1)]
-
-
-def _row_weights(data: Data, known: Dispatched, num_topk: int, rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Weights beside the rows: this rank's, and, by rank, what each of its tokens gets."""
-    rows = []
-    for other in range(len(known.masks)):
-        count = sum(int(mask[:, other].sum()) for mask in known.masks)
-        given = data.numbers((count, num_topk), torch.float32, other, ROW_WEIGHTS)
-        rows.append(_rows_for(given, known.masks, rank, other))
-        if other == rank:
-            mine = padded(given, known.num_rows[rank])
-    return mine, rows
 
 
 PLAYERS: dict[str, Callable[[State, Call], None]] = {

@@ -63,6 +63,11 @@ def received(parts: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], rank:
     return torch.cat([part[mask[:, rank]] for part, mask in zip(parts, masks, strict=True)])
 
 
+def num_received(masks: Sequence[torch.Tensor], rank: int) -> int:
+    """n: how many rows a rank receives."""
+    return sum(int(mask[:, rank].sum()) for mask in masks)
+
+
 def local_selections(
     ids: torch.Tensor, weights: torch.Tensor, rank: int, num_local: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +86,7 @@ def source_tokens(masks: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
 
 def rows_of_tokens(masks: Sequence[torch.Tensor], source: int, rank: int) -> torch.Tensor:
     """[T] int64: the row that each token of `source` has at `rank`; anything where it has none."""
-    before = sum(int(mask[:, rank].sum()) for mask in masks[:source])
+    before = num_received(masks[:source], rank)
     return (before + masks[source][:, rank].cumsum(0) - 1).clamp(min=0)
 
 
