@@ -115,12 +115,6 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-COMBINE = Variable(
-    "DEEP_EP_COMBINE",
-    _one_of("pull", "push"),
-    "pull",
-    "On GPUs of one node, whether a combine's rows are read by who sums them (`pull`) or written to him (`push`).",
-)
 NVSHMEM_ROWS = Variable(
     "DEEP_EP_NVSHMEM_ROWS",
     _one_of("fetch", "put"),
@@ -166,7 +160,6 @@ VARIABLES: tuple[Variable, ...] = (
     MASTER_ADDR,
     ARENA_BYTES,
     POSTED_BYTES,
-    COMBINE,
     NVSHMEM_ROWS,
     TUNING_FILE,
     TRACE,

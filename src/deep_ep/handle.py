@@ -1,7 +1,7 @@
 """What a dispatch leaves for its combine and for cached dispatches: a tuple of ordinary tensors.
 
-Callers keep handles, clone them, and look into them by position, so a handle is a plain tuple, pins no window memory,
-and is all there is: no state is kept beside it.
+Callers keep handles, clone them, and look into them by position, so a handle is a tuple (with names), pins no window
+memory, and is all there is: no state is kept beside it. A plain tuple of the same tensors does as well.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Handle(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """T, the tokens that were dispatched."""
-        return self.send_head.size(0)
+        return self.send_head.shape[0]
 
     @property
     def num_rows(self) -> int:
         """n, the rows that were received (or `num_worst_tokens`)."""
-        return self.recv_src_idx.size(0)
+        return self.recv_src_idx.shape[0]
 
 
 class RailHandle(NamedTuple):

@@ -318,16 +318,37 @@ class _PassedMark:
         return self._at_ns
 
 
+class WayBack(NamedTuple):
+    """Where a call has come from.
+
+    Attributes:
+        caller: The caller's stream.
+        is_elsewhere: The call is launched on another one.
+        device: The caller's.
+        is_capturing: The caller's stream is being captured.
+    """
+
+    caller: Any
+    is_elsewhere: bool
+    device: int
+    is_capturing: bool
+
+
+_NOWHERE = WayBack(None, False, 0, False)
+
+
 class LaunchStream:
     """Where kernels are launched. This one is for the CPU, where Triton's interpreter is done when a launch returns.
 
     Attributes:
         raw: The comm stream.
         current: The stream that the launches of a call go to.
+        is_capturing: The call that is being made is captured in a graph.
     """
 
     raw: Any = None
     current: Any = None
+    is_capturing = False
 
     @contextmanager
     def entered(self, after: EventHandle | None, is_async: bool) -> Iterator[None]:
@@ -339,13 +360,14 @@ class LaunchStream:
             finally:
                 self.exit(way_back)
 
-    def enter(self, after: EventHandle | None, is_async: bool) -> Any:
+    def enter(self, after: EventHandle | None, is_async: bool) -> WayBack:
         """As `entered`, without the block: `exit` must follow, with what this returns."""
         del is_async
         if after is not None:
             after.current_stream_wait()
+        return _NOWHERE
 
-    def exit(self, way_back: Any) -> None:
+    def exit(self, way_back: WayBack) -> None:
         """Back to the caller's stream."""
 
     def caller(self) -> Any:
@@ -357,11 +379,10 @@ class LaunchStream:
         del caller
         return nullcontext()
 
-    @contextmanager
-    def lent(self, stream: Any) -> Iterator[None]:
-        """Allocations inside the block belong to a stream."""
+    def lent(self, stream: Any) -> AbstractContextManager[None]:
+        """Allocations inside the block belong to a stream. The block may be entered again and again during a call."""
         del stream
-        yield
+        return nullcontext()
 
     def leave(self, is_async: bool) -> EventHandle | None:
         """An event for what was launched; None: the caller's stream waits for it."""
@@ -405,22 +426,6 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-class _WayBack(NamedTuple):
-    """Where a call has come from.
-
-    Attributes:
-        caller: The caller's stream.
-        is_elsewhere: The call is launched on another one.
-        device: The caller's.
-        is_capturing: The caller's stream is being captured.
-    """
-
-    caller: torch.cuda.Stream
-    is_elsewhere: bool
-    device: int
-    is_capturing: bool
-
-
 class _CudaClock:
     """The device's time, on the host's clock.
 
@@ -461,6 +466,20 @@ class _CudaMark:
         return self._at_ns
 
 
+class _Lent:
+    """Another stream is the current one inside the block."""
+
+    def __init__(self, inside: torch.cuda.Stream, outside: torch.cuda.Stream):
+        self._inside = inside
+        self._outside = outside
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._inside)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._outside)
+
+
 class CudaStream(LaunchStream):
     """A CUDA stream of high priority, beside the caller's.
 
@@ -476,19 +495,21 @@ class CudaStream(LaunchStream):
         self.raw = torch.cuda.Stream(device, priority=-1)
         self.current = self.raw
         self._before, self._after, self._last = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+        self._record_last = super(torch.cuda.Event, self._last).record  # without the function of Python around it
         self._last_stream: torch.cuda.Stream | None = None
-        self._callers: dict[tuple, _WayBack] = {}
+        self._callers: dict[tuple, WayBack] = {}
         self._clock: _CudaClock | None = None
 
-    def enter(self, after: EventHandle | None, is_async: bool) -> _WayBack:
+    def enter(self, after: EventHandle | None, is_async: bool) -> WayBack:
         """As `entered`, without the block: `exit` must follow, with what this returns."""
-        way_back, device = self._here(), torch._C._cuda_getDevice()
+        way_back = self._callers.get(torch._C._cuda_getCurrentStream(self._index)) or self._here()
+        device = torch._C._cuda_getDevice()
         # Inside a capture all calls stay on one stream: events from outside could not bring two into order.
-        is_capturing = torch._C._cuda_isCurrentStreamCapturing()
+        is_capturing = self.is_capturing = torch._C._cuda_isCurrentStreamCapturing()
         is_elsewhere = after is not None or is_async or is_capturing
         self.current = self.raw if is_elsewhere else way_back.caller
         if is_elsewhere or device != self._index:
-            way_back = _WayBack(way_back.caller, is_elsewhere, device, is_capturing)
+            way_back = WayBack(way_back.caller, is_elsewhere, device, is_capturing)
         if is_elsewhere and after is None:
             self._before.record(way_back.caller)
             self.raw.wait_event(self._before)
@@ -508,7 +529,7 @@ class CudaStream(LaunchStream):
                 raise
         return way_back
 
-    def exit(self, way_back: _WayBack) -> None:
+    def exit(self, way_back: WayBack) -> None:
         """Back to the caller's stream."""
         if way_back.is_elsewhere:
             torch.cuda.set_stream(way_back.caller)
@@ -517,20 +538,20 @@ class CudaStream(LaunchStream):
         if not way_back.is_capturing:
             self._last_stream = self.current
             if self.current is not self.raw:
-                self._last.record(self.current)  # now: what the caller launches later is none of our calls
+                self._record_last(self.current)  # now: what the caller launches later is none of our calls
 
     def caller(self) -> torch.cuda.Stream:
         """The caller's stream."""
         return self._here().caller
 
-    def _here(self) -> _WayBack:
+    def _here(self) -> WayBack:
         """The way back of a call that stays where it was made, on the caller's stream and on this device."""
         key = torch._C._cuda_getCurrentStream(self._index)
         way_back = self._callers.get(key)
         if way_back is None:
             if len(self._callers) == _MOST_CALLERS:
                 self._callers.clear()
-            way_back = _WayBack(torch.cuda.current_stream(self._index), False, self._index, False)
+            way_back = WayBack(torch.cuda.current_stream(self._index), False, self._index, False)
             self._callers[key] = way_back
         return way_back
 
@@ -538,14 +559,9 @@ class CudaStream(LaunchStream):
         """Inside the block, an earlier caller's stream is the caller's."""
         return nullcontext() if caller == self.caller() else torch.cuda.stream(caller)
 
-    @contextmanager
-    def lent(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Allocations inside the block belong to a stream."""
-        torch.cuda.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(self.current)
+    def lent(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        """Allocations inside the block belong to a stream. The block may be entered again and again during a call."""
+        return _Lent(stream, self.current)
 
     def leave(self, is_async: bool) -> EventHandle | None:
         """An event for what was launched; None: the caller's stream waits for it."""
@@ -564,7 +580,7 @@ class CudaStream(LaunchStream):
 
     def on_device(self) -> AbstractContextManager:
         """The stream's device is the current one inside the block."""
-        return torch.cuda.device(self._index) if torch.cuda.current_device() != self._index else nullcontext()
+        return torch.cuda.device(self._index) if torch._C._cuda_getDevice() != self._index else nullcontext()
 
     def hold(self, tensors: Iterable[torch.Tensor | None], stream: torch.cuda.Stream) -> None:
         """Keep the memory of tensors until a stream is done with what was launched."""

@@ -554,7 +554,7 @@ def test_the_cpu_does_without_triton():
 import sys
 sys.modules["triton"] = None
 import torch, deep_ep
-from deep_ep.kernels import _triton, counts, exchange, pull, put
+from deep_ep.kernels import _triton, counts, exchange, notify, pull, put
 class OneRank:
     Get_rank, Get_size, allgather = (lambda self: 0), (lambda self: 1), (lambda self, value: [value])
 buffer = deep_ep.Buffer(None, comm=OneRank(), device="cpu")

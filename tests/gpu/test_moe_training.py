@@ -100,11 +100,11 @@ def test_dispatch_overlaps_with_the_shared_expert(tmp_path: Path) -> None:
     (shared,) = [span for span in spans_of(trace, "gpu_user_annotation") if span.name == "shared expert"]
     kernels = spans_of(trace, "kernel")
     beside = [span for span in kernels if span.stream != shared.stream]
-    assert any("_put_kernel" in span.name and span.meets(shared) for span in beside), sorted(
+    assert any("dispatch_rows_kernel" in span.name and span.meets(shared) for span in beside), sorted(
         (span.name, span.start - shared.start, span.stop - shared.start) for span in beside
     )
     # Backward: while the tokens' gradients come home, the only products left are those of the shared expert.
-    pulls = [span for span in beside if "_pull_kernel" in span.name and span.start > shared.stop]
+    pulls = [span for span in beside if "combine_rows_kernel" in span.name and span.start > shared.stop]
     own = [span for span in kernels if span.stream == shared.stream and span.start > shared.stop]
     assert any(pull.meets(span) for pull in pulls for span in own), (pulls, own)
 

@@ -7,16 +7,24 @@ be in its interpreter's mode, which the tests of kernels need.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from windows import make_places
 
-from deep_ep.kernels import counts, exchange, pull, push, put, rail, relay, relay_sums, staging, steer
+from deep_ep.engine.shapes import Shapes
+from deep_ep.kernels import counts, exchange, pull, put, rail, relay, relay_sums, staging, steer
+from deep_ep.kernels._triton import Launch
 from deep_ep.kernels.low_latency import combine, dispatch
 from deep_ep.kernels.low_latency import words as ll_words
+from deep_ep.kernels.notify import CopyingHandshake, Form, Handshake, Terms
 
 TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
+TERMS = Terms(1, 0, (0, 0))
 
 
 def ptx_of(kernel, pointers: dict[str, str], constants: dict[str, object], num_warps: int, aligned=()) -> str:
@@ -41,34 +49,56 @@ def compiled(
     return triton.compile(source, target=TARGET, options=options).asm
 
 
+def launched(launch: Launch) -> str:
+    """The PTX of a kernel as it is launched: with the constants, the warps and the types that a call has."""
+    variant, args = launch._variant, (*launch._types, *launch._fixed)
+    params = [param for param in variant._kernel.params if not param.is_constexpr]
+    pointers = {}
+    for param, arg in zip(params, args, strict=True):
+        if arg is not None and not isinstance(arg, int):
+            pointers[param.name] = POINTERS[arg if isinstance(arg, torch.dtype) else arg.dtype]
+    assert variant._constants.get("NUM_WARPS") in (None, variant._options["num_warps"])
+    return ptx_of(variant._kernel, pointers, variant._constants, variant._options["num_warps"])
+
+
+def notifying() -> dict[str, str]:
+    """As `prepare_all` and `prepare_nodes` compile them, and those that copy first. For up to 32 ranks, and those that
+    number tokens also for more, where they have one warp.
+    """
+    numbered = Form(has_counts=True, has_prefix=True, is_numbered=True)
+    forms = {"numbered": numbered, "handle": Form(has_prefix=True), "bare": Form(), "again": Form(is_new=False)}
+    far_forms = {"handle": Form(has_nodes=True), "again": Form(has_nodes=True, is_new=False)}
+    ptx = {}
+    for num_ranks, num_nodes, more in ((8, 2, ""), (64, 8, " of 64 ranks")):
+        places = make_places(0, num_ranks, "cpu")
+        far_places = replace(places, num_nodes=num_nodes)
+        far_numbered = numbered._replace(has_nodes=True, word=put.widest_word(far_places.num_near)[0])
+        for name, form in forms.items():
+            if form.is_numbered or not more:
+                ptx[f"notify {name}{more}"] = launched(Handshake(places, TERMS, form).launch)
+        for name, form in {"numbered": far_numbered, **far_forms}.items():
+            if form.is_numbered or not more:
+                ptx[f"notify nodes {name}{more}"] = launched(Handshake(far_places, TERMS, form).launch)
+                if not more:
+                    says = form._replace(hears=False)
+                    ptx[f"say nodes {name}"] = launched(Handshake(far_places, TERMS, says).launch)
+        if more:
+            continue  # there rows are copied by a kernel of their own
+        for name, word, is_aligned in (("copied", torch.int32, True), ("copied odd bytes", torch.int8, False)):
+            copying = CopyingHandshake(places, TERMS, Shapes().copy, 14336, word, is_aligned)
+            ptx[f"notify {name}{more}"] = launched(copying.launch)
+    for name, form in {"counts": Form(has_counts=True, has_prefix=True, has_nodes=True), **far_forms}.items():
+        far_places = replace(make_places(0, 8, "cpu"), num_nodes=2)
+        ptx[f"hear nodes {name}"] = launched(Handshake(far_places, TERMS, form._replace(says=False)).launch)
+    return ptx
+
+
 def signalling() -> dict[str, str]:
     words = dict.fromkeys(("windows", "homes", "state", "table", "host", "plan"), "*i64")
-    lists = dict.fromkeys(
-        ("counts", "given", "per_expert", "prefix", "slots", "recv_src_idx", "node_tokens", "node_prefix", "mark"),
-        "*i32",
-    )
-    ptx = {}
-    # As `prepare_all` compiles them, for up to 32 ranks.
-    for is_new, has_counts, has_prefix, is_pushed in (
-        (True, True, True, False),
-        (True, False, True, False),
-        (True, False, True, True),
-        (True, False, False, False),
-        (False, False, False, False),
-    ):
-        constants = {"IS_NEW": is_new, "HAS_COUNTS": has_counts, "HAS_PREFIX": has_prefix, "IS_PUSHED": is_pushed}
-        constants |= {"SAYS": True, "HEARS": True, "HAS_NODES": False, "LANES": 32, "CHUNK": 8}
-        name = f"meet new={is_new} counts={has_counts} prefix={has_prefix}" + " pushed" * is_pushed
-        ptx[name] = ptx_of(exchange._meet_kernel, words | lists, constants, 1)
-    ptx["finish dispatch"] = ptx_of(staging._finish_dispatch_kernel, words | lists, {"LANES": 32}, 1)
-    ptx["finish combine"] = ptx_of(staging._finish_combine_kernel, words | lists, {"LANES": 32}, 1)
-    both = {"HAS_NODES": True, "IS_PUSHED": False, "LANES": 32, "CHUNK": 8}
-    for says, hears in ((True, True), (True, False), (False, True)):
-        for has_counts in (True, False):
-            constants = {"SAYS": says, "HEARS": hears, "IS_NEW": True, "HAS_COUNTS": has_counts, **both}
-            constants |= {"HAS_PREFIX": has_counts}
-            name = f"meet nodes says={says} hears={hears} counts={has_counts}"
-            ptx[name] = ptx_of(exchange._meet_kernel, words | lists, constants, 1)
+    lists = dict.fromkeys(("prefix", "slots", "recv_src_idx"), "*i32")
+    ptx = notifying()
+    ptx["finish rows"] = ptx_of(staging._finish_rows_kernel, words | lists, {"LANES": 32}, 1)
+    ptx["finish sums"] = ptx_of(staging._finish_sums_kernel, words | lists, {"LANES": 32}, 1)
     bells = words | dict.fromkeys(("bells", "wanted", "seen"), "*i64")
     ptx["ring"] = ptx_of(rail._ring_kernel, bells, {"IS_BACK": False, "LANES": 32}, 1)
     ptx["await landed"] = ptx_of(rail._await_kernel, bells, {"LANES": 32}, 1)
@@ -100,7 +130,7 @@ def moving() -> dict[str, str]:
         "HAS_RECORDS": True,
     }
     constants |= {"HAS_TOPK": True, "TOPK": 8, "LANES": 8, "IS_WHOLE": False}
-    ptx = {"put": ptx_of(put._put_kernel, pointers, constants, 16)}
+    ptx = {"put": ptx_of(put.dispatch_rows_kernel, pointers, constants, 16)}
     steered = pointers | {"node_slots": "*i32", "numbers": "*i32", "passed_on": "*i32", "plan": "*i64", "aimed": "*i64"}
     for name, has_records in (("steer", True), ("steer along a handle", False)):
         ptx[name] = ptx_of(steer._steer_kernel, steered, {"HAS_RECORDS": has_records, "TILE": 128, "LANES": 16}, 8)
@@ -121,7 +151,7 @@ def moving() -> dict[str, str]:
         "VECTOR": 16,
         "WIDE": triton.language.float32,
     }
-    ptx["pull"] = ptx_of(pull._pull_kernel, rows, constants, 8)
+    ptx["pull"] = ptx_of(pull.combine_rows_kernel, rows, constants, 8)
     relayed = rows | {
         "passed_on": "*i32",
         "node_slots": "*i32",
@@ -132,17 +162,9 @@ def moving() -> dict[str, str]:
     some = {name: sums[name] for name in ("BLOCK", "AT_ONCE", "LANES", "VECTOR", "WIDE", "IS_WHOLE")}
     ptx["sum for rail"] = ptx_of(relay_sums._sum_for_rail_kernel, relayed, some, 8)
     ptx["sum nodes"] = ptx_of(relay_sums._sum_nodes_kernel, relayed, sums, 8)
-    inbox = rows | {"inbox": "*u8"}
-    ptx["sum_inbox"] = ptx_of(push._sum_inbox_kernel, inbox, constants, 8)
-    rows_of = pointers | {"rows": "*i32", "source_idx": "*i32"}
-    ptx["push"] = ptx_of(push._push_kernel, rows_of, {"VECTOR": 16, "BLOCK": 2048, "LANES": 8}, 8)
     ptx["copy_in"] = ptx_of(pull._copy_in_kernel, pointers, {"VECTOR": 16, "BLOCK": 4096}, 8)
-    marks = {"topk_idx": "*i64", "mask": "*u8", "words": "*i32"}
-    marks |= dict.fromkeys(("counts", "numbers", "node_counts", "node_numbers"), "*i32")
-    constants = {"TILE": 128, "LANES": 8, "NODES": 1, "BINS": 256}
-    ptx["layout"] = ptx_of(counts._layout_kernel, marks, constants, 4)
-    ptx["positions"] = ptx_of(counts._positions_kernel, marks, {"TILE": 1024}, 4)
-    ptx["node positions"] = ptx_of(counts._node_positions_kernel, marks, {"WORDS": 2, "TILE": 1024}, 4)
+    marks = {"topk_idx": "*i64", "mask": "*u8", "counts": "*i32"}
+    ptx["layout"] = ptx_of(counts._layout_kernel, marks, {"TILE": 128, "LANES": 8, "NODES": 1, "BINS": 256}, 4)
     return ptx
 
 

@@ -41,7 +41,7 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
 
 def courier_of(layout: FarLayout, heaps: Heaps, rank: int, epoch: int) -> carry.Courier:
     heaps.pe = pe_of(layout, rank)
-    state = torch.zeros(exchange.STATE_WORDS, dtype=torch.int64)
+    state = torch.zeros(exchange.Places.state_room(layout.num_ranks), dtype=torch.int64)
     state[exchange.STATE_EPOCH] = epoch
     pes = torch.tensor([pe_of(layout, one) for one in range(layout.num_ranks)], dtype=torch.int32)
     words = heaps.heaps[heaps.pe].data_ptr()

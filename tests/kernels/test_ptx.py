@@ -7,38 +7,44 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from deep_ep.kernels import _triton
+from deep_ep.kernels import (
+    _triton,
+    carry,
+    counts,
+    exchange,
+    notify,
+    pull,
+    put,
+    rail,
+    relay,
+    relay_sums,
+    staging,
+    steer,
+)
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
-MEETINGS = (
-    "meet new=True counts=True prefix=True",
-    "meet new=True counts=False prefix=True",
-    "meet new=True counts=False prefix=True pushed",
-    "meet new=True counts=False prefix=False",
-    "meet new=False counts=False prefix=False",
-)
-NODES = tuple(f"meet nodes says=True hears=True counts={has_counts}" for has_counts in (True, False))
-SAYING = tuple(f"meet nodes says=True hears=False counts={has_counts}" for has_counts in (True, False))
-HEARING = tuple(f"meet nodes says=False hears=True counts={has_counts}" for has_counts in (True, False))
-FINISHING = ("finish dispatch", "finish combine")
-WAITING = (*MEETINGS, *NODES, *HEARING, *FINISHING)
+MORE = " of 64 ranks"
+NUMBERED = ("notify numbered", "notify nodes numbered")
+COPIED = ("notify copied", "notify copied odd bytes")
+MEETINGS = ("notify handle", "notify bare", "notify again", "notify nodes handle", "notify nodes again")
+SAYING = ("say nodes handle", "say nodes again")
+SAYING_NUMBERED = ("say nodes numbered",)
+HEARING = ("hear nodes counts", "hear nodes handle", "hear nodes again")
+FINISHING = ("finish rows", "finish sums")
+# Kernels of several blocks of several warps: the last block signals and waits, or only signals. For more than 32 ranks
+# they have one warp, since what several see must be shared.
+FUSED_WAITING = (*NUMBERED, *COPIED)
+OF_ONE_WARP = tuple(name + MORE for name in NUMBERED)
+FUSED = (*FUSED_WAITING, *SAYING_NUMBERED)
+WAITING = (*MEETINGS, *HEARING, *FINISHING)  # of one warp
 SIGNALLING = (*WAITING, *SAYING, "ring", "await landed", "meet rail", "abort", "refuse")
-BULK = (
-    "put",
-    "pull",
-    "copy_in",
-    "push",
-    "sum_inbox",
-    "forward",
-    "forward fetched",
-    "sum for rail",
-    "sum nodes",
-)
+BULK = ("put", "pull", "copy_in", "forward", "forward fetched", "sum for rail", "sum nodes")
 AHEAD = (
     "put",
     "copy_in",
@@ -68,6 +74,7 @@ LL_RECEIVES = (
     "combine receive logfmt=True",
 )
 
+ACCESS = re.compile(r"\s*(?:@!?%\w+\s+)?(ld|st)\.(?:volatile\.)?global\..*\[ *(%rd\d+(?: *\+ *\d+)?) *\]")
 INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)\s", re.MULTILINE)
 
 
@@ -87,15 +94,67 @@ def instructions(ptx: dict[str, str]) -> dict[str, list[str]]:
     return {kernel: INSTRUCTION.findall(text) for kernel, text in ptx.items()}
 
 
+class Flow:
+    """Where control may go in a kernel, line by line."""
+
+    def __init__(self, text: str):
+        self.lines = text.splitlines()
+        labels = {}
+        for index, line in enumerate(self.lines):
+            if label := re.match(r"(\$\w+):", line):
+                labels[label[1]] = index
+        self.nexts: list[list[int]] = [[] for _ in self.lines]
+        self.jumps = []  # from a line, to a line
+        for index, line in enumerate(self.lines[:-1]):
+            if branch := re.search(r"^\s*(@!?%\w+\s+)?bra(?:\.uni)?\s+(\$\w+);", line):
+                target = labels[branch[2]]
+                self.jumps.append((index, target))
+                self.nexts[index] = [target, index + 1] if branch[1] else [target]
+            elif not re.match(r"\s*(ret|exit|trap);", line):
+                self.nexts[index] = [index + 1]
+        self.befores: list[list[int]] = [[] for _ in self.lines]
+        for index, nexts in enumerate(self.nexts):
+            for one in nexts:
+                self.befores[one].append(index)
+
+    def reached(self, starts: list[int], edges: list[list[int]], stops: Callable[[int], bool]) -> set[int]:
+        """Where one comes from these lines on, without going on from where it stops."""
+        seen, todo = set(), list(starts)
+        while todo:
+            index = todo.pop()
+            if index not in seen:
+                seen.add(index)
+                if not stops(index):
+                    todo += edges[index]
+        return seen
+
+    def loops(self) -> list[list[str]]:
+        """The instructions of each loop: all that lies between where a branch goes back to and the branch."""
+        found = []
+        for index, head in self.jumps:
+            behind = self.reached([head], self.nexts, lambda _: False)
+            if head <= index and index in behind:
+                body = behind & self.reached([index], self.befores, lambda one, head=head: one == head)
+                found.append(INSTRUCTION.findall("\n".join(self.lines[one] for one in sorted(body))))
+        return found
+
+    def races(self) -> list[str]:
+        """Words that all threads load and one stores, or the other way, while no barrier stands between."""
+        uses = {}
+        for index, line in enumerate(self.lines):
+            if use := ACCESS.match(line):
+                uses[index] = (use[1], use[2])
+        is_end = [bool(re.match(r"\s*(@!?%\w+\s+)?bar(rier)?\.", line)) for line in self.lines]
+        found = []
+        for index, (kind, word) in uses.items():
+            for other in self.reached(self.nexts[index], self.nexts, lambda one: is_end[one]):
+                if uses.get(other, (kind, None)) == ({"ld": "st", "st": "ld"}[kind], word):
+                    found.append(f"{self.lines[index].strip()} | {self.lines[other].strip()}")
+        return found
+
+
 def loops(text: str) -> list[list[str]]:
-    """The instructions of each loop: from where a branch goes back to, up to the branch."""
-    lines, labels, found = text.splitlines(), {}, []
-    for index, line in enumerate(lines):
-        if label := re.match(r"(\$\w+):", line):
-            labels[label[1]] = index
-        elif (branch := re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)) and branch[1] in labels:
-            found.append(INSTRUCTION.findall("\n".join(lines[labels[branch[1]] : index + 1])))
-    return found
+    return Flow(text).loops()
 
 
 def is_poll(loop: list[str]) -> bool:
@@ -144,7 +203,7 @@ def test_a_signal_is_a_store_that_releases(instructions: dict[str, list[str]], k
     assert all({"sys", "b64"} <= set(one.split(".")) for one in signals)
 
 
-@pytest.mark.parametrize("kernel", SIGNALLING)
+@pytest.mark.parametrize("kernel", [*SIGNALLING, *FUSED])
 def test_a_barrier_stands_between_the_last_store_and_each_signal(
     instructions: dict[str, list[str]], kernel: str
 ) -> None:
@@ -154,22 +213,83 @@ def test_a_barrier_stands_between_the_last_store_and_each_signal(
             has_barrier = True
         elif is_store(one):
             has_barrier = False
-        elif is_signal(one):
+        elif is_signal(one) or is_atomic(one):
             assert has_barrier, "the writes of other threads could come after the signal"
             has_barrier = False
 
 
-@pytest.mark.parametrize("kernel", WAITING)
+@pytest.mark.parametrize("kernel", [*WAITING, *FUSED_WAITING])
 def test_a_wait_acquires_and_a_barrier_hands_on_what_it_saw(instructions: dict[str, list[str]], kernel: str) -> None:
     """Progress and failures, before the loop and in it; then a barrier, before any thread reads what peers wrote."""
     looks = [index for index, one in enumerate(instructions[kernel]) if one.startswith("ld.acquire.")]
     assert len(looks) == 4
     behind = instructions[kernel][looks[-1] + 1 :]
     barrier = next(index for index, one in enumerate(behind) if is_barrier(one))
-    assert [one for one in behind[:barrier] if one.startswith("ld.global")] == []
+    assert [one for one in behind[:barrier] if one.startswith(("ld.global", "ld.volatile"))] == []
 
 
-@pytest.mark.parametrize("kernel", [*SAYING, "ring", "abort", "refuse"])
+# Handshakes of several warps, at the end of a kernel of several blocks -----------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", FUSED)
+def test_signals_and_looks_of_the_last_block_are_of_system_scope(
+    instructions: dict[str, list[str]], kernel: str
+) -> None:
+    ordered = [one for one in instructions[kernel] if is_ordered(one) and not is_counter(one)]
+    # What a wait saw is handed from warp to warp by way of private memory; the compiler must not guess it.
+    private = [one for one in ordered if one.startswith("ld.volatile.")]
+    assert len(private) == (2 if kernel in FUSED_WAITING else 0)
+    assert [one for one in ordered if one not in private and "sys" not in one.split(".")] == []
+
+
+@pytest.mark.parametrize("kernel", FUSED)
+def test_blocks_are_counted_before_the_last_one_signals(ptx: dict[str, str], kernel: str) -> None:
+    flow = Flow(ptx[kernel])
+    at = {index: one[0] for index, line in enumerate(flow.lines) if (one := INSTRUCTION.findall(line + "\n"))}
+    atomics = [index for index, one in at.items() if is_atomic(one)]
+    assert len(atomics) == 1
+    assert is_counter(at[atomics[0]])
+    assert {"acq_rel", "gpu"} <= set(at[atomics[0]].split(".")), "blocks of one kernel, about memory of their own GPU"
+    signals = [index for index, line in enumerate(flow.lines) if "st.release." in line]
+    assert signals
+    assert all("st.release.sys.global.b64" in flow.lines[one] for one in signals)
+    before = flow.reached([0], flow.nexts, lambda one: one == atomics[0])
+    assert not before & set(signals), "whoever is not counted says nothing"
+    assert not [one for one in before if "ld.acquire." in flow.lines[one]], "and waits for nobody"
+
+
+@pytest.mark.parametrize("kernel", FUSED)
+def test_a_barrier_hands_on_what_the_last_block_acquired(instructions: dict[str, list[str]], kernel: str) -> None:
+    """One thread counts; the others read what other blocks wrote."""
+    counter = next(index for index, one in enumerate(instructions[kernel]) if is_counter(one))
+    behind = instructions[kernel][counter + 1 :]
+    barrier = next(index for index, one in enumerate(behind) if is_barrier(one))
+    assert [one for one in behind[:barrier] if one.startswith(("ld.global", "ld.volatile"))] == []
+
+
+@pytest.mark.parametrize("kernel", FUSED)
+def test_no_warp_stores_what_another_has_still_to_load(ptx: dict[str, str], kernel: str) -> None:
+    """Else a slow warp would take the number of this call for that of the last one, or a failure for an old one."""
+    assert Flow(ptx[kernel]).races() == []
+
+
+@pytest.mark.parametrize("kernel", COPIED)
+def test_rows_are_copied_before_blocks_are_counted(ptx: dict[str, str], kernel: str) -> None:
+    """In vectors where rows have them, and each piece loaded in the loop that stores the one before."""
+    unit = "b8" if "odd" in kernel else "v4.b32"
+    moving = [
+        [one for one in loop if one.startswith(("ld.global", "st.global")) and one.endswith(unit)]
+        for loop in loops(ptx[kernel])
+    ]
+    moving = [loop for loop in moving if loop]
+    assert len(moving) == 1
+    assert {one[:2] for one in moving[0]} == {"ld", "st"}
+    whole = INSTRUCTION.findall(ptx[kernel])
+    counter = next(index for index, one in enumerate(whole) if is_counter(one))
+    assert [one for one in whole[counter:] if one.startswith(("ld.global", "st.global")) and one.endswith(unit)] == []
+
+
+@pytest.mark.parametrize("kernel", [*SAYING, *SAYING_NUMBERED, "ring", "abort", "refuse"])
 def test_who_only_says_something_waits_for_nobody(instructions: dict[str, list[str]], kernel: str) -> None:
     assert [one for one in instructions[kernel] if "acquire" in one] == []
 
@@ -200,6 +320,25 @@ def test_rows_are_loaded_in_the_loop_that_stores_them(ptx: dict[str, str], kerne
 
     innermost = min((loop for loop in loops(ptx[kernel]) if moves(loop, "st.global")), key=len)
     assert moves(innermost, "ld.global")
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_named_after_what_profiles_are_searched_for(ptx: dict[str, str]) -> None:
+    """Callers find the kernels of a dispatch, of a combine, and of the handshake before, by a part of their names."""
+    modules = (carry, counts, exchange, notify, pull, put, rail, relay, relay_sums, staging, steer)
+    names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+    compiled = {kernel: re.findall(r"\.entry\s+(\w+)", text) for kernel, text in ptx.items()}
+    normal = [kernel for kernel in compiled if kernel not in (*LL_SIGNALLING, *LL_RECEIVES)]
+    assert {name for kernel in normal for name in compiled[kernel]} <= names
+    assert compiled["put"] == ["dispatch_rows_kernel"]
+    assert compiled["pull"] == ["combine_rows_kernel"]
+    for kernel in (*MEETINGS, *SAYING, *HEARING, *FUSED):
+        assert compiled[kernel] == ["_notify_copied_kernel" if "copied" in kernel else "_notify_kernel"]
+    assert {name for name in names if "dispatch" in name} == {"dispatch_rows_kernel"}
+    assert {name for name in names if "combine" in name} == {"combine_rows_kernel"}
+    assert {name for name in names if "notify" in name} == {"_notify_kernel", "_notify_copied_kernel"}
 
 
 # Low latency ---------------------------------------------------------------------------------------------------------
@@ -243,7 +382,9 @@ def test_a_barrier_stands_before_each_low_latency_signal(instructions: dict[str,
             has_barrier = False
 
 
-@pytest.mark.parametrize("kernel", [*WAITING, "await landed", "meet rail", *LL_WAITS, *LL_SENDS])
+@pytest.mark.parametrize(
+    "kernel", [*WAITING, *FUSED_WAITING, *OF_ONE_WARP, "await landed", "meet rail", *LL_WAITS, *LL_SENDS]
+)
 def test_no_barrier_stands_in_a_loop_that_polls(ptx: dict[str, str], kernel: str) -> None:
     """Warps may leave it at different times: who stayed would wait for the others for good."""
     polls = [loop for loop in loops(ptx[kernel]) if is_poll(loop)]

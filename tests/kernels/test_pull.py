@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from calls import pull_rows
 from windows import fail, make_places, offer
 
 from deep_ep.kernels import _triton, pull
@@ -21,7 +22,7 @@ def test_pull_worked_example(device: str) -> None:
     offer(places, [[rows, rows]], [3, 0])
     out = torch.empty(1, 2, device=device)
     slots = torch.tensor([[2, -1]], dtype=torch.int32, device=device)
-    pull.pull(places, SHAPE, 0, out, slots, [torch.tensor([[10.0, 10.0]], device=device)])
+    pull_rows(places, SHAPE, 0, out, slots, [torch.tensor([[10.0, 10.0]], device=device)])
     assert out.tolist() == [[11.0, 12.0]]
 
 
@@ -45,7 +46,7 @@ def test_sums_are_those_of_the_twin(
     places = make_places(0, num_ranks, device)
     offer(places, [None, peers], [num_tokens] * num_ranks)
     out, expected = draw(num_tokens, hidden), draw(num_tokens, hidden)
-    pull.pull(places, SHAPE, 1, out, slots, biases)
+    pull_rows(places, SHAPE, 1, out, slots, biases)
     reduce_rows(expected, peers, slots, [0] * num_ranks, biases)
     assert torch.equal(out, expected)
 
@@ -57,10 +58,10 @@ def test_a_token_without_rows_gets_its_bias(device: str) -> None:
     slots = torch.full((1, 2), -1, dtype=torch.int32, device=device)
     bias = torch.tensor([[-0.0, 1.5, 2.0]], device=device)
     out = torch.empty(1, 3, device=device)
-    pull.pull(places, SHAPE, 0, out, slots, [bias])
+    pull_rows(places, SHAPE, 0, out, slots, [bias])
     assert torch.equal(out, bias)
     assert out.signbit().tolist() == [[True, False, False]]
-    pull.pull(places, SHAPE, 0, out, slots, [])
+    pull_rows(places, SHAPE, 0, out, slots, [])
     assert out.tolist() == [[0.0, 0.0, 0.0]]
 
 
@@ -69,7 +70,7 @@ def test_rows_that_were_not_offered_are_not_read(device: str) -> None:
     rows = torch.tensor([[1.0], [float("nan")]], device=device)
     offer(places, [[rows]], [1])
     out = torch.empty(2, 1, device=device)
-    pull.pull(places, SHAPE, 0, out, torch.tensor([[0], [1]], dtype=torch.int32, device=device), [])
+    pull_rows(places, SHAPE, 0, out, torch.tensor([[0], [1]], dtype=torch.int32, device=device), [])
     assert out.tolist() == [[1.0], [0.0]]
 
 
@@ -94,6 +95,6 @@ def test_a_failed_buffer_sums_and_copies_nothing(device: str) -> None:
     offer(places, [[rows]], [1])
     fail(places)
     out = torch.full((1, 4), 7.0, device=device)
-    pull.pull(places, SHAPE, 0, out, torch.zeros(1, 1, dtype=torch.int32, device=device), [])
+    pull_rows(places, SHAPE, 0, out, torch.zeros(1, 1, dtype=torch.int32, device=device), [])
     pull.copy_in(places, SHAPE, out, rows, torch.ones(1, 1, dtype=torch.int32, device=device))
     assert out.tolist() == [[7.0] * 4]

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from calls import positions, put_rows, unpack
 from windows import fail, make_places, offer
 
 from deep_ep import layout
 from deep_ep.engine.parcel import Payload, Received, Routing, empty_handle, empty_topk, outgoing_parts, unpack_records
-from deep_ep.kernels import _triton, counts, put, rows
+from deep_ep.kernels import _triton, put, rows
 from deep_ep.kernels.put import Shape
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
@@ -29,7 +30,7 @@ def test_put_worked_example(device: str) -> None:
     offer(places, [peers], [9, 9], [5, 7])
     x = torch.tensor([[11.0, 12.0]], device=device)
     slots = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
-    put.put(places, SHAPE, x, None, slots, None, None, None, 0)
+    put_rows(places, SHAPE, x, None, slots, None, None, None, 0)
     assert peers[0][5].tolist() == [11.0, 12.0]
     assert peers[1][8].tolist() == [11.0, 12.0]
     assert float(peers[0].sum() + peers[1].sum()) == 46.0, "nothing else was written"
@@ -41,7 +42,7 @@ def test_unpack_worked_example(device: str) -> None:
     records[0, :5] = torch.tensor([4, 1, -1, bits(0.5), bits(0.0)], dtype=torch.int32, device=device)
     source = torch.full((2,), -7, dtype=torch.int32, device=device)
     ids, weights = torch.full((2, 2), 9, device=device), torch.full((2, 2), 9.0, device=device)
-    put.unpack(places, 4, records, torch.tensor([[1]], dtype=torch.int32, device=device), source, ids, weights)
+    unpack(places, 4, records, torch.tensor([[1]], dtype=torch.int32, device=device), source, ids, weights)
     assert source.tolist() == [4, -7]
     assert ids.tolist() == [[1, -1], [-1, -1]], "rows beyond those that came have no ids"
     assert weights[0].tolist() == [0.5, 0.0]
@@ -56,7 +57,7 @@ def test_unpack_across_nodes_worked_example(device: str, is_well: bool) -> None:
     ends = torch.full((2,), -7, dtype=torch.int32, device=device)
     if not is_well:
         fail(places)
-    put.unpack(places, 4, records, prefix, sources, None, None, ends)
+    unpack(places, 4, records, prefix, sources, None, None, ends)
     assert sources.tolist() == [[1, 4] if is_well else [2, -1], [2, -1]], "rows that did not come are nobody's"
     assert ends.tolist() == [0, 1]
 
@@ -74,7 +75,7 @@ def test_each_row_is_told_its_source(device: str, num_ranks: int, num_rows: int)
     prefix[:, rank] = ends
     records = torch.arange(num_rows, dtype=torch.int32, device=device)[:, None].repeat(1, 4)
     sources, seen = records.new_full((num_rows, 2), -7), torch.full_like(ends, -7)
-    put.unpack(make_places(rank, num_ranks, device), 2, records, prefix, sources, None, None, seen)
+    unpack(make_places(rank, num_ranks, device), 2, records, prefix, sources, None, None, seen)
     rows = torch.arange(num_rows, dtype=torch.int32, device=device)
     assert torch.equal(seen, ends)
     assert torch.equal(sources[:, 0], torch.searchsorted(ends, rows, right=True, out_int32=True))
@@ -161,10 +162,10 @@ def test_what_arrives_is_what_the_twins_deliver(device: str, name: str) -> None:
     places = [make_places(rank, num_ranks, device) for rank in ranks]
 
     for rank, (payload, routing) in enumerate(inputs):
-        numbers, _ = counts.positions(routing.is_token_in_rank)
+        numbers, _ = positions(routing.is_token_in_rank)
         offer(places[rank], [x, scales, records], num_rows, (prefix - sent)[rank].tolist())
         send_head = torch.full_like(numbers, -9)
-        put.put(
+        put_rows(
             places[rank], SHAPE, payload.x, payload.scales, numbers, send_head, routing.topk_idx, routing.topk_weights,
             case.experts_per_rank,
         )  # fmt: skip
@@ -190,7 +191,7 @@ def test_what_arrives_is_what_the_twins_deliver(device: str, name: str) -> None:
         unpack_records(twin, came[rank], rank, case.experts_per_rank)
         source = torch.empty(num_rows[rank], dtype=torch.int32, device=device)
         ids, weights = empty_topk(routing, num_rows[rank])
-        put.unpack(places[rank], 2, records[rank], prefix, source, ids, weights)
+        unpack(places[rank], 2, records[rank], prefix, source, ids, weights)
         assert torch.equal(source[: came[rank]], twin.handle.recv_src_idx[: came[rank]])
         if ids is not None and weights is not None:
             assert torch.equal(ids, twin.topk_idx)
@@ -205,7 +206,7 @@ def test_slots_of_a_handle_are_put_as_they_are(device: str, is_whole: bool) -> N
     offer(places, [peers], [4, 4])
     x = torch.arange(12, dtype=torch.int16, device=device).view(2, 6)
     slots = torch.tensor([[3, -1], [2, 0 if is_whole else -1]], dtype=torch.int32, device=device)
-    put.put(places, SHAPE, x, None, slots, None, None, None, 0)
+    put_rows(places, SHAPE, x, None, slots, None, None, None, 0)
     assert torch.equal(peers[0][2:], x.flip(0))
     assert same(peers[0][:2], room(2, 6, torch.int16, device))
     assert torch.equal(peers[1][0], x[1]) == is_whole
@@ -217,7 +218,7 @@ def test_nothing_is_written_past_the_rows_that_were_offered(device: str) -> None
     window = room(4, 8, torch.uint8, device)
     offer(places, [[window[:2]]], [2])
     slots = torch.tensor([[0], [1], [2], [3]], dtype=torch.int32, device=device)
-    put.put(places, SHAPE, torch.ones(4, 8, dtype=torch.uint8, device=device), None, slots, None, None, None, 0)
+    put_rows(places, SHAPE, torch.ones(4, 8, dtype=torch.uint8, device=device), None, slots, None, None, None, 0)
     assert window[:2].tolist() == [[1] * 8] * 2
     assert window[2:].tolist() == [[UNTOUCHED] * 8] * 2
 
@@ -228,11 +229,11 @@ def test_a_failed_buffer_moves_nothing(device: str) -> None:
     offer(places, [[window], None, [window]], [1])
     fail(places)
     slots = torch.tensor([[0]], dtype=torch.int32, device=device)
-    put.put(places, SHAPE, torch.ones(1, 8, dtype=torch.uint8, device=device), None, slots, None, None, None, 0)
+    put_rows(places, SHAPE, torch.ones(1, 8, dtype=torch.uint8, device=device), None, slots, None, None, None, 0)
     assert window.tolist() == [[UNTOUCHED] * 8]
     source = torch.full((1,), -7, dtype=torch.int32, device=device)
     records = torch.zeros(1, 4, dtype=torch.int32, device=device)
-    put.unpack(places, 1, records, torch.ones(1, 1, dtype=torch.int32, device=device), source, None, None)
+    unpack(places, 1, records, torch.ones(1, 1, dtype=torch.int32, device=device), source, None, None)
     assert source.tolist() == [-7]
 
 

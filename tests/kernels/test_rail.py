@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calls import all_bases, meet
 from windows import Boards, make_places, synchronize
 
 from deep_ep.kernels import _triton, exchange, rail
-from deep_ep.kernels.exchange import Nodes, Places, Post
+from deep_ep.kernels.exchange import Places
+from deep_ep.kernels.notify import Nodes, Post, Terms
 from deep_ep.kernels.rail import FarPlaces, FarRows
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
@@ -44,11 +46,12 @@ class Meeting:
     def __init__(self, num_tokens: list, device: str, far_rows: int = 20, mark: int = 7):
         self.plan = torch.zeros(2, exchange.PLAN_WORDS, dtype=torch.int64, device=device)
         self.prefix = int32([0, 0], device)
-        self.post = Post(2, 1, (5, 6), num_rows=9, bases=(64,), far_rows=far_rows)
+        self.terms = Terms(2, 1, (5, 6))
+        self.post = Post(num_rows=9, bases=all_bases(64), far_rows=far_rows)
         self.nodes = Nodes(int32(num_tokens, device), self.plan, self.prefix, int32([mark], device))
 
     def __call__(self, places: Places) -> None:
-        exchange.meet(replace(places, num_nodes=2), self.post, nodes=self.nodes)
+        meet(replace(places, num_nodes=2), self.terms, self.post, nodes=self.nodes)
 
 
 def test_what_a_rail_sends_where_worked_example(device: str) -> None:
@@ -71,7 +74,8 @@ def test_the_halves_of_a_meeting_are_the_whole(device: str) -> None:
     boards, calls = Boards(2, device), [Meeting([3, 4], device), Meeting([5, 6], device)]
     for says, hears in ((True, False), (False, True)):
         for places, call in zip(boards.places, calls, strict=True):
-            exchange.meet(replace(places, num_nodes=2), call.post, nodes=call.nodes, says=says, hears=hears)
+            where = replace(places, num_nodes=2)
+            meet(where, call.terms, call.post, nodes=call.nodes, says=says, hears=hears)
     assert [boards.record(rank) for rank in range(2)] == [None, None]
     assert calls[1].plan[:, :6].tolist() == [[4, 0, 5, 0, 3, 3], [6, 4, 6, 5, 4, 5]]
 

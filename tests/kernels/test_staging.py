@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calls import finish_combine, finish_dispatch, int32, put_rows
 from windows import Boards, offer, synchronize
 
-from deep_ep.kernels import _triton, exchange, put, staging
+from deep_ep.kernels import _triton, exchange, put
 from deep_ep.kernels.exchange import Places
 from deep_ep.kernels.put import Shape
 from deep_ep.kernels.reduce import reduce_rows
 from deep_ep.kernels.rows import as_bytes
-from deep_ep.kernels.staging import Outgoing
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
@@ -30,31 +30,29 @@ def step_of(boards: Boards) -> int:
     return int(boards.boards[0][0]) & 0xFFFFFF
 
 
-def int32(values: list, device: str) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def bare(device: str, num_ranks: int = 1) -> tuple[Outgoing, torch.Tensor]:
-    """A dispatch of no tokens."""
+def bare(places: Places) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a call without tokens: rows, slots, and prefix sums."""
+    device, num_ranks = places.state.device.type, places.num_ranks
     slots = torch.zeros(0, num_ranks, dtype=torch.int32, device=device)
-    x = torch.zeros(0, 4, device=device)
-    return Outgoing(x, None, slots, None, None, 0, False), int32([[0] * num_ranks] * num_ranks, device)
+    return torch.zeros(0, 4, device=device), slots, int32([[0] * num_ranks] * num_ranks, device)
 
 
 # Nobody is staged ----------------------------------------------------------------------------------------------------
 
 
-def finish_dispatch(places: Places) -> None:
-    staging.finish_dispatch(places, READY, 0, *bare(places.state.device.type, places.num_ranks), ())
+def finish_bare_dispatch(places: Places) -> None:
+    x, slots, prefix = bare(places)
+    finish_dispatch(places, READY, 0, x, None, slots, None, None, 0, False, prefix)
 
 
-def finish_combine(places: Places) -> None:
-    outgoing, prefix = bare(places.state.device.type, places.num_ranks)
-    rows, source = [outgoing.x], prefix.new_empty(0)
-    staging.finish_combine(places, READY, 3, rows, rows, (), outgoing.slots, prefix, source)
+def finish_bare_combine(places: Places) -> None:
+    x, slots, prefix = bare(places)
+    finish_combine(places, READY, 3, [x], [x], (), slots, prefix, prefix.new_empty(0))
 
 
-@pytest.mark.parametrize(("finish", "operation", "step"), [(finish_dispatch, 0, READY), (finish_combine, 3, TAKEN)])
+@pytest.mark.parametrize(
+    ("finish", "operation", "step"), [(finish_bare_dispatch, 0, READY), (finish_bare_combine, 3, TAKEN)]
+)
 def test_finish_waits_for_one_step_of_all(device: str, finish, operation: int, step: int) -> None:
     boards = Boards(2, device)
     boards.meet(*[finish] * 2)
@@ -71,8 +69,8 @@ def test_a_failed_or_held_call_does_not_finish(device: str, word: int) -> None:
     boards, places = one_rank(device)
     places.state[word] = 1
     places.state[exchange.STATE_STAGED] = 1
-    finish_dispatch(places)
-    finish_combine(places)
+    finish_bare_dispatch(places)
+    finish_bare_combine(places)
     assert not boards.boards[0].any()
 
 
@@ -84,8 +82,8 @@ def test_staged_dispatch_worked_example(device: str) -> None:
     lane, room = torch.zeros(2, 2, device=device), torch.zeros(4, 2, device=device)
     offer(places, [[lane]], [0], lane_rows=[2])
     x = torch.arange(10.0, device=device).view(5, 2)
-    outgoing = Outgoing(x, None, int32([[0], [-1], [-1], [1], [2]], device), None, None, 0, False)
-    staging.finish_dispatch(places, READY, 0, outgoing, int32([[3]], device), [room, None, None])
+    slots, prefix = int32([[0], [-1], [-1], [1], [2]], device), int32([[3]], device)
+    finish_dispatch(places, READY, 0, x, None, slots, None, None, 0, False, prefix, [room, None, None])
     assert boards.record(0) is None
     assert room.tolist() == [[0.0, 1.0], [6.0, 7.0], [8.0, 9.0], [0.0, 0.0]]
     assert lane.tolist() == [[8.0, 9.0], [6.0, 7.0]], "token 4 is the first of round 1"
@@ -140,10 +138,10 @@ def test_what_comes_through_staging_is_what_put_delivers(
     straight, through, lanes = rooms(num_rows), rooms(num_rows), rooms(lane_rows)
     offer(places, [part if part is None else [part] for part in straight], [num_rows])
     send_head = slots.clone() if num_local else None
-    put.put(places, SHAPE, x, scales, slots, send_head, ids, weights, num_local)
+    put_rows(places, SHAPE, x, scales, slots, send_head, ids, weights, num_local)
     offer(places, [part if part is None else [part] for part in lanes], [0], lane_rows=[lane_rows])
-    outgoing = Outgoing(x, scales, slots, ids, weights, num_local, num_local > 0)
-    staging.finish_dispatch(places, READY, 0, outgoing, int32([[7]], device), through)
+    prefix = int32([[7]], device)
+    finish_dispatch(places, READY, 0, x, scales, slots, ids, weights, num_local, num_local > 0, prefix, through)
     assert places.state[exchange.STATE_FAILED] == 0
     for got, expected in zip(through, straight, strict=True):
         assert (got is None) == (expected is None)
@@ -159,8 +157,8 @@ def test_nothing_is_laid_beyond_a_lane_nor_copied_beyond_the_room(device: str) -
     memory, memory_room = torch.zeros(8, 4, device=device), torch.zeros(8, 4, device=device)
     offer(places, [[memory[:2]]], [0], lane_rows=[2])
     x = torch.ones(4, 4, device=device)
-    outgoing = Outgoing(x, None, int32([[0], [90], [1], [91]], device), None, None, 0, False)
-    staging.finish_dispatch(places, READY, 0, outgoing, int32([[6]], device), [memory_room[:3], None, None])
+    slots, prefix = int32([[0], [90], [1], [91]], device), int32([[6]], device)
+    finish_dispatch(places, READY, 0, x, None, slots, None, None, 0, False, prefix, [memory_room[:3], None, None])
     assert boards.record(0) is None
     assert not memory[2:].any()
     assert not memory_room[3:].any()
@@ -171,7 +169,7 @@ def test_nothing_is_laid_beyond_a_lane_nor_copied_beyond_the_room(device: str) -
 
 def combine(places: Places, rows, sums, biases, slots: torch.Tensor, num_rows: int, source: torch.Tensor) -> None:
     prefix = slots.new_tensor([[num_rows]])
-    staging.finish_combine(places, READY, 3, rows, sums, biases, slots, prefix, source)
+    finish_combine(places, READY, 3, rows, sums, biases, slots, prefix, source)
     synchronize(places)
 
 

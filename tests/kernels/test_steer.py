@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from calls import put_rows
 from windows import fail, make_places, offer
 
 from deep_ep.kernels import _triton, exchange, put, relay, steer
@@ -201,7 +202,7 @@ def test_a_relayed_row_is_the_row_that_a_put_would_have_written(device: str) -> 
     aimed = make_places(1, 4, device)
     where = (given.plan, aimed.table, outbox.data_ptr(), offsets)
     steer.steer(places, 3, course, given.ids, given.weights, case.num_local, *where)
-    put.put(aimed, SHAPE, x, scales, course.slots, None, None, None, 0)
+    put_rows(aimed, SHAPE, x, scales, course.slots, None, None, None, 0)
     there = make_places(3, 4, device)
     offer(there, as_sections(relayed), [num_rows] * 4)
     plan = torch.zeros_like(given.plan)
@@ -216,7 +217,7 @@ def test_a_relayed_row_is_the_row_that_a_put_would_have_written(device: str) -> 
     offer(near, as_sections(direct), [num_rows] * 4, starts)
     assert course.numbers is not None
     heads = torch.empty_like(course.numbers)
-    put.put(near, SHAPE, x, scales, course.numbers, heads, given.ids, given.weights, case.num_local)
+    put_rows(near, SHAPE, x, scales, course.numbers, heads, given.ids, given.weights, case.num_local)
     for own, other in zip(relayed, direct, strict=True):
         assert all(torch.equal(part, twin) for part, twin in zip(own, other, strict=True))
     crosses = course.node_slots[:, 1] >= 0

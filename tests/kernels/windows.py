@@ -22,7 +22,7 @@ def make_places(rank: int, num_ranks: int, device: str) -> Places:
         num_ranks=num_ranks,
         windows=torch.zeros(1, num_ranks, dtype=torch.int64, device=device),
         homes=torch.zeros(num_ranks, dtype=torch.int64, device=device),
-        state=torch.zeros(exchange.STATE_WORDS, dtype=torch.int64, device=device),
+        state=torch.zeros(Places.state_room(num_ranks), dtype=torch.int64, device=device),
         table=torch.zeros(exchange.TABLE_ROWS, num_ranks, dtype=torch.int64, device=device),
         host=torch.zeros(num_host_words, dtype=torch.int64, device="cpu", pin_memory=device == "cuda"),
         header_words=header_words,

@@ -72,14 +72,14 @@ def test_wrong_rows_are_not_timed(device: str, news: tuple[Connection, Connectio
 
 
 def _run_with_wrong_rows(rank: int, num_ranks: int, setting: Setting, news: Connection) -> None:
-    from deep_ep.kernels import put
+    from deep_ep.kernels.put import Put
 
-    right = put.put
+    right = Put.__call__
 
-    def wrong(places, shape, x, *rest) -> None:
-        right(places, shape, x.roll(1, 0), *rest)
+    def wrong(self, x, *rest) -> None:
+        right(self, x.roll(1, 0), *rest)
 
-    put.put = wrong
+    Put.__call__ = wrong
     run_gpu_cases(rank, num_ranks, setting, ["cached-bf16"], news, 1 << 20)
 
 

@@ -117,15 +117,18 @@ def test_wrong_rows_of_either_buffer_are_not_timed(device: str, what: str) -> No
 
 
 def _run_with_wrong_rows(rank: int, num_ranks: int, given: Setting, news: object, what: str) -> None:
-    from deep_ep.kernels import put
+    from deep_ep.kernels.put import Put
 
-    right = put.put
+    make, right = Put.__init__, Put.__call__
 
-    def wrong(places, shape, x, *rest) -> None:
-        is_wrong = places.num_nodes == (2 if what == "two" else 1)
-        right(places, shape, x.roll(1, 0) if is_wrong else x, *rest)
+    def made(self, places, *rest) -> None:
+        make(self, places, *rest)
+        self.is_wrong = places.num_nodes == (2 if what == "two" else 1)
 
-    put.put = wrong
+    def wrong(self, x, *rest) -> None:
+        right(self, x.roll(1, 0) if self.is_wrong else x, *rest)
+
+    Put.__init__, Put.__call__ = made, wrong
     run_hop_cases(rank, num_ranks, given, ["cached-bf16"], news, 1 << 20)
 
 

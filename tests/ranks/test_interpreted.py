@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -70,16 +69,8 @@ def test_random_calls_are_what_the_oracle_says(num_ranks: int, num_calls: int) -
         assert report.stats["calls"].keys() <= {"dispatch/direct", "combine/pulled", "combine/copied_in"}
 
 
-@pytest.mark.parametrize(("num_ranks", "num_calls"), [(2, 8), (3, 9)])
-def test_the_other_form_of_combine_makes_the_same(num_ranks: int, num_calls: int) -> None:
-    pushing = {**INTERPRETED, "DEEP_EP_COMBINE": "push"}
-    reports = run_ranks(soak, num_ranks, 50 + num_ranks, num_calls, env=pushing)
-    assert all(report.stats["calls"].keys() <= {"dispatch/direct", "combine/pushed"} for report in reports)
-    assert sum(report.stats["calls"].get("combine/pushed", 0) for report in reports) > 0
-
-
 def lacking_room(rank: int, num_ranks: int) -> dict[str, int]:
-    """Combines of rows that lie elsewhere. In the first, rank 1 has no room for an inbox; rank 2 has no tokens at all,
+    """Combines of rows that lie elsewhere. In the first, rank 1 has no room for a copy; rank 2 has no tokens at all,
     and the first token of the others has no experts.
     """
     buffer = make_buffer()
@@ -104,28 +95,10 @@ def lacking_room(rank: int, num_ranks: int) -> dict[str, int]:
 
 
 @pytest.mark.filterwarnings("ignore:combine. the arena has no room")
-def test_who_has_no_room_for_an_inbox_makes_all_ranks_pull() -> None:
-    calls = run_ranks(lacking_room, 3, env={**INTERPRETED, "DEEP_EP_COMBINE": "push"})
+def test_who_has_no_room_for_a_copy_gives_its_rows_through_staging() -> None:
+    calls = run_ranks(lacking_room, 3, env=INTERPRETED)
     assert calls[1]["combine/staged"] == 1
-    assert [one["combine/pushed"] for one in calls] == [2, 1, 2]
-
-
-def forms(rank: int, num_ranks: int) -> tuple[str, str]:
-    os.environ["DEEP_EP_COMBINE"] = "push" if rank else "pull"
-    buffer = make_buffer()
-    recv_x, _, _, _, handle, _ = buffer.dispatch(**arguments(buffer))
-
-    def call() -> None:
-        buffer.combine(recv_x, handle)
-        buffer.check()
-
-    return error_of(call)
-
-
-def test_ranks_that_combine_in_different_forms_are_told() -> None:
-    for kind, text in run_ranks(forms, 2, env=INTERPRETED):
-        assert kind == "EPError"
-        assert "pushed combine" in text
+    assert [one["combine/copied_in"] for one in calls] == [2, 1, 2]
 
 
 def transport(rank: int, num_ranks: int) -> str:

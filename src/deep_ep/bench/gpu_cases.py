@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import env
 from ..buffers.legacy import Buffer
 from ..config import Config
 from ..errors import EPError
@@ -167,8 +166,6 @@ def combine_case(work: Work, *, in_window: bool, is_bounded: bool = True) -> Gpu
     given, taken = (one.size(0) * row_bytes for one in (rows, x))
     call = partial(buffer.combine, rows, handle, config=work.config(is_bounded))
     path = "combine/pulled" if in_window else "combine/copied_in"
-    if env.COMBINE.get() == "push":
-        path = "combine/pushed"
     is_right = partial(_is_combined, work, path, _num_calls(work, path))
     return GpuCase(
         given,

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from ..trace import NO_SLICE
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -22,12 +20,14 @@ def call(method: F) -> F:
 
     @functools.wraps(method)
     def made(self: Any, *args: Any, **kwargs: Any) -> Any:
-        trace = self._trace
-        with self._lock, trace.caller_slice(name) if trace is not None else NO_SLICE:
-            engine = self._engine
+        with self._lock:
+            engine, trace = self._engine, self._trace
             engine.expect_call()
             try:
-                return method(self, *args, **kwargs)
+                if trace is None:
+                    return method(self, *args, **kwargs)
+                with trace.caller_slice(name):
+                    return method(self, *args, **kwargs)
             except BaseException as error:
                 engine.leave(error, name)
                 raise

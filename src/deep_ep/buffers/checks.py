@@ -48,9 +48,7 @@ def check_tensor(
     if value.device != device:
         raise ValueError(f"{where}: `{name}` must be on the buffer's device {device}, it is on {value.device}")
     value = ordinary(where, name, value, is_written)
-    if value.dim() != len(shape) or any(
-        want not in (None, size) for want, size in zip(shape, value.shape, strict=True)
-    ):
+    if not _is_shaped(value.shape, shape):
         expected = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
         raise ValueError(f"{where}: `{name}` must have shape {expected}, it has {list(value.shape)}")
     if dtypes and value.dtype not in dtypes:
@@ -61,6 +59,16 @@ def check_tensor(
             f"{where}: `{name}` must be contiguous, its strides are {value.stride()}. Pass `{name}.contiguous()`"
         )
     return value
+
+
+def _is_shaped(shape: torch.Size, wanted: tuple[int | None, ...]) -> bool:
+    """Whether a shape is the wanted one; None: any size there. A loop, as every call asks it of every tensor."""
+    if len(shape) != len(wanted):
+        return False
+    for size, want in zip(shape, wanted, strict=False):  # noqa: SIM110 (`all` of a generator takes twice as long)
+        if want is not None and size != want:
+            return False
+    return True
 
 
 def check_int(where: str, name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
@@ -136,7 +144,7 @@ def check_payload(where: str, x: Any, device: torch.device) -> Payload:
             raise TypeError(f"{where}: `x` must be a tensor or a tuple (x, scales), got {len(x)} items")
         x, scales = x
     x = check_tensor(where, "x", x, (None, None), device=device)
-    if x.size(1) == 0:
+    if x.shape[1] == 0:
         raise ValueError(f"{where}: `x` must have a hidden size of at least 1, its shape is {list(x.shape)}")
     if scales is not None:
         scales = check_tensor(where, "scales", scales, (x.size(0), None), contiguous=False, device=device)
@@ -159,38 +167,41 @@ def check_routing(
     num_tokens_per_rdma_rank: Any = None,
 ) -> Routing:
     """Check what a dispatch without a handle needs."""
-    per_node = {"num_tokens_per_rdma_rank": num_tokens_per_rdma_rank} if num_nodes > 1 else {}
-    layout = {
-        "num_tokens_per_rank": num_tokens_per_rank,
-        **per_node,
-        "is_token_in_rank": is_token_in_rank,
-        "num_tokens_per_expert": num_tokens_per_expert,
-    }
-    missing = [name for name, value in layout.items() if value is None]
-    if missing:
-        raise ValueError(
-            f"{where}: without a handle, {', '.join(f'`{name}`' for name in missing)} must be given. "
-            "`get_dispatch_layout` makes them"
-        )
+    if (
+        num_tokens_per_rank is None
+        or is_token_in_rank is None
+        or num_tokens_per_expert is None
+        or (num_nodes > 1 and num_tokens_per_rdma_rank is None)
+    ):
+        layout = {
+            "num_tokens_per_rank": num_tokens_per_rank,
+            **({"num_tokens_per_rdma_rank": num_tokens_per_rdma_rank} if num_nodes > 1 else {}),
+            "is_token_in_rank": is_token_in_rank,
+            "num_tokens_per_expert": num_tokens_per_expert,
+        }
+        missing = ", ".join(f"`{name}`" for name, value in layout.items() if value is None)
+        raise ValueError(f"{where}: without a handle, {missing} must be given. `get_dispatch_layout` makes them")
     per_rank = check_tensor(
         where, "num_tokens_per_rank", num_tokens_per_rank, (num_ranks,), (torch.int32,), device=device
     )
-    for name, counts in per_node.items():
-        per_node[name] = check_tensor(where, name, counts, (num_nodes,), (torch.int32,), device=device)
+    per_node = None
+    if num_nodes > 1:
+        name = "num_tokens_per_rdma_rank"
+        per_node = check_tensor(where, name, num_tokens_per_rdma_rank, (num_nodes,), (torch.int32,), device=device)
     shape = (num_tokens, num_ranks)
     mask = check_tensor(where, "is_token_in_rank", is_token_in_rank, shape, (torch.bool,), device=device)
     per_expert = check_tensor(
         where, "num_tokens_per_expert", num_tokens_per_expert, (None,), (torch.int32,), device=device
     )
-    check_num_experts(where, "num_tokens_per_expert", per_expert.numel(), num_ranks)
+    check_num_experts(where, "num_tokens_per_expert", per_expert.shape[0], num_ranks)
     if (topk_idx is None) != (topk_weights is None):
         raise ValueError(f"{where}: `topk_idx` and `topk_weights` must be given together, or neither")
     if topk_idx is not None:
         topk_idx = check_tensor(where, "topk_idx", topk_idx, (num_tokens, None), IDX_DTYPES, device=device)
         topk_weights = check_tensor(
-            where, "topk_weights", topk_weights, (num_tokens, topk_idx.size(1)), (torch.float32,), device=device
+            where, "topk_weights", topk_weights, (num_tokens, topk_idx.shape[1]), (torch.float32,), device=device
         )
-    return Routing(per_rank, per_expert, mask, topk_idx, topk_weights, per_node.get("num_tokens_per_rdma_rank"))
+    return Routing(per_rank, per_expert, mask, topk_idx, topk_weights, per_node)
 
 
 def check_biases(where: str, bias: Any, like: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
@@ -202,6 +213,8 @@ def check_biases(where: str, bias: Any, like: torch.Tensor, num_tokens: int) -> 
         like: [n, H], whose H, dtype and device they must have.
         num_tokens: T.
     """
+    if bias is None:
+        return []
     if isinstance(bias, (tuple, list)):
         if len(bias) != 2:
             raise ValueError(f"{where}: `bias` must be a tensor or a pair of tensors, got {len(bias)} items")
@@ -239,6 +252,8 @@ def check_event(
     """
     if previous_event is not None and not isinstance(previous_event, (EventOverlap, EventHandle)):
         raise TypeError(f"{where}: `previous_event` must be an EventOverlap, got {type(previous_event).__name__}")
+    if previous_event is None and not allocate_on_comm_stream:
+        return None
     event = event_of(previous_event)
     assert not allocate_on_comm_stream or (event is not None and async_finish), (
         f"{where}: `allocate_on_comm_stream` needs a previous event and `async_finish=True`"

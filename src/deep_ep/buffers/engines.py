@@ -142,10 +142,13 @@ def _relayed(
     from ..engine.low_latency.absent import AbsentLowLatency
     from ..engine.low_latency.copies import FarRanks
     from ..engine.low_latency.streamed import StreamedLowLatency
+    from ..engine.memory import Memory
     from ..engine.relays.couriers import Courier, ThreadCourier, make_nvshmem_courier
-    from ..engine.relays.engine import RelayedEngine
     from ..engine.relays.far import Far
+    from ..engine.relays.two_hops import TwoHops
     from ..engine.shapes import load_shapes
+    from ..engine.signals import Signals
+    from ..engine.streamed import StreamedEngine
     from ..kernels.exchange import Places
     from ..transport.courier import make_courier
     from ..transport.far import FarLayout
@@ -163,21 +166,20 @@ def _relayed(
         words = torch.zeros(layout.num_words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     far = Far(layout, words, max(_LEAST_FAR_BYTES, shared.far_bytes))
     stream: LaunchStream = LaunchStream() if device.type == "cpu" else CudaStream(device)
-    engine = RelayedEngine(
-        topology, far, window, stream, limit_secs, MAX_EXPERTS, load_shapes(size), sizes.scratch_bytes
-    )
-    places = engine.signals.places
+    signals, memory = Signals(window, stream, limit_secs, MAX_EXPERTS, num_nodes), Memory(window, stream)
+    places = signals.places
     if whole is not None:
         courier: Courier = make_nvshmem_courier(control, whole, part, layout, topology, places, far.places, pes)
     else:
         courier = ThreadCourier(make_courier(control, topology, layout, words), places, far.places, control)
     far.start(courier)
     control.renew_deadline("compiling kernels")
-    engine.prepare()
+    ops = TwoHops(topology, far, signals, memory, load_shapes(size))
+    engine = StreamedEngine(window, stream, signals, memory, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
     if num_bytes and pes:
         ranks = FarRanks(topology, pes, courier.tell_failure)
-        engine.low_latency = StreamedLowLatency(engine.signals, window, stream, num_bytes, enable_shrink, ranks)
+        engine.low_latency = StreamedLowLatency(signals, window, stream, num_bytes, enable_shrink, ranks)
     elif num_bytes:
         engine.low_latency = AbsentLowLatency(why)
     if whole is not None:
@@ -265,7 +267,7 @@ def _device_window(
     control: Control, memory: DeviceMemory, sizes: WindowSizes, num_nodes: int = 1
 ) -> tuple[DeviceWindow, _Shared]:
     """A window for kernels. Memory is symmetric: the largest wish is everybody's, a limit of one rank is one of all."""
-    from ..engine.room import staging_bytes
+    from ..engine.memory import staging_bytes
     from ..engine.signals import Signals
 
     wish = (sizes.arena_bytes, sizes.arena_limit_bytes, sizes.low_latency_bytes, sizes.far_bytes)
@@ -301,19 +303,22 @@ def _streamed(
 ) -> StreamedEngine:
     # Not before a buffer needs them: they import Triton, and importing us must not.
     from ..engine.low_latency.streamed import StreamedLowLatency
+    from ..engine.memory import Memory
+    from ..engine.one_hop import OneHop
     from ..engine.shapes import load_shapes
+    from ..engine.signals import Signals
     from ..engine.streamed import StreamedEngine
-    from ..kernels import exchange, staging
+    from ..kernels import notify, staging
 
     _require_kernels("cpu" if stream.raw is None else "cuda")
     window, shared = _device_window(control, memory, sizes)
-    shapes = load_shapes(control.num_ranks)
-    is_pushed = env.COMBINE.get() == "push"
-    engine = StreamedEngine(window, stream, limit_secs, MAX_EXPERTS, shapes, sizes.scratch_bytes, is_pushed)
+    signals, rooms = Signals(window, stream, limit_secs, MAX_EXPERTS), Memory(window, stream)
+    ops = OneHop(signals, rooms, load_shapes(control.num_ranks))
     control.renew_deadline("compiling kernels")
-    for kernels in (exchange, staging):
-        kernels.prepare_all(engine.signals.places)
+    for kernels in (notify, staging):
+        kernels.prepare_all(signals.places)
+    engine = StreamedEngine(window, stream, signals, rooms, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
     if num_bytes:
-        engine.low_latency = StreamedLowLatency(engine.signals, window, stream, num_bytes, enable_shrink)
+        engine.low_latency = StreamedLowLatency(signals, window, stream, num_bytes, enable_shrink)
     return engine

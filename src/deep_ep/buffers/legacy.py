@@ -27,7 +27,7 @@ from ..stream import CommStream
 from ..topology import Topology, find_topology
 from ..trace import Trace, open_trace
 from ..transport import WindowSizes
-from . import checks, registry
+from . import checks, registry, usual
 from .calling import call
 from .engines import Engine, find_device, forced_ranks_per_node, make_engine
 from .low_latency import LowLatencyMethods
@@ -35,6 +35,7 @@ from .low_latency import LowLatencyMethods
 topk_idx_t = torch.int64
 
 _inherited: list[Engine] = []  # of a forked child's parent: their tensors are a GPU's, which a child must not free
+_AT_ONCE = Order(None, False)  # of calls without events, which come again and again
 _LEAST_SCRATCH_BYTES = 64 << 20  # reserved, not committed: staging needs a row of every rank to fit
 
 
@@ -140,13 +141,16 @@ class Buffer(LowLatencyMethods):
         self._known_dispatches = {}
         self._known_combines = {}
         self._last_rows: tuple[int, torch.dtype] | None = None
+        self._channels: dict[int, int] = {}  # of handles, by the SMs that configs are made with
         # All of it on all ranks, or none of it on any: what is made here is undone where any rank fails.
         with control.joint("making the buffer"):
             self.num_nvl_bytes = checks.check_bytes("Buffer", "num_nvl_bytes", num_nvl_bytes)
             self.num_rdma_bytes = checks.check_bytes("Buffer", "num_rdma_bytes", num_rdma_bytes)
             gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
             self.device = find_device(device)
+            self._index = self.device.index if self.device.type == "cuda" else -1  # as `Tensor.get_device` has it
             self._topology = find_topology(control, forced_ranks_per_node(self.device))
+            self._num_nodes = self._topology.num_nodes
             self._trace = open_trace(trace, control)
             self._engine, self.transport = self._make_engine(control, gpu_limit_secs)
             if self._trace is not None:
@@ -262,12 +266,14 @@ class Buffer(LowLatencyMethods):
             `num_tokens_per_rank` [R] int32, `num_tokens_per_rdma_rank` [nodes] int32 (None on one node),
             `num_tokens_per_expert` [E] int32, `is_token_in_rank` [T, R] bool, and the event.
         """
-        where, stream = "get_dispatch_layout", (previous_event, async_finish, allocate_on_comm_stream)
-        order = Order(checks.check_event(where, *stream, topk_idx), async_finish)
-        topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES, device=self.device)
+        where = "get_dispatch_layout"
+        order = self._order(where, previous_event, async_finish, allocate_on_comm_stream, topk_idx)
+        if not usual.is_ids(topk_idx, self._index):
+            dtypes, device = checks.IDX_DTYPES, self.device
+            topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, (None, None), dtypes, device=device)
         num_experts = checks.check_num_experts(where, "num_experts", num_experts, self.group_size)
         self._require_open(where)
-        num_nodes = self._topology.num_nodes
+        num_nodes = self._num_nodes
         with self._lock:
             counts, event = self._engine.layout(topk_idx, num_experts, num_nodes, order)
         per_node = counts.num_tokens_per_node if num_nodes > 1 else None
@@ -335,31 +341,34 @@ class Buffer(LowLatencyMethods):
             `recv_topk_weights` [n, K] (0 elsewhere), the aligned counts per local expert (empty with
             `num_worst_tokens`), the handle, the event. With a handle: only `recv_x` and the event, None between.
         """
-        where, stream = "dispatch", (previous_event, async_finish, allocate_on_comm_stream)
+        where = "dispatch"
         layout = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
-        event = checks.check_event(where, *stream, x, handle, layout, topk_idx, topk_weights)
-        order = Order(event, async_finish)
-        given = checks.check_config(where, config)
+        stream = (previous_event, async_finish, allocate_on_comm_stream)
+        order = self._order(where, *stream, x, handle, layout, topk_idx, topk_weights)
+        given = checks.check_config(where, config) if config is not None else None
         num_sms = Buffer._bound(given)
-        config = config or Buffer.get_dispatch_config(self.group_size)
-        payload = checks.check_payload(where, x, self.device)
+        payload = usual.payload(x, self._index) or checks.check_payload(where, x, self.device)
         assert handle is None or (topk_idx is None and topk_weights is None), (
             "dispatch: `handle` and top-k arguments exclude each other: a cached dispatch moves only x"
         )
         engine = self._require_engine(where)
-        engine.tune(given)
+        if self._num_nodes > 1:
+            engine.tune(given)
+        num_tokens = payload.x.shape[0]
         if handle is not None:
             parsed = self._parse(handle, where)
-            if parsed.num_tokens != payload.x.size(0):
-                raise ValueError(
-                    f"{where}: `x` must have the handle's {parsed.num_tokens} tokens, it has {payload.x.size(0)}"
-                )
+            if parsed.num_tokens != num_tokens:
+                raise ValueError(f"{where}: `x` must have the handle's {parsed.num_tokens} tokens, it has {num_tokens}")
             received, event = engine.cached_dispatch(payload, parsed, order, num_sms)
             recv_x = received.x if received.scales is None else (received.x, received.scales)
             return recv_x, None, None, None, None, EventOverlap(event)
-        routing = checks.check_routing(
+        routing = None
+        if self._num_nodes == 1:
+            given_layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
+            routing = usual.routing(num_tokens, self.group_size, self._index, *given_layout)
+        routing = routing or checks.check_routing(
             where,
-            payload.x.size(0),
+            num_tokens,
             self.group_size,
             num_tokens_per_rank,
             is_token_in_rank,
@@ -367,29 +376,32 @@ class Buffer(LowLatencyMethods):
             topk_idx,
             topk_weights,
             self.device,
-            self._topology.num_nodes,
+            self._num_nodes,
             num_tokens_per_rdma_rank,
         )
-        most = checks.MOST_ROWS
-        expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1, most)
-        num_worst_tokens = checks.check_int(where, "num_worst_tokens", num_worst_tokens, 0, most)
+        most, num_channels = checks.MOST_ROWS, self._num_channels(given)
+        if expert_alignment != 1 or type(expert_alignment) is not int:
+            expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1, most)
+        if num_worst_tokens != 0 or type(num_worst_tokens) is not int:
+            num_worst_tokens = checks.check_int(where, "num_worst_tokens", num_worst_tokens, 0, most)
         expert_list: list[int] = []
         if num_worst_tokens:
             if topk_idx is None:
                 raise ValueError(f"{where}: `num_worst_tokens` needs `topk_idx` and `topk_weights`")
             received, event = engine.worst_case_dispatch(
-                payload, routing, num_worst_tokens, config.num_channels, order, num_sms
+                payload, routing, num_worst_tokens, num_channels, order, num_sms
             )
         else:
-            received, counts, event = engine.dispatch(payload, routing, config.num_channels, order, num_sms)
-            expert_list = [-(-count // expert_alignment) * expert_alignment for count in counts]
-        self._last_rows = (payload.x.size(1), payload.x.dtype)
+            received, expert_list, event = engine.dispatch(payload, routing, num_channels, order, num_sms)
+            if expert_alignment > 1:
+                expert_list = [-(-count // expert_alignment) * expert_alignment for count in expert_list]
+        self._last_rows = (payload.x.shape[1], payload.x.dtype)
         return (
             received.x if received.scales is None else (received.x, received.scales),
             received.topk_idx,
             received.topk_weights,
             expert_list,
-            tuple(received.handle),
+            received.handle,
             EventOverlap(event),
         )
 
@@ -432,18 +444,25 @@ class Buffer(LowLatencyMethods):
             `combined_x` [T, H], `combined_topk_weights` [T, K] float32 or None, the event. Ordinary memory.
         """
         where, stream = "combine", (previous_event, async_finish, allocate_on_comm_stream)
-        order = Order(checks.check_event(where, *stream, x, handle, topk_weights, bias), async_finish)
-        given = checks.check_config(where, config)
+        order = self._order(where, *stream, x, handle, topk_weights, bias)
+        given = checks.check_config(where, config) if config is not None else None
         num_sms = Buffer._bound(given)
         engine = self._require_engine(where)
-        engine.tune(given)
+        if self._num_nodes > 1:
+            engine.tune(given)
         parsed = self._parse(handle, where)
         shape, device = (parsed.num_rows, None), self.device
-        x = checks.check_tensor(where, "x", x, shape, checks.COMBINE_DTYPES, device=device)
+        if (
+            not usual.is_matrix(x, self._index)
+            or x.shape[0] != shape[0]
+            or x.dtype not in checks.COMBINE_DTYPES
+            or (not x.is_contiguous())
+        ):
+            x = checks.check_tensor(where, "x", x, shape, checks.COMBINE_DTYPES, device=device)
         if topk_weights is not None:
             dtypes = (torch.float32,)
             topk_weights = checks.check_tensor(where, "topk_weights", topk_weights, shape, dtypes, device=device)
-        biases = checks.check_biases(where, bias, x, parsed.num_tokens)
+        biases = checks.check_biases(where, bias, x, parsed.num_tokens) if bias is not None else []
         combined, event = engine.combine(x, parsed, topk_weights, biases, order, num_sms)
         return combined.x, combined.topk_weights, EventOverlap(event)
 
@@ -601,7 +620,7 @@ class Buffer(LowLatencyMethods):
 
         Returns:
             `calls`: how many calls took which path (`dispatch/direct`, `dispatch/posted`, `dispatch/staged`,
-            `combine/pulled`, `combine/posted`, `combine/pushed`, `combine/copied_in`, `combine/staged`); `rounds`: how
+            `combine/pulled`, `combine/posted`, `combine/copied_in`, `combine/staged`); `rounds`: how
             many rounds they took (one a call, unless some rank was staged); `bytes_to` and `bytes_from`: bytes of rows,
             by peer; `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`. Across nodes
             also `rail`: messages and bytes sent and received between nodes, with everything that is added to rows; a
@@ -689,15 +708,34 @@ class Buffer(LowLatencyMethods):
         if self.runtime is None:
             raise EPClosed(f"{where}: the buffer was destroyed (rank {self.rank}/{self.group_size}). Make a new one")
 
+    @staticmethod
+    def _order(where: str, previous_event: Any, async_finish: bool, *arguments: Any) -> Order:
+        """How a call stands to the caller's stream, see `checks.check_event`."""
+        if previous_event is None and not async_finish and not arguments[0]:
+            return _AT_ONCE
+        return Order(checks.check_event(where, previous_event, async_finish, *arguments), async_finish)
+
+    def _num_channels(self, config: Config | None) -> int:
+        """C of the handle that a dispatch makes."""
+        if config is not None:
+            return config.num_channels
+        num_channels = self._channels.get(Buffer.num_sms)
+        if num_channels is None:
+            num_channels = Buffer.get_dispatch_config(self.group_size).num_channels
+            self._channels[Buffer.num_sms] = num_channels
+        return num_channels
+
     def _parse(self, handle: Any, where: str) -> Any:
-        return parse_handle(handle, self.group_size, self.device, where, self._topology.num_nodes)
+        parsed = usual.handle(handle, self.group_size, self._index) if self._num_nodes == 1 else None
+        return parsed or parse_handle(handle, self.group_size, self.device, where, self._num_nodes)
 
     def _require_nodes(self, where: str) -> None:
         if self._topology.num_nodes == 1:
             raise EPUnsupported(f"{where}: the group is on one node. Call `{where.removeprefix('internode_')}`")
 
     def _require_engine(self, where: str) -> Engine:
-        self._require_open(where)
+        if self.runtime is None:
+            self._require_open(where)
         self._engine.require_working()
         return self._engine
 

@@ -48,7 +48,6 @@ OPERATIONS = (
     f"{LOW_LATENCY} dispatch",
     f"{LOW_LATENCY} combine",
     f"{LOW_LATENCY} barrier",
-    "pushed combine",
     LEAVE,
 )
 

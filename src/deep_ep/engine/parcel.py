@@ -18,7 +18,7 @@ from ..kernels.rows import rows_as
 from .call import Agreement
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Payload:
     """What travels.
 
@@ -31,7 +31,7 @@ class Payload:
     scales: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Routing:
     """Who gets what.
 
@@ -50,6 +50,11 @@ class Routing:
     topk_idx: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
     num_tokens_per_node: torch.Tensor | None = None
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All of them."""
+        per_node, idx, weights = self.num_tokens_per_node, self.topk_idx, self.topk_weights
+        return self.num_tokens_per_rank, self.num_tokens_per_expert, self.is_token_in_rank, idx, weights, per_node
 
     @property
     def num_experts(self) -> int:
@@ -72,7 +77,7 @@ class Routing:
         return 0 if self.topk_idx is None else self.topk_idx.element_size() // 4
 
 
-@dataclass
+@dataclass(slots=True)
 class Received:
     """Where the rows of a dispatch arrive. Made by the caller's thread, filled on the comm stream.
 

@@ -6,30 +6,28 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..errors import EPClosed, EPTimeout, account
 from ..kernels import exchange
-from ..kernels.exchange import Nodes, Places, Post
+from ..kernels.exchange import Places
 from ..kernels.low_latency import words
+from ..kernels.notify import Counted, Form, Handshake, Nodes, Numbered, Post, Terms, num_said
 from ..stream import LaunchStream
-from ..trace import NO_SLICE
 from ..transport.device import DeviceWindow
 from .call import LOW_LATENCY, OPERATIONS, Agreement, is_refusal
 from .digest import unpack
 from .failure import Record
 from .marks import Marks
 
-_SPIN_SECS = 2e-3  # how long the host polls without a pause: counts come within a fraction of it, as a rule
-_PAUSE_SECS = 1e-4
+_NUM_LOOKS = 4000  # how often the host looks for the counts before it pauses: even the shortest pause takes 60 us
+_PAUSE_SECS, _MOST_PAUSE_SECS = 2e-5, 5e-4
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """What the ranks told each other in a full dispatch.
 
     Attributes:
@@ -47,6 +45,21 @@ class Counts:
     far_rows: list[int]
     expert_counts: list[int]
     fits: bool
+
+
+class Handshaking(Protocol):
+    """Launches a handshake, see `notify.Handshake`."""
+
+    def __call__(
+        self,
+        post: Post,
+        counted: Counted | tuple | None = None,
+        prefix: torch.Tensor | None = None,
+        nodes: Nodes | None = None,
+        numbered: Numbered | tuple | None = None,
+    ) -> None:
+        """Launch it."""
+        ...
 
 
 class Signals:
@@ -82,6 +95,7 @@ class Signals:
         self, window: DeviceWindow, stream: LaunchStream, limit_secs: float, max_experts: int, num_nodes: int = 1
     ):
         num_ranks, device = window.num_ranks, window.device
+        self.window = window
         self._stream = stream
         self._limit_secs = limit_secs
         self._board = window.board
@@ -92,6 +106,7 @@ class Signals:
         self._host = torch.zeros(
             Places.host_room(num_ranks, max_experts), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
         )
+        self._words = (ctypes.c_int64 * self._host.numel()).from_address(self._host.data_ptr())
         self._ticket_word = ctypes.c_int64.from_address(self._host.data_ptr())
         self._failed_word = ctypes.c_int64.from_address(self._host.data_ptr() + 8 * exchange.STATE_FAILED)
         self.places = Places(
@@ -99,7 +114,7 @@ class Signals:
             num_ranks=num_ranks,
             windows=window.windows,
             homes=window.windows[0, window.rank].repeat(num_ranks),
-            state=torch.zeros(exchange.STATE_WORDS, dtype=torch.int64, device=device),
+            state=torch.zeros(Places.state_room(num_ranks), dtype=torch.int64, device=device),
             table=torch.zeros(exchange.TABLE_ROWS, num_ranks, dtype=torch.int64, device=device),
             host=self._host,
             header_words=Places.header_room(num_ranks, max_experts, num_nodes),
@@ -112,28 +127,34 @@ class Signals:
         """Bytes of window that the words need."""
         return Places.board_bytes(num_ranks, Places.header_room(num_ranks, max_experts, num_nodes))
 
-    def announce(
-        self,
-        post: Post,
-        counts: torch.Tensor,
-        given: torch.Tensor,
-        num_tokens_per_expert: torch.Tensor,
-        prefix: torch.Tensor,
-        nodes: Nodes | None = None,
-    ) -> None:
-        """Announce a full dispatch, with an offer that may not suffice; `wait_for_counts` tells."""
+    def next_ticket(self) -> int:
+        """The ticket of a full dispatch, which `wait_for_counts` waits for."""
         self._ticket += 1
-        post = post._replace(ticket=self._ticket)
-        self.meet(post, counts, given, num_tokens_per_expert, prefix, nodes=nodes)
+        return self._ticket
 
-    def meet(self, post: Post, *args: Any, **kwargs: Any) -> None:
-        """As `exchange.meet`: from now on, what goes wrong goes wrong for all ranks."""
-        self.is_announced = True
+    def handshake(self, terms: Terms, form: Form) -> Handshaking:
+        """The handshakes of calls with one signature: from the first launch on, what goes wrong does so for all ranks.
+
+        Where a kernel carries what is said to far ranks, it goes between two halves.
+        """
         if self.carry is None:
-            exchange.meet(self.places, post, *args, **kwargs)
-            return
-        self.carry(exchange.meet(self.places, post, *args, **kwargs, hears=False))
-        exchange.meet(self.places, post, *args, **kwargs, says=False)
+            return Handshake(self.places, terms, form)
+        says = Handshake(self.places, terms, form._replace(hears=False))
+        hears = Handshake(self.places, terms, form._replace(says=False, is_numbered=False, word=torch.uint8))
+        num_words, carry = num_said(self.places, terms, form.has_counts), self.carry
+
+        def both(
+            post: Post,
+            counted: Counted | tuple | None = None,
+            prefix: torch.Tensor | None = None,
+            nodes: Nodes | None = None,
+            numbered: Numbered | tuple | None = None,
+        ) -> None:
+            says(post, counted, prefix, nodes, numbered)
+            carry(num_words)
+            hears(post, counted, prefix, nodes)
+
+        return both
 
     def wait_for_counts(self, num_experts: int) -> Counts:
         """Wait, on the host, for what the ranks told each other.
@@ -142,33 +163,40 @@ class Signals:
             ValueError: The caller's counts are wrong; nothing was announced.
             EPError: A peer failed, was silent, or makes another call.
         """
-        with self.marks.host_slice("wait: counts") if self.marks is not None else NO_SLICE:
+        if self.marks is not None:
+            with self.marks.host_slice("wait: counts"):
+                self._wait_for_ticket()
+        else:
             self._wait_for_ticket()
-        num_ranks = self.places.num_ranks
+        num_ranks, words = self.places.num_ranks, self._words
+        if words[exchange.STATE_RECORD] == exchange.COUNTS and not words[exchange.STATE_FAILED]:
+            record = self._record()
+            if record.origin == self.places.rank:
+                words[exchange.STATE_RECORD] = 0
+                self.is_announced = False  # the kernel has said nothing
+                raise self._error(record)
         first = exchange.STATE_WORDS
         last = first + 3 * num_ranks + num_ranks * num_ranks
-        told = self._host[: last + num_experts // num_ranks].tolist()
-        record = Record(*told[exchange.STATE_RECORD : exchange.STATE_RECORD + 7])
-        if record.code == exchange.COUNTS and record.origin == self.places.rank and not told[exchange.STATE_FAILED]:
-            self._host[exchange.STATE_RECORD] = 0
-            self.is_announced = False  # the kernel has said nothing
-            raise self._error(record)
         return Counts(
-            told[last - num_ranks : last],
-            told[first + num_ranks : first + 2 * num_ranks],
-            told[first : first + num_ranks],
-            told[first + 2 * num_ranks : first + 3 * num_ranks],
-            told[last:],
-            not told[exchange.STATE_HELD],
+            words[last - num_ranks : last],
+            words[first + num_ranks : first + 2 * num_ranks],
+            words[first : first + num_ranks],
+            words[first + 2 * num_ranks : first + 3 * num_ranks],
+            words[last : last + num_experts // num_ranks],
+            not words[exchange.STATE_HELD],
         )
 
     def _wait_for_ticket(self) -> None:
         """Poll until the kernel has echoed the ticket. Peers have the kernel's limit; this one is beyond it."""
+        word, ticket, failed = self._ticket_word, self._ticket, self._failed_word
+        for _ in range(_NUM_LOOKS):  # some hundred microseconds, within which counts come as a rule
+            if word.value == ticket or failed.value:
+                break
         begin = time.monotonic()
-        while self._ticket_word.value != self._ticket:
+        while word.value != ticket:
             self.raise_if_failed()
             elapsed = time.monotonic() - begin
-            time.sleep(0 if elapsed < _SPIN_SECS else _PAUSE_SECS)  # hands the GIL to other threads
+            time.sleep(min(_MOST_PAUSE_SECS, _PAUSE_SECS + elapsed / 50))  # hands the core, and the GIL, to others
             if elapsed > 2 * self._limit_secs + 10:
                 raise EPTimeout(
                     f"dispatch: the GPU did not come to this call within {elapsed:.0f} s "
@@ -178,7 +206,7 @@ class Signals:
 
     def num_more_rounds(self) -> int:
         """Rounds beyond the first of all calls so far, replays of graphs included, as far as the device has come."""
-        return int(self._host[exchange.STATE_ROUNDS])
+        return self._words[exchange.STATE_ROUNDS]
 
     @contextmanager
     def contagious(self, operation: str) -> Iterator[None]:
@@ -192,7 +220,8 @@ class Signals:
 
     def begin(self) -> None:
         """Begin a call, unless the buffer has failed."""
-        self.require_working()
+        if self._failure is not None or self._failed_word.value:
+            self.require_working()
         self.is_announced = False
         self.is_calling = True
 
@@ -243,6 +272,13 @@ class Signals:
         if self.marks is not None:
             self.marks.step(step)
 
+    def reach(self, operation: str, step: str) -> None:
+        """A fault point before a step is launched, and where a trace shows it to begin."""
+        if self.marks is not None:
+            self.marks.step(step)
+        if self.window.fault is not None:
+            self.window.fault(f"{operation}: before {step}")
+
     def has_failed(self) -> bool:
         """Whether a call has failed. Reads two words, and changes nothing."""
         return self._failure is not None or bool(self._failed_word.value)
@@ -261,13 +297,15 @@ class Signals:
     def raise_if_failed(self) -> None:
         """Raise what a kernel has written down, once."""
         if self._failed_word.value and self._failure is None:
-            record = Record(*self._host[exchange.STATE_RECORD : exchange.STATE_RECORD + 7].tolist())
-            error = self._error(record)
+            error = self._error(self._record())
             self._failure = str(error)
             if self.tell_failure is not None:  # far ranks that wait should not have to do so up to the limit
                 with self._stream.aside():
                     self.tell_failure()
             raise error
+
+    def _record(self) -> Record:
+        return Record(*self._words[exchange.STATE_RECORD : exchange.STATE_RECORD + 7])
 
     def _error(self, record: Record) -> Exception:
         differences, reason = self._differences(record), partial(self._reason, record)

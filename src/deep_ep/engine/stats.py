@@ -36,9 +36,9 @@ class Stats:
             self.trace.note(rows_to=rows_to, rows_from=rows_from, row_bytes=row_bytes)
             self.trace.end_call(path=path, rounds=rounds)
 
-    def count_path(self, operation: str, path: str) -> None:
-        """Count one call whose rows only the device has counted."""
-        self.calls[f"{operation}/{path}"] += 1
+    def count_path(self, path: str) -> None:
+        """Count one call whose rows only the device has counted, by `operation/path`."""
+        self.calls[path] += 1
         self.num_rounds += 1
 
     def numbers(self) -> dict[str, Any]:

@@ -40,8 +40,10 @@ __all__ = [
     "prepare",
     "tl",
     "triton",
+    "variant",
 ]
 
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else ()
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -67,6 +69,46 @@ class Library(NamedTuple):
     name: str
     find: Callable[[], str]
     on_load: Callable[[int], None]
+
+
+class Loaded(NamedTuple):
+    """A kernel on a device, as Triton's launcher takes it.
+
+    Triton's own call of its launcher looks for scratch memory and hooks each time, which takes as long as a third of a
+    launch. Our kernels need neither.
+
+    Attributes:
+        launch: The launcher.
+        function: The kernel, a CUfunction.
+        head: What comes before the kernel's arguments.
+        is_flat: These come one by one; otherwise as one tuple.
+    """
+
+    launch: Callable[..., None]
+    function: int
+    head: tuple[Any, ...]
+    is_flat: bool
+
+    @classmethod
+    def of(cls, compiled: Any) -> Loaded:
+        """A kernel that was compiled, and is loaded now."""
+        run, metadata = compiled.run, compiled.packed_metadata  # `run` loads it
+        has_more = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+        is_known = not has_more and not getattr(run, "gsan_enabled", False)
+        if is_known and hasattr(run, "kernel_signature"):  # Triton 3.7 to 3.9
+            head = (run.launch_cooperative_grid, run.launch_pdl, metadata, *(None,) * 5)
+            return cls(run.launch, compiled.function, (*head, run.arg_annotations, run.kernel_signature), False)
+        if is_known and _VERSION == (3, 6):
+            head = (run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, *(None,) * 3)
+            return cls(run.launch, compiled.function, head, True)
+        return cls(run, compiled.function, (metadata, None, None, None), True)
+
+    def start(self, num_blocks: int, stream: int, args: tuple[int, ...]) -> None:
+        """Launch it, with all its arguments."""
+        if self.is_flat:
+            self.launch(num_blocks, 1, 1, stream, self.function, *self.head, *args)
+        else:
+            self.launch(num_blocks, 1, 1, stream, self.function, *self.head, args)
 
 
 class Variant:
@@ -99,7 +141,7 @@ class Variant:
         self._constants = constants
         self.values = tuple(constants.values())
         self._options = {"num_warps": num_warps, **({"maxnreg": num_registers} if num_registers else {})}
-        self._loaded: dict[int, tuple] = {}
+        self._loaded: dict[int, Loaded] = {}
 
     def __call__(self, num_blocks: int, *args: torch.Tensor | int) -> None:
         """Launch it on the current stream.
@@ -112,30 +154,33 @@ class Variant:
             self._kernel[(num_blocks,)](*args, **self._constants)
             return
         device = torch._C._cuda_getDevice()
-        run, function, metadata = self._loaded.get(device) or self._load(device, args)
+        loaded = self._loaded.get(device) or self._load(device, args)
         numbers = [arg if type(arg) is int else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *numbers, *self.values)
+        loaded.start(num_blocks, torch._C._cuda_getCurrentRawStream(device), (*numbers, *self.values))
 
     def prepare(self, *args: torch.Tensor | int) -> None:
         """Compile and load it for such arguments, without launching it."""
         if not INTERPRETED:
             self._load(torch.cuda.current_device(), args)
 
-    def loaded(self, device: int, args: Sequence[torch.Tensor | int]) -> tuple:
-        """What launches it on a device: a function, and what that wants to know of the kernel."""
+    def loaded(self, device: int, args: Sequence[torch.Tensor | torch.dtype | int]) -> Loaded:
+        """The kernel on a device.
+
+        Args:
+            device: Its index.
+            args: As for a launch; for a tensor its type will do.
+        """
         return self._loaded.get(device) or self._load(device, args)
 
-    def _load(self, device: int, args: Sequence[torch.Tensor | int]) -> tuple:
+    def _load(self, device: int, args: Sequence[torch.Tensor | torch.dtype | int]) -> Loaded:
         library = self._library
         options = self._options | ({"extern_libs": {library.name: library.find()}} if library else {})
         compiled = self._kernel.warmup(*args, grid=(1,), **options, **self._constants)
         compiled = compiled.result() if hasattr(compiled, "result") else compiled
-        run = compiled.run  # loads it
+        loaded = self._loaded[device] = Loaded.of(compiled)
         if library:
             library.on_load(compiled.module)
-        self._loaded[device] = run, compiled.function, compiled.packed_metadata
-        return self._loaded[device]
+        return loaded
 
 
 class Launch:
@@ -143,7 +188,8 @@ class Launch:
 
     Args:
         variant: The kernel.
-        types: Of the arguments that change, in order: what the kernel takes a tensor's memory for; None: as it is.
+        types: Of the arguments that change, in order: the type of the memory that the kernel takes an address for;
+            None: the argument says it, a number or a tensor.
         fixed: The arguments behind them.
     """
 
@@ -152,14 +198,14 @@ class Launch:
         self._types = types
         self._fixed = fixed
         self._numbers = tuple(arg if isinstance(arg, int) else arg.data_ptr() for arg in fixed) + variant.values
-        self._loaded: dict[int, tuple] = {}
+        self._loaded: dict[int, Loaded] = {}
 
     def __call__(self, num_blocks: int, *args: torch.Tensor | int) -> None:
         """Launch it on the current stream.
 
         Args:
-            num_blocks: The grid.
-            args: The arguments that change.
+            num_blocks: The grid; 0: there is nothing to do.
+            args: The arguments that change: numbers, tensors, and, but for the interpreter, addresses.
         """
         if not num_blocks:
             return
@@ -167,18 +213,27 @@ class Launch:
             self._variant(num_blocks, *self._seen(args), *self._fixed)
             return
         device = torch._C._cuda_getDevice()
-        run, function, metadata = self._loaded.get(device) or self._load(device, args)
+        launch, function, head, is_flat = self._loaded.get(device) or self._load(device, args)
         numbers = [arg if type(arg) is int else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
         stream = torch._C._cuda_getCurrentRawStream(device)
-        run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *numbers, *self._numbers)
+        if is_flat:  # as in `Loaded.start`, which would be one function more
+            launch(num_blocks, 1, 1, stream, function, *head, *numbers, *self._numbers)
+        else:
+            launch(num_blocks, 1, 1, stream, function, *head, (*numbers, *self._numbers))
 
-    def _load(self, device: int, args: Sequence[torch.Tensor | int]) -> tuple:
-        self._loaded[device] = self._variant.loaded(device, (*self._seen(args), *self._fixed))
+    def prepare(self) -> None:
+        """Compile and load it, without launching it. Arguments without a type must be numbers."""
+        if not INTERPRETED:
+            self._load(torch.cuda.current_device(), [0] * len(self._types))
+
+    def _load(self, device: int, args: Sequence[torch.Tensor | int]) -> Loaded:
+        kinds = [arg if kind is None else kind for arg, kind in zip(args, self._types, strict=True)]
+        self._loaded[device] = self._variant.loaded(device, (*kinds, *self._fixed))
         return self._loaded[device]
 
     def _seen(self, args: Sequence[torch.Tensor | int]) -> list[torch.Tensor | int]:
         pairs = zip(args, self._types, strict=True)
-        return [arg if kind is None else arg.view(kind) for arg, kind in pairs]  # type: ignore[union-attr]
+        return [arg if kind is None or arg.dtype == kind else arg.view(kind) for arg, kind in pairs]  # type: ignore[union-attr]
 
 
 def launch(
@@ -203,7 +258,7 @@ def launch(
         library: What it calls that Triton does not have.
         constants: Its constants, in order.
     """
-    _variant(kernel, types, num_warps, num_registers, library, constants)(num_blocks, *args)
+    variant(kernel, num_warps, constants, types, num_registers, library)(num_blocks, *args)
 
 
 def prepare(
@@ -216,22 +271,23 @@ def prepare(
 ) -> None:
     """Compile and load a kernel as `launch` would, without launching it."""
     del num_blocks
-    _variant(kernel, (), num_warps, 0, library, constants).prepare(*args)
+    variant(kernel, num_warps, constants, library=library).prepare(*args)
 
 
-def _variant(
+def variant(
     kernel: Any,
-    types: tuple[torch.dtype, ...],
     num_warps: int,
-    num_registers: int,
-    library: Library | None,
     constants: dict[str, Any],
+    types: tuple[torch.dtype, ...] = (),
+    num_registers: int = 0,
+    library: Library | None = None,
 ) -> Variant:
+    """The one variant of a kernel for these constants. Arguments as those of `launch`."""
     key = (id(kernel), num_warps, num_registers, types, *constants.values())
-    variant = _variants.get(key)
-    if variant is None:
-        variant = _variants[key] = Variant(kernel, constants, num_warps, num_registers, library)
-    return variant
+    known = _variants.get(key)
+    if known is None:
+        known = _variants[key] = Variant(kernel, constants, num_warps, num_registers, library)
+    return known
 
 
 _variants: dict[tuple, Variant] = {}

@@ -1,6 +1,6 @@
 """Summing each token's rows out of the peers' windows, and copying rows into the window first. On the device.
 
-Shape letters: T tokens, R ranks, H elements of a row, n rows. The twin of `pull` is `reduce.reduce_rows`. FP32
+Shape letters: T tokens, R ranks, H elements of a row, n rows. The twin of `Pull` is `reduce.reduce_rows`. FP32
 accumulation (FP64 for FP64 rows), biases first, then peers in ascending order, one rounding at the end: the result
 does not depend on the grid.
 
@@ -10,11 +10,10 @@ No kernel here waits or signals; all of them do nothing once the buffer has fail
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from ._triton import jit, launch, next_power_of_2, tl, triton
+from ._triton import Launch, jit, launch, next_power_of_2, tl, triton, variant
 from .exchange import STATE_FAILED, STATE_HELD, TABLE_ROOMS, Places
 from .primitives import rounded
 from .put import VECTOR_BYTES, Shape, load_slots, word_of
@@ -24,10 +23,8 @@ _ROOMS = tl.constexpr(TABLE_ROOMS)
 _MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
 
 
-def pull(
-    places: Places, shape: Shape, section: int, out: torch.Tensor, slots: torch.Tensor, biases: Sequence[torch.Tensor]
-) -> None:
-    """Sum each token's rows.
+class Pull:
+    """Sums each token's rows.
 
     `out[t] = sum(biases[t]) + sum(row slots[t, d] of peer d, for d with slots[t, d] >= 0)`
 
@@ -35,67 +32,62 @@ def pull(
         places: Holds the peers' addresses and the rows that they offer.
         shape: How to launch.
         section: Which of the peers' sections.
-        out: [T, H], written.
-        slots: [T, R] int32; -1 where a peer has no row of the token.
-        biases: At most two tensors [T, H] of out's dtype, added first and in order.
+        hidden: H.
+        dtype: Of the rows.
+        num_biases: At most two.
+        is_aligned: `out` and the biases consist of vectors, see `word_of`.
     """
-    launch_sum(_pull_kernel, places, shape, out, slots, biases, places.table, (section,))
 
+    def __init__(
+        self,
+        places: Places,
+        shape: Shape,
+        section: int,
+        hidden: int,
+        dtype: torch.dtype,
+        num_biases: int = 0,
+        is_aligned: bool = True,
+    ):
+        vector = VECTOR_BYTES if is_aligned else dtype.itemsize
+        block = min(shape.words * 4 // dtype.itemsize, next_power_of_2(hidden))
+        self._num_pieces = -(-hidden // block)
+        self._most_blocks = shape.num_blocks
+        constants = {
+            "NUM_BIASES": num_biases,
+            "BLOCK": block,
+            "AT_ONCE": min(_MOST_AT_ONCE, next_power_of_2(places.num_ranks)),
+            "LANES": next_power_of_2(places.num_ranks),
+            "VECTOR": vector,
+            "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
+        }
+        num_warps = shape.warps_for(block * dtype.itemsize, vector)
+        kernel = variant(combine_rows_kernel, num_warps, constants, (dtype,), shape.num_registers)
+        fixed = (places.table, places.state, hidden * dtype.itemsize // vector, places.num_ranks, section)
+        types = (dtype, dtype, dtype, torch.int32, None)
+        self._launch = Launch(kernel, types, fixed)
 
-def launch_sum(
-    kernel: Any,
-    places: Places,
-    shape: Shape,
-    out: torch.Tensor,
-    slots: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    rows: torch.Tensor,
-    more: tuple[int, ...],
-) -> None:
-    """Launch a kernel that sums each token's rows.
+    def __call__(self, out: torch.Tensor, slots: torch.Tensor, biases: Sequence[torch.Tensor] = ()) -> None:
+        """Sum those of one call.
 
-    Args:
-        kernel: Takes `out`, two biases, `slots`, `rows`, the state, tokens, vectors of a row, ranks, and `more`.
-        places: For the state.
-        shape: How to launch.
-        out: [T, H], written.
-        slots: [T, R] int32.
-        biases: At most two tensors [T, H] of out's dtype.
-        rows: Where rows are.
-        more: Numbers.
-    """
-    num_tokens, hidden = out.shape
-    if out.numel() == 0:
-        return
-    _, is_aligned = word_of(out, *biases)
-    vector = VECTOR_BYTES if is_aligned else out.element_size()
-    block = min(shape.words * 4 // out.element_size(), next_power_of_2(hidden))
-    row_vectors = hidden * out.element_size() // vector
-    launch(
-        kernel,
-        min(shape.num_blocks, num_tokens * -(-hidden // block)),
-        (out, *(*biases, out, out)[:2], slots, rows, places.state, num_tokens, row_vectors, places.num_ranks, *more),
-        (out.dtype, rows.dtype),
-        num_warps=shape.warps_for(block * out.element_size(), vector),
-        num_registers=shape.num_registers,
-        NUM_BIASES=len(biases),
-        BLOCK=block,
-        AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(places.num_ranks)),
-        LANES=next_power_of_2(places.num_ranks),
-        VECTOR=vector,
-        WIDE=tl.float64 if out.dtype == torch.float64 else tl.float32,
-    )
+        Args:
+            out: [T, H], written.
+            slots: [T, R] int32; -1 where a peer has no row of the token.
+            biases: Tensors [T, H] of out's dtype, added first and in order.
+        """
+        num_tokens = out.shape[0]
+        first, second = (*biases, out, out)[:2] if biases else (out, out)
+        self._launch(min(self._most_blocks, num_tokens * self._num_pieces), out, first, second, slots, num_tokens)
 
 
 @jit
-def _pull_kernel(
+def combine_rows_kernel(
     out,
     bias_0,
     bias_1,
     slots,
+    num_tokens: tl.int32,
     table,
     state,
-    num_tokens: tl.int32,
     row_vectors: tl.int32,
     num_ranks: tl.int32,
     section: tl.int32,
@@ -198,6 +190,12 @@ def add_to(
     return total
 
 
+def copy_shape(shape: Shape, num_bytes: int, word: torch.dtype, is_aligned: bool) -> tuple[int, int, int]:
+    """Vectors of a row, bytes of a vector, and words that a block copies at once, of rows of so many bytes."""
+    vector = VECTOR_BYTES if is_aligned else word.itemsize
+    return num_bytes // vector, vector, shape.words * 4 // word.itemsize
+
+
 def copy_in(places: Places, shape: Shape, target: torch.Tensor, rows: torch.Tensor, prefix: torch.Tensor) -> None:
     """Copy the rows that came to this rank in a dispatch, of however many there is room for.
 
@@ -211,19 +209,19 @@ def copy_in(places: Places, shape: Shape, target: torch.Tensor, rows: torch.Tens
     if rows.numel() == 0:
         return
     word, is_aligned = word_of(target, rows)
-    vector = VECTOR_BYTES if is_aligned else word.itemsize
-    row_words = rows.size(1) * rows.element_size() // word.itemsize
-    block = shape.words * 4 // word.itemsize
+    num_bytes = rows.size(1) * rows.element_size()
+    row_vectors, vector, block = copy_shape(shape, num_bytes, word, is_aligned)
+    num_pieces = -(-rows.size(0) * num_bytes // word.itemsize // block)
     launch(
         _copy_in_kernel,
-        max(1, min(shape.num_blocks, -(-rows.size(0) * row_words // block))),
+        max(1, min(shape.num_blocks, num_pieces)),
         (
             target.view(-1).view(word),
             rows.view(-1).view(word),
             prefix,
             places.state,
             rows.size(0),
-            row_words * word.itemsize // vector,
+            row_vectors,
             places.num_ranks,
             places.rank,
         ),
@@ -247,7 +245,15 @@ def _copy_in_kernel(
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy piece by piece; the rows are contiguous, so a piece may span several."""
+    """Copy the rows that came. `notify.py` has a kernel that does it and says so."""
+    copy_pieces(target, rows, prefix, state, num_rows, row_vectors, num_ranks, rank, VECTOR, BLOCK)
+
+
+@triton.jit
+def copy_pieces(
+    target, rows, prefix, state, num_rows, row_vectors, num_ranks, rank, VECTOR: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Copy the rows that came, piece by piece; they are contiguous, so a piece may span several."""
     WORD_BYTES: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
     if tl.load(state + _FAILED) == 0:  # whatever was held before is over: this comes before the call's first words
         num_came = tl.minimum(tl.load(prefix + (num_ranks - 1) * num_ranks + rank), num_rows)

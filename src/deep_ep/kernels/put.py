@@ -12,11 +12,12 @@ No kernel here waits or signals; all of them do nothing once the buffer has fail
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from ..sizing import align
-from ._triton import jit, launch, next_power_of_2, tl, triton
+from ._triton import INTERPRETED, Launch, jit, next_power_of_2, tl, triton, variant
 from .exchange import STATE_FAILED, STATE_HELD, TABLE_ROOMS, TABLE_STARTS, Places
 
 _FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
@@ -67,82 +68,128 @@ def widest_word(*numbers: int) -> tuple[torch.dtype, bool]:
     raise AssertionError("every row consists of bytes")
 
 
-def put(
-    places: Places,
-    shape: Shape,
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    slots: torch.Tensor,
-    send_head: torch.Tensor | None,
-    topk_idx: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    num_local_experts: int,
-) -> None:
-    """Write each token's rows to every peer that takes it: one read, one write for each destination.
+class Rows(NamedTuple):
+    """What the rows of a dispatch are made of.
+
+    Attributes:
+        row_bytes: Bytes of a row of the payload.
+        word: What the payload is moved as.
+        is_aligned: Whether vectors of words fit, see `word_of`.
+        num_scales: Scales of a row.
+        scale_bytes: Bytes of a scale; 0: there are none.
+        has_records: Records travel.
+        num_topk: K; 0: ids and weights do not travel.
+        idx_dtype: Type of the ids, where they do.
+    """
+
+    row_bytes: int
+    word: torch.dtype
+    is_aligned: bool
+    num_scales: int = 0
+    scale_bytes: int = 0
+    has_records: bool = False
+    num_topk: int = 0
+    idx_dtype: torch.dtype = torch.int32
+
+
+def rows_of(x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor | None, has_records: bool) -> Rows:
+    """What rows of these tensors are made of."""
+    word, is_aligned = word_of(x)
+    return Rows(
+        x.size(1) * x.element_size(),
+        word,
+        is_aligned,
+        scales.size(1) if scales is not None else 0,
+        scales.element_size() if scales is not None else 0,
+        has_records,
+        topk_idx.size(1) if topk_idx is not None else 0,
+        topk_idx.dtype if topk_idx is not None else torch.int32,
+    )
+
+
+class Put:
+    """Writes each token's rows to every peer that takes it: one read, one write for each destination.
 
     Args:
         places: Holds the peers' addresses, the rows that they offer, and the first slots.
         shape: How to launch.
-        x: [T, H] contiguous.
-        scales: [T, S] of elements of at most 8 bytes, any strides, or None.
-        slots: [T, R] int32, relative to the first slots; -1 where a token is not sent.
-        send_head: [T, R] int32, written with the slots; None: `slots` are those of a handle, and no records travel.
-        topk_idx: [T, K] or None.
-        topk_weights: [T, K] float32 or None.
+        rows: What the rows are made of.
         num_local_experts: L.
     """
-    num_tokens = x.size(0)
-    if num_tokens == 0:
-        return
-    word, is_aligned = word_of(x)
-    num_topk = topk_idx.size(1) if topk_idx is not None else 0
-    scale_word = scales.dtype.itemsize if scales is not None else 4
-    has_scales = scales is not None
-    if scales is None:
-        scale_words, strides = x.view(torch.int8), [0, 0]
-    else:
-        scale_words, strides = scales.view(integer_of(scale_word)), list(scales.stride())
-    row_words = x.size(1) * x.element_size() // word.itemsize
-    vector = VECTOR_BYTES if is_aligned else word.itemsize
-    block = min(shape.words * 4 // word.itemsize, next_power_of_2(row_words))
-    most_warps = shape.num_warps if send_head is None else _MOST_RECORD_WARPS
-    launch(
-        _put_kernel,
-        min(shape.num_blocks, num_tokens * -(-row_words // block)),
-        (
-            x.view(-1).view(word),
-            row_words * word.itemsize // vector,
-            scale_words,
-            *strides,
-            scales.size(1) if scales is not None else 0,
-            slots,
-            send_head if send_head is not None else slots,
-            topk_idx if topk_idx is not None else slots,
-            topk_weights if topk_weights is not None else slots,
+
+    def __init__(self, places: Places, shape: Shape, rows: Rows, num_local_experts: int = 0):
+        self._nothing: Any = places.state if INTERPRETED else 0  # in the place of what there is not
+        word_bytes = rows.word.itemsize
+        row_words = rows.row_bytes // word_bytes
+        vector = VECTOR_BYTES if rows.is_aligned else word_bytes
+        block = min(shape.words * 4 // word_bytes, next_power_of_2(row_words))
+        most_warps = _MOST_RECORD_WARPS if rows.has_records else shape.num_warps
+        num_warps = min(most_warps, shape.warps_for(block * word_bytes, vector))
+        scale_bytes = rows.scale_bytes or 4
+        self._num_pieces = -(-row_words // block)
+        self._most_blocks = shape.num_blocks
+        constants = {
+            "WORD_BYTES": word_bytes,
+            "VECTOR": vector,
+            "SCALE_BYTES": scale_bytes,
+            "BLOCK": block,
+            "HAS_SCALES": rows.scale_bytes > 0,
+            "SCALES": next_power_of_2(rows.num_scales),
+            "HAS_RECORDS": rows.has_records,
+            "HAS_TOPK": rows.num_topk > 0,
+            "TOPK": next_power_of_2(rows.num_topk),
+            "LANES": next_power_of_2(places.num_ranks),
+            "IS_WHOLE": row_words <= block,
+        }
+        kernel = variant(dispatch_rows_kernel, num_warps, constants, (rows.idx_dtype,), shape.num_registers)
+        int32, float32 = torch.int32, torch.float32
+        types = (rows.word, integer_of(scale_bytes), None, None, int32, int32, rows.idx_dtype, float32, None)
+        fixed = (
+            row_words * word_bytes // vector,
+            rows.num_scales,
             places.table,
             places.state,
-            num_tokens,
-            num_topk,
+            rows.num_topk,
             num_local_experts,
             places.num_ranks,
             places.rank,
-            record_words(num_topk),
-        ),
-        (topk_idx.dtype,) if topk_idx is not None else (),
-        num_warps=min(most_warps, shape.warps_for(block * word.itemsize, vector)),
-        num_registers=shape.num_registers,
-        WORD_BYTES=word.itemsize,
-        VECTOR=vector,
-        SCALE_BYTES=scale_word,
-        BLOCK=block,
-        HAS_SCALES=has_scales,
-        SCALES=next_power_of_2(scales.size(1)) if scales is not None else 1,
-        HAS_RECORDS=send_head is not None,
-        HAS_TOPK=num_topk > 0,
-        TOPK=next_power_of_2(num_topk),
-        LANES=next_power_of_2(places.num_ranks),
-        IS_WHOLE=row_words <= block,
-    )
+            record_words(rows.num_topk),
+        )
+        self._launch = Launch(kernel, types, fixed)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        slots: torch.Tensor,
+        send_head: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+    ) -> None:
+        """Put the rows of one call.
+
+        Args:
+            x: [T, H] contiguous.
+            scales: [T, S] of elements of at most 8 bytes, any strides, or None.
+            slots: [T, R] int32, relative to the first slots; -1 where a token is not sent.
+            send_head: [T, R] int32, written with the slots; None: `slots` are those of a handle, and no records travel.
+            topk_idx: [T, K] or None.
+            topk_weights: [T, K] float32 or None.
+        """
+        nothing, num_tokens = self._nothing, x.shape[0]
+        stride_t, stride_s = (0, 0) if scales is None else scales.stride()
+        self._launch(
+            min(self._most_blocks, num_tokens * self._num_pieces),
+            x,
+            nothing if scales is None else scales,
+            stride_t,
+            stride_s,
+            slots,
+            nothing if send_head is None else send_head,
+            nothing if topk_idx is None else topk_idx,
+            nothing if topk_weights is None else topk_weights,
+            num_tokens,
+        )
 
 
 def integer_of(num_bytes: int) -> torch.dtype:
@@ -151,20 +198,20 @@ def integer_of(num_bytes: int) -> torch.dtype:
 
 
 @jit
-def _put_kernel(
+def dispatch_rows_kernel(
     x,
-    row_vectors: tl.int32,
     scales,
     scale_stride_t: tl.int32,
     scale_stride_s: tl.int32,
-    num_scales: tl.int32,
     slots,
     send_head,
     topk_idx,
     topk_weights,
+    num_tokens: tl.int32,
+    row_vectors: tl.int32,
+    num_scales: tl.int32,
     table,
     state,
-    num_tokens: tl.int32,
     num_topk: tl.int32,
     num_local: tl.int32,
     num_ranks: tl.int32,
@@ -330,60 +377,67 @@ def put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, 
     tl.store(cells + num_topk, bits, mask=is_cell)
 
 
-def unpack(
-    places: Places,
-    num_blocks: int,
-    records: torch.Tensor,
-    prefix: torch.Tensor,
-    sources: torch.Tensor,
-    topk_idx: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    ends: torch.Tensor | None = None,
-) -> None:
-    """Take the records of the rows that came apart. Rows beyond them get ids -1.
+class Unpack:
+    """Takes the records of the rows that came apart. Rows beyond them get ids -1.
 
     Args:
         places: For this rank's number, and whether the buffer has failed.
         num_blocks: Most blocks.
-        records: [n, W] int32.
-        prefix: [R, R] int32.
-        sources: [n] int32, written: the token of each row at its source. With `ends` [n, 2]: also, in front of it, the
-            rank that it came from; R and -1 beyond the rows that came.
-        topk_idx: [n, K] int32 or int64, written, or None.
-        topk_weights: [n, K] float32, written, or None.
-        ends: [R] int32, written: the rows that came from ranks 0..s, which is this rank's column of `prefix`.
+        num_topk: K.
+        idx_dtype: Type of the ids.
+        has_ends: Sources are told with the rank, and so is where the rows of each end.
     """
-    num_rows = records.size(0)
-    if num_rows == 0 and ends is None:
-        return
-    num_topk = topk_idx.size(1) if topk_idx is not None else 0
-    topk = next_power_of_2(num_topk)
-    tile = max(1, 4096 // topk)
-    launch(
-        _unpack_kernel,
-        max(1, min(num_blocks, -(-num_rows // tile))),
-        (
+
+    def __init__(self, places: Places, num_blocks: int, num_topk: int, idx_dtype: torch.dtype, has_ends: bool = False):
+        self._nothing: Any = places.state if INTERPRETED else 0  # in the place of what there is not
+        self._most_blocks, self._has_ends = num_blocks, has_ends
+        topk = next_power_of_2(num_topk)
+        self._tile = max(1, 4096 // topk)
+        constants = {
+            "HAS_TOPK": num_topk > 0,
+            "TOPK": topk,
+            "HAS_ENDS": has_ends,
+            "LANES": next_power_of_2(places.num_ranks),
+            "TILE": self._tile,
+        }
+        kernel = variant(_unpack_kernel, 8, constants, (idx_dtype,))
+        types = (torch.int32, torch.int32, torch.int32, idx_dtype, torch.float32, torch.int32, None)
+        fixed = (places.state, num_topk, places.num_ranks, places.rank, record_words(num_topk))
+        self._launch = Launch(kernel, types, fixed)
+
+    def __call__(
+        self,
+        records: torch.Tensor,
+        num_rows: int,
+        prefix: torch.Tensor,
+        sources: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        ends: torch.Tensor | None = None,
+    ) -> None:
+        """Take those of one call apart.
+
+        Args:
+            records: [m, W] int32, m at least n.
+            num_rows: n.
+            prefix: [R, R] int32.
+            sources: [n] int32, written: the token of each row at its source. With `ends` [n, 2]: also, in front of it,
+                the rank that it came from; R and -1 beyond the rows that came.
+            topk_idx: [n, K] int32 or int64, written, or None.
+            topk_weights: [n, K] float32, written, or None.
+            ends: [R] int32, written: the rows that came from ranks 0..s, which is this rank's column of `prefix`.
+        """
+        nothing = self._nothing
+        self._launch(
+            max(self._has_ends, min(self._most_blocks, -(-num_rows // self._tile))),
             records,
             prefix,
             sources,
-            topk_idx if topk_idx is not None else sources,
-            topk_weights if topk_weights is not None else sources,
-            ends if ends is not None else sources,
-            places.state,
+            nothing if topk_idx is None else topk_idx,
+            nothing if topk_weights is None else topk_weights,
+            nothing if ends is None else ends,
             num_rows,
-            num_topk,
-            places.num_ranks,
-            places.rank,
-            records.size(1),
-        ),
-        (topk_idx.dtype,) if topk_idx is not None else (),
-        num_warps=8,
-        HAS_TOPK=num_topk > 0,
-        TOPK=topk,
-        HAS_ENDS=ends is not None,
-        LANES=next_power_of_2(places.num_ranks),
-        TILE=tile,
-    )
+        )
 
 
 @jit
@@ -394,8 +448,8 @@ def _unpack_kernel(
     topk_idx,
     topk_weights,
     ends,
-    state,
     num_rows: tl.int32,
+    state,
     num_topk: tl.int32,
     num_ranks: tl.int32,
     rank: tl.int32,

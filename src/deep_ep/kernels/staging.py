@@ -16,12 +16,11 @@ they are compiled once, when a buffer is made, and not for every dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
-from ._triton import jit, launch, prepare, tl, triton
+from ._triton import Launch, jit, tl, triton, variant
 from .exchange import (
     NUM_SECTIONS,
     STATE_FAILED,
@@ -37,7 +36,7 @@ from .exchange import (
     signal_and_wait,
 )
 from .primitives import rounded
-from .put import load_slots, record_words
+from .put import Rows, load_slots, record_words
 
 _FAILED, _HELD, _STAGED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_STAGED)
 _MOST_TOKENS, _NUM_ROUNDS = tl.constexpr(STATE_TOKENS), tl.constexpr(STATE_ROUNDS)
@@ -51,64 +50,25 @@ _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 
 _FLOAT32 = tl.constexpr(_KINDS[torch.float32])
 
 
-class Outgoing(NamedTuple):
-    """What a rank sends in a dispatch, as `put.put` has it.
-
-    Attributes:
-        x: [T, H] contiguous.
-        scales: [T, S] of any strides, or None.
-        slots: [T, R] int32, relative to the first slots of the table.
-        topk_idx: [T, K] int32 or int64 contiguous, or None.
-        topk_weights: [T, K] float32 contiguous, or None.
-        num_local_experts: Of a rank.
-        has_records: Records travel.
-    """
-
-    x: torch.Tensor
-    scales: torch.Tensor | None
-    slots: torch.Tensor
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    num_local_experts: int
-    has_records: bool
-
-
-def finish_dispatch(
-    places: Places,
-    step: int,
-    operation: int,
-    outgoing: Outgoing,
-    prefix: torch.Tensor,
-    rooms: Sequence[torch.Tensor | None],
-    *,
-    run: Callable[..., None] = launch,
-) -> None:
-    """Say that this rank's rows are there, and wait for the peers'; send and receive those of staged ranks.
+class FinishDispatch:
+    """Ends dispatches: says that this rank's rows are there, and waits for the peers'; sends and receives those of
+    staged ranks.
 
     Args:
         places: Holds the offers of the call.
         step: `READY`.
         operation: For the record of a failure.
-        outgoing: What `put` has sent to the ranks that are not staged.
-        prefix: [R, R] int32.
-        rooms: Where rows, scales and records stay, [n, ...] each, if this rank is staged; None: it does not travel.
-        run: `launch`, or `prepare`.
+        rows: What the rows are made of.
+        num_local_experts: Of a rank.
     """
-    x, scales, slots, topk_idx, topk_weights, num_local, has_records = outgoing
-    num_topk = topk_idx.size(1) if topk_idx is not None else 0
-    strides = scales.stride() if scales is not None else (0, 0)
-    num_rows = rooms[0].size(0) if rooms and rooms[0] is not None else 0
-    run(
-        _finish_dispatch_kernel,
-        1,
-        (
+
+    def __init__(self, places: Places, step: int, operation: int, rows: Rows, num_local_experts: int = 0):
+        fixed = (
             places.windows,
             places.homes,
             places.state,
             places.table,
             places.host,
-            slots,
-            prefix,
             places.num_ranks,
             places.rank,
             places.first_near,
@@ -116,68 +76,78 @@ def finish_dispatch(
             places.limit_ns,
             step,
             operation,
-            x.size(0),
+            rows.row_bytes,
+            rows.num_scales,
+            rows.scale_bytes or 1,
+            rows.idx_dtype.itemsize // 4,
+            rows.num_topk,
+            num_local_experts,
+            4 * record_words(rows.num_topk) if rows.has_records else 0,
+        )
+        constants = {"LANES": num_lanes(places)}
+        types = (torch.int32, torch.int32, *(None,) * 11)
+        self.launch = Launch(variant(_finish_rows_kernel, 1, constants), types, fixed)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        slots: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        prefix: torch.Tensor,
+        num_rows: int = 0,
+        rooms: Sequence[int] = (0, 0, 0),
+    ) -> None:
+        """End one.
+
+        Args:
+            x: [T, H] contiguous, as `put.Put` has sent it to the ranks that are not staged.
+            scales: [T, S] of any strides, or None.
+            slots: [T, R] int32, relative to the first slots of the table.
+            topk_idx: [T, K] int32 or int64 contiguous, or None.
+            topk_weights: [T, K] float32 contiguous, or None.
+            prefix: [R, R] int32.
+            num_rows: n, if this rank is staged.
+            rooms: Addresses where its rows, scales and records stay then, [n, ...] each; 0: it does not travel.
+        """
+        stride_t, stride_s = (0, 0) if scales is None else scales.stride()
+        self.launch(
+            1,
+            slots,
+            prefix,
+            x.shape[0],
             num_rows,
             x.data_ptr(),
-            x.size(1) * x.element_size(),
-            _address(scales),
-            *strides,
-            scales.size(1) if scales is not None else 0,
-            scales.element_size() if scales is not None else 1,
-            _address(topk_idx),
-            topk_idx.element_size() // 4 if topk_idx is not None else 1,
-            _address(topk_weights),
-            num_topk,
-            num_local,
-            4 * record_words(num_topk) if has_records else 0,
-            *(_address(room) for room in (*rooms, None, None, None)[:NUM_SECTIONS]),
-        ),
-        num_warps=1,
-        LANES=num_lanes(places),
-    )
+            0 if scales is None else scales.data_ptr(),
+            stride_t,
+            stride_s,
+            0 if topk_idx is None else topk_idx.data_ptr(),
+            0 if topk_weights is None else topk_weights.data_ptr(),
+            *rooms,
+        )
 
 
-def finish_combine(
-    places: Places,
-    step: int,
-    operation: int,
-    rows: Sequence[torch.Tensor],
-    sums: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    slots: torch.Tensor,
-    prefix: torch.Tensor,
-    recv_src_idx: torch.Tensor,
-    *,
-    run: Callable[..., None] = launch,
-) -> None:
-    """Say that this rank has summed its tokens, and wait for the peers; give and sum the rows of staged ranks.
+class FinishCombine:
+    """Ends combines: says that this rank has summed its tokens, and waits for the peers; gives and sums the rows of
+    staged ranks.
 
     Args:
         places: Holds the offers of the call.
         step: `READY`; where nobody is staged, only the step behind it is signalled.
         operation: For the record of a failure.
-        rows: This rank's rows [n, H], and weights [n, K] float32 if they travel, contiguous.
-        sums: [T, H] and [T, K]: `pull` has written them where a token has no row at a staged rank.
-        biases: At most two tensors [T, H], as `pull.pull` has them.
-        slots: [T, R] int32.
-        prefix: [R, R] int32.
-        recv_src_idx: [n] int32, the token of each row at its source, ascending for each source.
-        run: `launch`, or `prepare`.
+        hidden: H.
+        dtype: Of the rows.
+        num_topk: K, of the weights that come with the rows; 0: none do.
     """
-    has_weights = len(rows) > 1
-    first, second = (*(bias.data_ptr() for bias in biases), 0, 0)[:2]
-    run(
-        _finish_combine_kernel,
-        1,
-        (
+
+    def __init__(self, places: Places, step: int, operation: int, hidden: int, dtype: torch.dtype, num_topk: int = 0):
+        fixed = (
             places.windows,
             places.homes,
             places.state,
             places.table,
             places.host,
-            slots,
-            prefix,
-            recv_src_idx,
             places.num_ranks,
             places.rank,
             places.first_near,
@@ -185,49 +155,81 @@ def finish_combine(
             places.limit_ns,
             step,
             operation,
-            sums[0].size(0),
-            rows[0].size(0),
+            hidden,
+            num_topk,
+            dtype.itemsize,
+            _KINDS[dtype],
+        )
+        constants = {"LANES": num_lanes(places)}
+        types = (torch.int32, torch.int32, torch.int32, *(None,) * 8)
+        self.launch = Launch(variant(_finish_sums_kernel, 1, constants), types, fixed)
+
+    def __call__(
+        self,
+        rows: Sequence[torch.Tensor],
+        sums: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+        slots: torch.Tensor,
+        prefix: torch.Tensor,
+        recv_src_idx: torch.Tensor,
+    ) -> None:
+        """End one.
+
+        Args:
+            rows: This rank's rows [n, H], and weights [n, K] float32 if they travel, contiguous.
+            sums: [T, H] and [T, K]: `pull.Pull` has written them where a token has no row at a staged rank.
+            biases: At most two tensors [T, H], as `pull.Pull` has them.
+            slots: [T, R] int32.
+            prefix: [R, R] int32.
+            recv_src_idx: [n] int32, the token of each row at its source, ascending for each source.
+        """
+        has_weights = len(rows) > 1
+        first, second = (*(bias.data_ptr() for bias in biases), 0, 0)[:2] if biases else (0, 0)
+        self.launch(
+            1,
+            slots,
+            prefix,
+            recv_src_idx,
+            sums[0].shape[0],
+            rows[0].shape[0],
             rows[0].data_ptr(),
             rows[1].data_ptr() if has_weights else 0,
             sums[0].data_ptr(),
             sums[1].data_ptr() if has_weights else 0,
             first,
             second,
-            rows[0].size(1),
-            rows[1].size(1) if has_weights else 0,
-            rows[0].element_size(),
-            _KINDS[rows[0].dtype],
-        ),
-        num_warps=1,
-        LANES=num_lanes(places),
-    )
+        )
 
 
 def prepare_all(places: Places) -> None:
     """Compile and load both kernels, so that no peer's limit passes while one is compiled."""
-    numbers = places.state.to(torch.int32)
-    rows = places.state.to(torch.float32).view(1, -1)
-    outgoing = Outgoing(rows, None, numbers, None, None, 0, False)
-    finish_dispatch(places, 0, 0, outgoing, numbers, (), run=prepare)
-    finish_combine(places, 0, 0, [rows], [rows], (), numbers, numbers, numbers, run=prepare)
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    FinishDispatch(places, 0, 0, Rows(4, torch.int32, is_aligned=False)).launch.prepare()
+    FinishCombine(places, 0, 0, 1, torch.float32).launch.prepare()
 
 
 # Dispatch ------------------------------------------------------------------------------------------------------------
 
 
 @jit
-def _finish_dispatch_kernel(
+def _finish_rows_kernel(
+    slots,
+    prefix,
+    num_tokens: tl.int32,
+    num_rows: tl.int64,
+    x: tl.int64,
+    scales: tl.int64,
+    scale_stride_t: tl.int64,
+    scale_stride_s: tl.int64,
+    topk_idx: tl.int64,
+    topk_weights: tl.int64,
+    room_0: tl.int64,
+    room_1: tl.int64,
+    room_2: tl.int64,
     windows,
     homes,
     state,
     table,
     host,
-    slots,
-    prefix,
     num_ranks: tl.int32,
     rank: tl.int32,
     first_near: tl.int32,
@@ -235,24 +237,13 @@ def _finish_dispatch_kernel(
     limit_ns: tl.int64,
     step: tl.int32,
     operation: tl.int32,
-    num_tokens: tl.int32,
-    num_rows: tl.int64,
-    x: tl.int64,
     row_bytes: tl.int64,
-    scales: tl.int64,
-    scale_stride_t: tl.int64,
-    scale_stride_s: tl.int64,
     num_scales: tl.int64,
     scale_bytes: tl.int64,
-    topk_idx: tl.int64,
     idx_words: tl.int32,
-    topk_weights: tl.int64,
     num_topk: tl.int32,
     num_local: tl.int32,
     record_bytes: tl.int64,
-    room_0: tl.int64,
-    room_1: tl.int64,
-    room_2: tl.int64,
     LANES: tl.constexpr,
 ):
     """Signal and wait; with staged ranks, send before every other signal and copy out after it.
@@ -406,22 +397,10 @@ def _copy_out(
 
 
 @jit
-def _finish_combine_kernel(
-    windows,
-    homes,
-    state,
-    table,
-    host,
+def _finish_sums_kernel(
     slots,
     prefix,
     recv_src_idx,
-    num_ranks: tl.int32,
-    rank: tl.int32,
-    first_near: tl.int32,
-    num_near: tl.int32,
-    limit_ns: tl.int64,
-    step: tl.int32,
-    operation: tl.int32,
     num_tokens: tl.int32,
     num_rows: tl.int32,
     x: tl.int64,
@@ -430,6 +409,18 @@ def _finish_combine_kernel(
     out_1: tl.int64,
     bias_0: tl.int64,
     bias_1: tl.int64,
+    windows,
+    homes,
+    state,
+    table,
+    host,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    first_near: tl.int32,
+    num_near: tl.int32,
+    limit_ns: tl.int64,
+    step: tl.int32,
+    operation: tl.int32,
     hidden: tl.int32,
     num_topk: tl.int32,
     element_bytes: tl.int32,

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...handle import RailHandle
-from ...kernels import counts, exchange
-from ...kernels.exchange import Nodes
+from ...kernels.exchange import PLAN_WORDS
+from ...kernels.notify import Nodes
 from ...kernels.steer import Course
 from ...topology import Topology
+from ..memory import Memory
 from ..parcel import Routing
-from ..room import Frame, Room
+from ..scope import Scope
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Router:
 
     Args:
         topology: Where this rank stands.
-        room: Where memory comes from.
+        memory: Where it comes from.
         device: Where it is.
 
     Attributes:
@@ -50,39 +51,33 @@ class Router:
         near: The ranks of this node.
     """
 
-    def __init__(self, topology: Topology, room: Room, device: torch.device):
+    def __init__(self, topology: Topology, memory: Memory, device: torch.device):
         num_nodes, num_near = topology.num_nodes, topology.ranks_per_node
         first = topology.node * num_near
         self._topology = topology
-        self._room = room
+        self._memory = memory
         self.near = slice(first, first + num_near)
-        self.plan = torch.zeros(num_nodes, exchange.PLAN_WORDS, dtype=torch.int64, device=device)
+        self.plan = torch.zeros(num_nodes, PLAN_WORDS, dtype=torch.int64, device=device)
         self._prefix = torch.zeros(num_nodes, dtype=torch.int32, device=device)  # of calls that need none
 
-    def of_routing(
-        self, frame: Frame, routing: Routing, num_channels: int, num_passed_on: int
-    ) -> tuple[Routes, torch.Tensor]:
-        """Number the tokens for each rank and each node.
-
-        Returns:
-            The routes, with room for so many relayed rows, and the tokens for each rank, [R] int32.
-        """
+    def of_routing(self, scope: Scope, routing: Routing, num_channels: int, num_passed_on: int) -> Routes:
+        """Memory for the routes of a dispatch, with room for so many relayed rows; its handshake fills them."""
         mask, num_nodes = routing.is_token_in_rank, self._topology.num_nodes
-        with self._room.outputs(frame):  # memory only: what is launched inside would be on the caller's stream
+        with scope.outputs:
             node_slots = mask.new_empty(mask.size(0), num_nodes, dtype=torch.int32)
             node_tokens = node_slots.new_empty(num_nodes, num_channels)
             mark = torch.empty_like(node_tokens)
             node_prefix = node_slots.new_empty(num_nodes)
             prefix = node_slots.new_empty(mask.size(1), mask.size(1))
-        numbers, num_tokens = counts.node_positions(mask, node_slots, node_tokens)
-        passed_on = self.empty_passed_on(frame, mask, num_passed_on)
+        numbers = mask.new_empty(mask.shape, dtype=torch.int32)
+        passed_on = self.empty_passed_on(scope, mask, num_passed_on)
         course = Course(node_slots, numbers, passed_on, torch.empty_like(numbers))
-        return Routes(course, prefix, Nodes(node_tokens, self.plan, node_prefix, mark)), num_tokens
+        return Routes(course, prefix, Nodes(node_tokens, self.plan, node_prefix, mark))
 
-    def empty_passed_on(self, frame: Frame, is_token_in_rank: torch.Tensor, num_passed_on: int) -> torch.Tensor:
+    def empty_passed_on(self, scope: Scope, is_token_in_rank: torch.Tensor, num_passed_on: int) -> torch.Tensor:
         """Room for the slots of so many relayed rows, and of as many as this rank may send: one bound serves both."""
         num_rows = max(num_passed_on, is_token_in_rank.size(0) * self._topology.num_nodes)
-        with self._room.outputs(frame):
+        with scope.outputs:
             return is_token_in_rank.new_empty(num_rows, self._topology.ranks_per_node, dtype=torch.int32)
 
     def of_handle(self, handle: RailHandle) -> Routes:
@@ -99,7 +94,7 @@ class Router:
     def empty_handle(self, routing: Routing, routes: Routes, num_rows: int, num_channels: int) -> RailHandle:
         """A handle, of which `unpack` is to fill what tells where rows came from."""
         mask, num_ranks, nodes = routing.is_token_in_rank, self._topology.num_ranks, routes.nodes
-        nothing = self._room.no_channels(mask, num_channels)
+        nothing = self._memory.no_channels(num_channels)
         return RailHandle(
             is_token_in_rank=mask,
             rdma_channel_prefix_matrix=nodes.num_tokens,

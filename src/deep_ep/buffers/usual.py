@@ -1,0 +1,135 @@
+"""Whether arguments are as they are in nearly every call, asked as quickly as Python can.
+
+`checks.py` finds out what is wrong with an argument, or makes an ordinary tensor of an unusual one; for a dozen tensors
+that takes longer than to launch a call's kernels. So calls first ask here. What is usual needs neither; for everything
+else the answer is no, and the checks decide. Nothing is refused here, so nothing here may raise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..engine.parcel import Payload, Routing
+from ..handle import Handle
+from ..transport import MAX_EXPERTS
+
+_Tensor = torch.Tensor
+_strided = torch.strided
+_int32, _int64, _float32, _bool = torch.int32, torch.int64, torch.float32, torch.bool
+_has_transform = torch._C._functorch.peek_interpreter_stack
+
+_USUAL = frozenset(
+    {torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int32}
+)
+
+
+def payload(x: Any, index: int) -> Payload | None:
+    """The payload of a dispatch: a matrix, or one with scales of any strides.
+
+    Args:
+        x: What the caller gave.
+        index: Of the buffer's device.
+    """
+    scales = None
+    if type(x) is tuple and len(x) == 2:
+        x, scales = x
+        if not is_matrix(scales, index) or scales.shape[0] != x.shape[0]:
+            return None
+    return Payload(x, scales) if is_matrix(x, index) and x.is_contiguous() else None
+
+
+def is_matrix(x: Any, index: int) -> bool:
+    """Whether it is a tensor of two dimensions whose bytes are its values, with more than one row and column."""
+    if type(x) is not _Tensor or x.layout is not _strided or x.get_device() != index or x.dtype not in _USUAL:
+        return False
+    shape = x.shape
+    return len(shape) == 2 and shape[0] > 1 and shape[1] > 1 and not x.is_neg() and _has_transform() is None
+
+
+def is_ids(topk_idx: Any, index: int) -> bool:
+    """Whether it is a contiguous matrix of expert ids, with more than one row and column."""
+    if type(topk_idx) is not _Tensor or topk_idx.layout is not _strided or topk_idx.get_device() != index:
+        return False
+    shape, dtype = topk_idx.shape, topk_idx.dtype
+    return (
+        (dtype is _int64 or dtype is _int32)
+        and len(shape) == 2
+        and shape[0] > 1
+        and shape[1] > 1
+        and topk_idx.is_contiguous()
+        and _has_transform() is None
+    )
+
+
+def routing(
+    num_tokens: int,
+    num_ranks: int,
+    index: int,
+    per_rank: Any,
+    mask: Any,
+    per_expert: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+) -> Routing | None:
+    """The routing of a dispatch inside one node, with ids and weights. It is asked after `payload`.
+
+    Args:
+        num_tokens: T, above 1.
+        num_ranks: R.
+        index: Of the buffer's device.
+        per_rank: What the caller gave, as those below.
+        mask: Likewise.
+        per_expert: Likewise.
+        topk_idx: Likewise.
+        topk_weights: Likewise.
+    """
+    tensors = (per_rank, mask, per_expert, topk_idx, topk_weights)
+    for tensor in tensors:
+        if type(tensor) is not _Tensor or tensor.layout is not _strided or tensor.get_device() != index:
+            return None
+        if not tensor.is_contiguous():
+            return None
+    if per_rank.dtype is not _int32 or per_expert.dtype is not _int32 or mask.dtype is not _bool:
+        return None
+    if topk_idx.dtype not in (_int32, _int64) or topk_weights.dtype is not _float32 or topk_weights.is_neg():
+        return None
+    num_experts, shape = per_expert.numel(), topk_idx.shape
+    is_usual = (
+        num_ranks > 1
+        and per_rank.shape == (num_ranks,)
+        and mask.shape == (num_tokens, num_ranks)
+        and len(per_expert.shape) == 1
+        and 1 < num_experts <= MAX_EXPERTS
+        and num_experts % num_ranks == 0
+        and len(shape) == 2
+        and shape[0] == num_tokens
+        and shape[1] > 1
+        and topk_weights.shape == shape
+    )
+    return Routing(per_rank, per_expert, mask, topk_idx, topk_weights) if is_usual else None
+
+
+def handle(given: Any, num_ranks: int, index: int) -> Handle | None:
+    """The handle of a dispatch inside one node, as it was returned.
+
+    One that has our type was made by us, or by whoever maps a function over ours: so no more is looked at than what
+    kernels depend on.
+    """
+    if type(given) is not Handle:
+        return None
+    prefix, _, _, source_idx, _, send_head = given
+    is_ours = (
+        prefix.dtype is _int32
+        and source_idx.dtype is _int32
+        and send_head.dtype is _int32
+        and prefix.shape == (num_ranks, num_ranks)
+        and send_head.shape[1:] == (num_ranks,)
+        and len(source_idx.shape) == 1
+        and prefix.get_device() == source_idx.get_device() == send_head.get_device() == index
+        and prefix.is_contiguous()
+        and send_head.is_contiguous()
+        and source_idx.is_contiguous()
+    )
+    return given if is_ours else None

@@ -1,0 +1,240 @@
+"""Memory for the calls of the engine on a GPU: regions of the window, and ordinary tensors on the right stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ..errors import EPTransportError
+from ..kernels.exchange import NUM_SECTIONS, SEGMENT_BITS
+from ..kernels.put import VECTOR_BYTES
+from ..sizing import align
+from ..stream import LaunchStream
+from ..transport.arena import GROWTH_BYTES
+from ..transport.device import DeviceWindow
+from ..transport.spans import UNIT_BYTES, whole_units
+from .scope import Scope
+from .signals import Counts
+from .staging import MOST_BYTES, lane_rows
+
+_SPARE_BYTES = 128 << 10  # regions are whole pages, and records at least half of this
+ROOM_TO_SPARE = _SPARE_BYTES + 2 * UNIT_BYTES  # with which what is rounded up below is enough in any case
+_LEAST_COMBINE_BYTES = 2  # of an element that a combine brings back: BF16, also where FP8 was dispatched
+
+_STAGING_BYTES_PER_RANK = 64 << 10  # at least: a row of every rank must fit
+_LINE_BYTES = 128  # to which the sections of staging are aligned
+
+
+class Columns(NamedTuple):
+    """What a row of a dispatch consists of.
+
+    Attributes:
+        hidden: Elements of the payload.
+        dtype: Their type.
+        num_scales: Scales.
+        scale_dtype: Their type; None: there are none.
+        record_words: Words of 4 bytes of the record; 0: there is none.
+    """
+
+    hidden: int
+    dtype: torch.dtype
+    num_scales: int
+    scale_dtype: torch.dtype | None
+    record_words: int
+
+    def widths(self) -> tuple[int, int, int]:
+        """Bytes of a row of each section."""
+        scale_bytes = self.num_scales * self.scale_dtype.itemsize if self.scale_dtype is not None else 0
+        return self.hidden * self.dtype.itemsize, scale_bytes, 4 * self.record_words
+
+    def back_bytes(self, num_topk: int) -> int:
+        """Bytes of a row that a combine may bring back, with weights."""
+        row_bytes = self.hidden * max(self.dtype.itemsize, _LEAST_COMBINE_BYTES)
+        return align(row_bytes, VECTOR_BYTES) + align(4 * num_topk, VECTOR_BYTES)
+
+
+class Sections(NamedTuple):
+    """Room for the rows of a dispatch.
+
+    Attributes:
+        x: [n, H]; None: there is no room yet.
+        scales: [n, S], or None.
+        records: Memory for n records, or None.
+        num_rows: n.
+        lane_rows: If the room is not in the window: rows of a source that fit into its lane of the staging; else 0.
+        bases: Where peers write, a base for each section; -1: nothing there.
+    """
+
+    x: torch.Tensor | None
+    scales: torch.Tensor | None
+    records: torch.Tensor | None
+    num_rows: int
+    lane_rows: int
+    bases: tuple[int, int, int]
+
+    def rooms(self) -> tuple[int, ...]:
+        """Addresses of the sections; 0: it does not travel."""
+        return tuple(0 if part is None else part.data_ptr() for part in (self.x, self.scales, self.records))
+
+
+_make_sections: Callable[[tuple], Sections] = partial(tuple.__new__, Sections)  # see `notify.make_post`
+NO_SECTIONS = Sections(None, None, None, 0, 0, (-1, -1, -1))
+
+
+class Memory:
+    """Memory of one engine.
+
+    Args:
+        window: The window.
+        stream: Where calls are launched.
+    """
+
+    def __init__(self, window: DeviceWindow, stream: LaunchStream):
+        self._window = window
+        self._arena = window.arena
+        self._stream = stream
+        self._zeros: dict[int, torch.Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.int32, device=window.device)
+
+    # Regions of the window -------------------------------------------------------------------------------------------
+
+    def region(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """A region that the call uses first; None where there is no room."""
+        stream = self._stream
+        return self._arena.allocate(shape, dtype, stream.current, stream.is_capturing)
+
+    def reclaim(self) -> None:
+        """Have the next user of what a call dropped wait for that call, and not for what the caller launches later."""
+        if not self._stream.is_capturing:
+            self._arena.reclaim(self._stream.current)
+
+    def sections(self, columns: Columns, num_rows: int) -> Sections | None:
+        """Room for `num_rows` rows; None where there is none."""
+        hidden, dtype, num_scales, scale_dtype, record_words = columns
+        x = self.region((num_rows, hidden), dtype)
+        if x is None:
+            return None
+        scales = records = None
+        if scale_dtype is not None:
+            scales = self.region((num_rows, num_scales), scale_dtype)
+            if scales is None:
+                self._arena.give_up(x)
+                return None
+        if record_words:
+            stream = self._stream
+            num_bytes = 4 * num_rows * record_words
+            records = self._arena.records(num_bytes, stream.current, stream.is_capturing)
+            if records is None:
+                for part in (x, scales):
+                    if part is not None:
+                        self._arena.give_up(part)
+                return None
+        scale_base = -1 if scales is None else self.base(scales)
+        record_base = -1 if records is None else self.base(records)
+        return _make_sections((x, scales, records, num_rows, 0, (self.base(x), scale_base, record_base)))
+
+    def staged_sections(self, scope: Scope, columns: Columns, num_rows: int) -> Sections:
+        """The same in ordinary memory, which rows reach through the staging.
+
+        Raises:
+            EPTransportError: The staging cannot hold a row of every rank.
+        """
+        hidden, dtype, num_scales, scale_dtype, record_words = columns
+        num_lane_rows, bases = self.lanes(columns.widths())
+        device = self._window.device
+        scales = records = None
+        with scope.outputs:
+            x = torch.empty(num_rows, hidden, dtype=dtype, device=device)
+            if scale_dtype is not None:
+                scales = torch.empty(num_rows, num_scales, dtype=scale_dtype, device=device)
+        if record_words:  # only the call itself uses records: they are of its stream
+            records = torch.empty(num_rows, record_words, dtype=torch.int32, device=device)
+        return Sections(x, scales, records, num_rows, num_lane_rows, bases)
+
+    def lanes(self, row_bytes: Sequence[int]) -> tuple[int, tuple[int, int, int]]:
+        """Cut the staging into lanes.
+
+        Args:
+            row_bytes: Bytes of a row of each section; 0: it does not travel.
+
+        Returns:
+            Rows of a lane, and where the lanes of each section begin, as an offer says it.
+
+        Raises:
+            EPTransportError: It cannot hold a row of every rank.
+        """
+        num_ranks = self._window.num_ranks
+        num_rows = lane_rows(num_ranks, sum(row_bytes), self._arena.limit_bytes)
+        start, stop = self._window.staging
+        bases = [-1] * NUM_SECTIONS
+        for section, width in enumerate(row_bytes):
+            if width:
+                bases[section] = start  # in segment 0
+            start += align(num_ranks * num_rows * width, _LINE_BYTES)
+        if start > stop:
+            raise self._lack(num_ranks * sum(row_bytes))
+        return num_rows, (bases[0], bases[1], bases[2])
+
+    def base(self, region: torch.Tensor) -> int:
+        """Where a region is, as an offer says it; -1: it has no bytes, or is none."""
+        base = self._arena.base_of(region) if region.numel() else None
+        return -1 if base is None else base[0] << SEGMENT_BITS | base[1]
+
+    def _lack(self, num_bytes: int) -> EPTransportError:
+        """The error where neither a region can be had nor staging will do."""
+        sizes = self._arena.num_bytes()
+        return EPTransportError(
+            f"window: the arena has no room ({sizes['used']} of {sizes['reserved']} bytes are in use), and one row of "
+            f"every rank is {num_bytes} bytes, more than the {self._window.staging.num_bytes} of staging "
+            f"(rank {self._window.rank}/{self._window.num_ranks}). Drop received tensors, or make the buffer with a "
+            "larger num_nvl_bytes; it grows by itself only in a dispatch without handle or num_worst_tokens"
+        )
+
+    def grow_alike(self, told: Counts, columns: Columns, num_topk: int) -> None:
+        """Add a segment where some rank lacks room for its rows, or for a copy of them that a combine may need.
+
+        All ranks know all ranks' rows and room, so all of them grow, or none.
+        """
+        # What fits is taken already; only the way back is still to come. Records are rounded up to a power of two.
+        row_bytes, scale_bytes, record_bytes = columns.widths()
+        come_bytes = 0 if told.fits else row_bytes + scale_bytes + 2 * record_bytes
+        back_bytes = columns.back_bytes(num_topk)
+        most = _room_for(max(told.num_rows), come_bytes, back_bytes)
+        if min(told.free_bytes) >= most:
+            return
+        wanted = [_room_for(rows, come_bytes, back_bytes) for rows in told.num_rows]
+        if any(free < size for free, size in zip(told.free_bytes, wanted, strict=True)):
+            self._window.grow(align(most, GROWTH_BYTES))
+
+    # Ordinary memory -------------------------------------------------------------------------------------------------
+
+    def scratch(self, num_words: int) -> torch.Tensor:
+        """[m] int32 with m at least `num_words`, for the call that is being made: the next one uses it again."""
+        if self._stream.is_capturing:  # a graph's memory is its own
+            return self._scratch.new_empty(num_words)
+        if self._scratch.numel() < num_words:
+            self._stream.hold([self._scratch], self._stream.current)  # behind all calls before: they are in order
+            self._scratch = self._scratch.new_empty(max(num_words, 2 * self._scratch.numel()))
+        return self._scratch
+
+    def no_channels(self, num_channels: int) -> torch.Tensor:
+        """[R, C] int32 zeros, which handles share: nobody writes them, and only callers read them."""
+        zeros = self._zeros.get(num_channels)
+        if zeros is None:
+            shape = (self._window.num_ranks, num_channels)
+            zeros = torch.zeros(shape, dtype=torch.int32, device=self._window.device)
+            if not self._stream.is_capturing:  # a graph's memory is its own
+                self._zeros[num_channels] = zeros
+        return zeros
+
+
+def _room_for(num_rows: int, come_bytes: int, back_bytes: int) -> int:
+    return whole_units(num_rows * come_bytes) + whole_units(num_rows * back_bytes) + _SPARE_BYTES
+
+
+def staging_bytes(num_ranks: int) -> int:
+    """Bytes of a window that are staging."""
+    return max(MOST_BYTES, _STAGING_BYTES_PER_RANK * num_ranks) + NUM_SECTIONS * _LINE_BYTES

@@ -1,0 +1,119 @@
+"""One call of the engine on a GPU, from its first check to its last launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..stream import LaunchStream
+from ..transport.device import DeviceArena
+from .direct import Order
+from .signals import Signals
+
+_set_grad_enabled = torch._C._set_grad_enabled
+
+
+class Scope:
+    """Around the launches of a call, of a buffer that works: they come after the caller's work (or just after an event)
+    and after earlier calls, autograd does not watch, and what goes wrong on the host is told to the peers.
+
+    Args:
+        operation: One of `call.OPERATIONS`.
+        order: How the call stands to the caller's stream.
+        signals: Of the buffer.
+        stream: Where calls are launched.
+        arena: Of the window.
+
+    Attributes:
+        is_elsewhere: The call is not launched on the caller's stream.
+        outputs: Ordinary tensors that are made inside are the caller's, unless its stream may be behind the call (an
+            event came before). Memory only: what is launched inside would be on the caller's stream.
+        reach: To be told of each step before it is launched; None: nobody watches.
+    """
+
+    is_elsewhere = False
+    outputs: AbstractContextManager[None] = nullcontext()
+    reach: Callable[[str], None] | None = None
+    _marked: AbstractContextManager[None] | None = None
+
+    def __init__(self, operation: str, order: Order, signals: Signals, stream: LaunchStream, arena: DeviceArena):
+        self._operation = operation
+        self._order = order
+        self._signals = signals
+        self._stream = stream
+        self._arena = arena
+
+    def __enter__(self) -> Scope:
+        signals, stream, order = self._signals, self._stream, self._order
+        signals.is_announced, signals.is_calling = False, True
+        way_back, self._grad = None, torch.is_grad_enabled()
+        try:
+            _set_grad_enabled(False)
+            way_back = self._way_back = stream.enter(order.after, order.is_async)
+            caller = way_back.caller
+            self.is_elsewhere = stream.current is not caller
+            if self.is_elsewhere:
+                self.outputs = stream.lent(caller if order.after is None else stream.raw)
+            if signals.marks is not None or signals.window.fault is not None:
+                self.reach = partial(signals.reach, self._operation)
+            if signals.marks is not None:
+                marked = signals.marks.call(self._operation)
+                marked.__enter__()
+                self._marked = marked
+        except BaseException as error:
+            if way_back is not None:
+                stream.exit(way_back)
+            _set_grad_enabled(self._grad)
+            signals.spread(self._operation, error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._marked is not None:
+                self._marked.__exit__(kind, error, traceback)
+        finally:
+            self._stream.exit(self._way_back)
+            _set_grad_enabled(self._grad)
+            if error is not None:
+                self._signals.spread(self._operation, error)
+
+    def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
+        """Keep what a call reads until it is done, however it ends. Before anything is launched.
+
+        Args:
+            tensors: Those that may lie in the window.
+            ordinary: Those that do not.
+        """
+        stream = self._stream
+        for tensor in tensors:
+            if tensor is not None:
+                self._arena.used_by(tensor, stream.current)
+        if self._order.is_async:
+            stream.hold(tensors, stream.raw)
+            stream.hold(ordinary, stream.raw)
+
+    def hold_outputs(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Keep what a call returns until the streams that use it are done: the caller's, and the call's.
+
+        Where the call is on the caller's stream, there is nothing to do.
+        """
+        stream, order, caller = self._stream, self._order, self._way_back.caller
+        for tensor in tensors:
+            if tensor is not None:
+                self._arena.used_by(tensor, caller)
+        if order.after is not None:
+            stream.hold(tensors, caller)
+        elif order.is_async:
+            stream.hold(tensors, stream.raw)
+
+    def event(self) -> Any:
+        """After the call: an event for what was launched; None: the caller's stream waits for it."""
+        return self._stream.leave(self._order.is_async)

@@ -1,0 +1,250 @@
+"""Kernels of normal calls as plain functions: each builds what a call of its signature keeps, and uses it once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from windows import Boards, synchronize
+
+from deep_ep.kernels.exchange import NUM_SECTIONS, STATE_ENDED, STATE_FAILED, Places
+from deep_ep.kernels.notify import CopyingHandshake, Counted, Form, Handshake, Nodes, Numbered, Post, Terms, node_word
+from deep_ep.kernels.pull import Pull
+from deep_ep.kernels.put import Put, Shape, Unpack, rows_of, word_of
+from deep_ep.kernels.staging import FinishCombine, FinishDispatch
+
+ANNOUNCED, OFFERED = 1, 2
+SAME = (17, 4)  # what all ranks agree in
+
+
+def int32(values: list, device: str) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+# Moving rows ---------------------------------------------------------------------------------------------------------
+
+
+def put_rows(
+    places: Places,
+    shape: Shape,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    slots: torch.Tensor,
+    send_head: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    num_local: int,
+) -> None:
+    """Put rows; without `send_head` along the slots of a handle, and without records."""
+    rows = rows_of(x, scales, topk_idx, send_head is not None)
+    Put(places, shape, rows, num_local)(x, scales, slots, send_head, topk_idx, topk_weights)
+
+
+def unpack(
+    places: Places,
+    num_blocks: int,
+    records: torch.Tensor,
+    prefix: torch.Tensor,
+    sources: torch.Tensor,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    ends: torch.Tensor | None = None,
+) -> None:
+    """Take all records apart."""
+    num_topk, idx_dtype = (0, torch.int32) if topk_idx is None else (topk_idx.size(1), topk_idx.dtype)
+    take = Unpack(places, num_blocks, num_topk, idx_dtype, has_ends=ends is not None)
+    take(records, records.size(0), prefix, sources, topk_idx, topk_weights, ends)
+
+
+def pull_rows(
+    places: Places, shape: Shape, section: int, out: torch.Tensor, slots: torch.Tensor, biases: Sequence[torch.Tensor]
+) -> None:
+    """Sum each token's rows."""
+    _, is_aligned = word_of(out, *biases)
+    Pull(places, shape, section, out.size(1), out.dtype, len(biases), is_aligned)(out, slots, biases)
+
+
+# Ends of calls -------------------------------------------------------------------------------------------------------
+
+
+def finish_dispatch(
+    places: Places,
+    step: int,
+    operation: int,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    slots: torch.Tensor,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    num_local: int,
+    has_records: bool,
+    prefix: torch.Tensor,
+    rooms: Sequence[torch.Tensor | None] = (),
+) -> None:
+    """End a dispatch. `rooms` are where rows, scales and records stay, if this rank is staged."""
+    finish = FinishDispatch(places, step, operation, rows_of(x, scales, topk_idx, has_records), num_local)
+    staged = ()
+    if rooms and rooms[0] is not None:
+        staged = (rooms[0].size(0), [0 if room is None else room.data_ptr() for room in rooms])
+    finish(x, scales, slots, topk_idx, topk_weights, prefix, *staged)
+
+
+def finish_combine(
+    places: Places,
+    step: int,
+    operation: int,
+    rows: Sequence[torch.Tensor],
+    sums: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    prefix: torch.Tensor,
+    recv_src_idx: torch.Tensor,
+) -> None:
+    """End a combine."""
+    num_topk = rows[1].size(1) if len(rows) > 1 else 0
+    finish = FinishCombine(places, step, operation, rows[0].size(1), rows[0].dtype, num_topk)
+    finish(rows, sums, biases, slots, prefix, recv_src_idx)
+
+
+# Handshakes ----------------------------------------------------------------------------------------------------------
+
+
+def meet(
+    places: Places,
+    terms: Terms,
+    post: Post,
+    counts: torch.Tensor | None = None,
+    given: torch.Tensor | None = None,
+    per_expert: torch.Tensor | None = None,
+    prefix: torch.Tensor | None = None,
+    *,
+    nodes: Nodes | None = None,
+    numbered: Numbered | None = None,
+    word: torch.dtype | None = None,
+    is_new: bool = True,
+    says: bool = True,
+    hears: bool = True,
+) -> None:
+    """A handshake. Tokens are numbered if they are given, ranks of a node looked at by `word`: the widest that fits."""
+    counted = None
+    if counts is not None and given is not None and per_expert is not None:
+        counted = Counted(counts, given, per_expert)
+        terms = terms._replace(num_local=per_expert.numel() // places.num_ranks)
+    if word is None:
+        is_looked_at = numbered is not None and nodes is not None
+        word = node_word(places, numbered.is_token_in_rank) if is_looked_at else torch.uint8
+    form = Form(
+        has_counts=counted is not None,
+        has_prefix=prefix is not None,
+        has_nodes=nodes is not None,
+        is_numbered=numbered is not None,
+        word=word,
+        is_new=is_new,
+        says=says,
+        hears=hears,
+    )
+    Handshake(places, terms, form)(post, counted, prefix, nodes, numbered)
+
+
+def positions(
+    is_token_in_rank: torch.Tensor,
+    node_numbers: torch.Tensor | None = None,
+    node_counts: torch.Tensor | None = None,
+    word: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number the tokens of each rank, and of each node if there are any, by the first half of a handshake.
+
+    Returns:
+        Numbers [T, R] and counts [R].
+    """
+    device, num_ranks = is_token_in_rank.device.type, is_token_in_rank.size(1)
+    boards = Boards(num_ranks, device)
+    places, nodes = boards.places[-1], None
+    if node_numbers is not None and node_counts is not None:
+        places = replace(places, num_nodes=node_counts.size(0))
+        nothing = int32([-9], device)
+        nodes = Nodes(node_counts, places.state, nothing, nothing)
+    numbers = torch.full(is_token_in_rank.shape, -9, dtype=torch.int32, device=device)
+    counts = torch.full((num_ranks,), -9, dtype=torch.int32, device=device)
+    given = is_token_in_rank.sum(0, dtype=torch.int32)
+    meet(
+        places, Terms(ANNOUNCED, 0, SAME), Post(), counts, given, torch.zeros_like(given), torch.zeros_like(given),
+        nodes=nodes, numbered=Numbered(is_token_in_rank, numbers, node_numbers), word=word, hears=False,
+    )  # fmt: skip
+    assert places.state[STATE_FAILED] == 0
+    assert places.state[STATE_ENDED] == 0, "the next kernel counts its blocks anew"
+    return numbers, counts
+
+
+def copy_and_meet(
+    places: Places,
+    terms: Terms,
+    shape: Shape,
+    post: Post,
+    prefix: torch.Tensor,
+    target: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """A copy into the window whose last block does the handshake."""
+    word, is_aligned = word_of(target, rows)
+    num_bytes = rows.size(1) * rows.element_size()
+    CopyingHandshake(places, terms, shape, num_bytes, word, is_aligned)(post, prefix, target, rows)
+
+
+def all_bases(*bases: int) -> tuple[int, int, int]:
+    """Where the sections of an offer are, the last ones nowhere."""
+    first, second, third = (*bases, *[-1] * (NUM_SECTIONS - len(bases)))
+    return first, second, third
+
+
+class Announce:
+    """The handshake of a full dispatch. If it is numbered, a kernel of several warps finds the counts itself."""
+
+    def __init__(
+        self,
+        counts: list[int],
+        per_expert: list[int],
+        device: str,
+        *,
+        given: list[int] | None = None,
+        agreement: tuple[int, int] = SAME,
+        is_numbered: bool = False,
+        **said: int,
+    ):
+        self.terms, self.post = Terms(ANNOUNCED, 0, agreement), Post(ticket=1, **said)
+        self.counts, self.per_expert = int32(counts, device), int32(per_expert, device)
+        self.given = int32(counts if given is None else given, device)
+        self.prefix = int32([[-1] * len(counts)] * len(counts), device)
+        self.numbered = None
+        if is_numbered:
+            tokens = torch.arange(max(counts), device=device)
+            mask = tokens[:, None] < self.counts[None, :]
+            self.numbered = Numbered(mask, torch.full(mask.shape, -9, dtype=torch.int32, device=device))
+            self.counts.fill_(-9)
+
+    def __call__(self, places: Places) -> None:
+        meet(
+            places, self.terms, self.post, self.counts, self.given, self.per_expert, self.prefix, numbered=self.numbered
+        )  # fmt: skip
+        synchronize(places)
+
+
+class Offer:
+    """A handshake with offers: of a cached dispatch, or with counts of a worst-case one."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        bases: tuple[int, ...],
+        prefix: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        **said: int,
+    ):
+        self.terms, self.post = Terms(OFFERED, 1, SAME), Post(num_rows, bases=all_bases(*bases), **said)
+        self.prefix, self.counts = prefix, counts
+        self.per_expert = None if counts is None else torch.zeros_like(counts)
+
+    def __call__(self, places: Places) -> None:
+        meet(places, self.terms, self.post, self.counts, self.counts, self.per_expert, self.prefix)
+        synchronize(places)
