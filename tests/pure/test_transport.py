@@ -51,6 +51,37 @@ def test_taking_and_giving_back_never_overlaps_and_loses_nothing(steps: list, sh
     assert list(free) == [whole]
 
 
+def spans_of(units: set[int]) -> list[Span]:
+    """The spans that a set of units makes."""
+    starts = [unit for unit in sorted(units) if unit - 1 not in units]
+    stops = [unit + 1 for unit in sorted(units) if unit + 1 not in units]
+    return [Span(start * UNIT_BYTES, stop * UNIT_BYTES) for start, stop in zip(starts, stops, strict=True)]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "take"]), st.integers(0, 19), st.integers(1, 6))))
+def test_a_set_of_spans_is_a_set_of_units(steps: list[tuple[str, int, int]]) -> None:
+    spans, units = SpanSet(), set[int]()
+    for step, start, count in steps:
+        some = set(range(start, start + count))
+        span = Span(start * UNIT_BYTES, (start + count) * UNIT_BYTES)
+        if step == "add" and units.isdisjoint(some):
+            lower = [unit for unit in range(start) if units | some >= set(range(unit, unit + count))]
+            assert spans.has_below(span.start, span.num_bytes) == bool(lower), "whether `take` would prefer another"
+            spans.add(span)
+            units |= some
+        elif step == "remove":
+            assert spans.remove(span) == spans_of(units & some)
+            units -= some
+        elif step == "take":
+            room = [unit for unit in sorted(units) if units >= set(range(unit, unit + count))]
+            taken = spans.take(count * UNIT_BYTES - start)
+            assert taken == (Span(room[0] * UNIT_BYTES, (room[0] + count) * UNIT_BYTES) if room else None)
+            units -= set(range(room[0], room[0] + count)) if room else set()
+        assert list(spans) == list(SpanSet(*spans)) == spans_of(units)
+        assert spans.num_bytes == len(units) * UNIT_BYTES
+        assert spans.largest_bytes() == max((one.num_bytes for one in spans), default=0)
+
+
 @pytest.mark.parametrize("memory_type", [SharedMemory.create, PrivateMemory])
 def test_an_arena_grows_within_its_limit(memory_type: object) -> None:
     memory, mapped = memory_type(), []  # type: ignore[operator]

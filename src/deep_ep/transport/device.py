@@ -7,10 +7,12 @@ addresses; words and signals are the kernels'. `symm.py` and `interpreted.py` ma
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,6 +22,17 @@ from .spans import Span, SpanSet, whole_units
 
 MAX_SEGMENTS = 64
 _LEAST_RECORD_BYTES = 64 << 10
+
+# Numbers of reclaims, see the rules below. A dispatch and its combine reclaim up to six times, and what a program takes
+# again in each round of its calls should need no event.
+_MOST_AGE = 16
+_MIXED_AGE = 64
+_NO_END = 1 << 62  # behind all bytes of any segment
+
+# Functions of torch that nobody promises. `torch.as_tensor` and views would take three times as long. None: not in this
+# torch, or, the second one, not without CUDA.
+_new_storage: Any = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+_new_cuda_tensor: Any = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", None)
 
 
 class Part(NamedTuple):
@@ -140,34 +153,111 @@ class DeviceWindow:
         self._num_segments += 1
 
 
-class _Segment(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Segment:
     number: int
     address: int
-    num_bytes: int
     room_bytes: int
-    owner: Any
+    owner: Part
+    device: torch.device
+    is_cuda: bool
     free: SpanSet
 
 
+@dataclass(eq=False, slots=True)
+class _Layout:
+    """A contiguous tensor.
+
+    Attributes:
+        num_bytes: That it has.
+        whole_bytes: The same, in whole units.
+        shape: Its shape.
+        strides: In elements.
+        dtype: Its dtype.
+        metadata: All this, for `_new_cuda_tensor`.
+    """
+
+    num_bytes: int
+    whole_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    metadata: dict[str, Any]
+
+
+@functools.lru_cache(256)  # a program's calls repeat a few
+def _layout(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Layout:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    strides = tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))
+    metadata = {"size": shape, "stride": strides, "storage_offset": 0, "dtype": dtype, "device": device}
+    return _Layout(num_bytes, whole_units(num_bytes), shape, strides, dtype, metadata)
+
+
 class _Used(NamedTuple):
-    """Memory that is free again, once the work that was queued on some streams is done."""
+    """A piece of free memory that work which is still queued may use.
+
+    Attributes:
+        segment: Its number.
+        start: Where the piece begins in the segment.
+        stop: Where it ends.
+        stream: Which has used it too, and on which no event has been recorded for that; None: there is none.
+        events: Behind the work of all other streams that have used it.
+        since: The number of the reclaim that made the entry.
+    """
 
     segment: int
-    span: Span
+    start: int
+    stop: int
+    stream: Any
     events: tuple[Any, ...]
+    since: int
 
 
-class _Region:
-    """The bytes of a region, for torch to wrap. It dies with the last tensor over them."""
+class _Region(weakref.ref):
+    """A region that is taken: a reference to what dies with the last tensor over it, and what to know then.
 
-    def __init__(self, segment: _Segment, span: Span):
-        self.owner = segment.owner  # keeps the memory mapped
+    Attributes:
+        place: The segment, and the span of it.
+        users: The streams that work with it.
+        address: Where it begins. Set last: a region that an interrupt has left unfinished has none.
+    """
+
+    __slots__ = ("address", "place", "users")
+
+    place: tuple[_Segment, Span]
+    users: tuple[Any, ...]
+    address: int
+
+
+class _Foreign:
+    """Bytes for torch to wrap, where it cannot be given a storage."""
+
+    def __init__(self, address: int, num_bytes: int):
         self.__cuda_array_interface__ = {
-            "shape": (span.num_bytes,),
+            "shape": (num_bytes,),
             "typestr": "|u1",
-            "data": (segment.address + span.start, False),
+            "data": (address, False),
             "version": 3,
         }
+
+
+# How memory is used again in the order of streams. `_used` has an entry for each piece of free memory that queued work
+# may still use.
+#
+# - When a dead region is reclaimed, an event is recorded on each stream that has used it, but not on the stream of the
+#   call that reclaims: most often that stream takes the memory next, behind its own work, and needs no event. The entry
+#   names it instead.
+# - A stream that takes memory waits for the events of all entries that overlap it. If an entry names another stream,
+#   the event is recorded only then. What is taken is cut out of the entries: its next user waits for the stream that
+#   has taken it, which has waited for all before.
+# - An event that is recorded late comes behind whatever was launched meanwhile, and who waits for it waits for that,
+#   too. So nobody goes without an event for `_MIXED_AGE` reclaims after a stream has taken memory that is not the one
+#   that took memory before. It is programs that take memory on one stream only that save the events.
+# - An entry that has named a stream for more than `_MOST_AGE` reclaims is given its event: captures avoid the memory.
+# - An entry that names no stream is dropped when its events have happened. Entries are in the order of their age, and
+#   none of them is looked at while the oldest names a stream and is not old enough.
+# - A capture can neither wait for what was launched outside of it nor ask whether that has happened: it takes only what
+#   is in no entry. Nothing is reclaimed inside of it, so that no event is recorded or asked for.
 
 
 class DeviceArena:
@@ -180,19 +270,26 @@ class DeviceArena:
     def __init__(self, limit_bytes: int):
         self.limit_bytes = limit_bytes
         self._segments: list[_Segment] = []
-        self._regions: dict[int, tuple[weakref.ref, int, Span]] = {}
-        self._freed: deque[weakref.ref] = deque()
-        self._streams: dict[int, set[Any]] = {}  # that use a region, by its address
+        self._bounds: list[tuple[int, int, int]] = []  # of a segment: its first address, the one behind it, its number
+        self._regions: dict[int, _Region] = {}  # by address
+        self._freed: deque[_Region] = deque()
         self._used: list[_Used] = []
+        self._num_reclaims = 0
+        self._taker: Any = None  # the last stream that took memory, outside captures
+        self._is_mixed_until = 0  # a number of reclaims
         self._captured: list[torch.Tensor] = []
         self._records: torch.Tensor | None = None
+        self._some_records: torch.Tensor | None = None  # as many of them as the last call wanted
+        self._can_watch_storages = _can_watch_storages()
 
     def add(self, number: int, part: Part, reserved_bytes: int) -> None:
         """Use a segment, but for its first bytes."""
-        num_bytes = part.memory.numel()
+        memory = part.memory
+        address, num_bytes, device = memory.data_ptr(), memory.numel(), memory.device
         free = SpanSet(Span(reserved_bytes, num_bytes)) if num_bytes > reserved_bytes else SpanSet()
-        segment = _Segment(number, part.memory.data_ptr(), num_bytes, num_bytes - reserved_bytes, part, free)
-        self._segments.append(segment)
+        is_cuda = device.type == "cuda"
+        self._segments.append(_Segment(number, address, num_bytes - reserved_bytes, part, device, is_cuda, free))
+        self._bounds.append((address, address + num_bytes, number))
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, stream: Any = None, is_capturing: bool = False
@@ -206,20 +303,28 @@ class DeviceArena:
             is_capturing: The stream is being captured: take only what needs no wait, and keep it until
                 `release_captured`.
         """
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes == 0:
+        layout = _layout(tuple(shape), dtype, self._segments[0].device)
+        if layout.num_bytes == 0:
             return self._segments[0].owner.memory.new_empty(shape, dtype=dtype)
-        if not is_capturing:
-            self.reclaim()
-        found = self._take(num_bytes, self._used if is_capturing else ())
-        if found is None:
+        users = () if stream is None else (stream,)
+        if is_capturing:
+            place, is_ordered = self._take_unused(layout.whole_bytes), True
+        else:
+            if stream is not self._taker:
+                self._note_taker(stream)
+            place = self._reclaim(stream, users, layout.whole_bytes)
+            is_ordered = place is not None or not self._used
+            if place is None:
+                place = self._take(layout.whole_bytes)
+        if place is None:
             return None
-        segment, span = found
-        before = [used for used in self._used if used.segment == segment.number and _overlap(used.span, span)]
-        for event in {event for used in before for event in used.events}:
-            stream.wait_event(event)
-        tensor = self._wrap(segment, span, num_bytes).view(dtype).view(*shape)
-        self.used_by(tensor, stream)
+        try:
+            used = self._used if is_ordered else self._follow(place, stream)
+            tensor = self._wrap(place, users, layout)
+            self._used = used  # not before: if nobody gets the region, its next user must still wait
+        except BaseException:
+            self._give_back(place, stream)
+            raise
         if is_capturing:
             self._captured.append(tensor)
         return tensor
@@ -229,7 +334,7 @@ class DeviceArena:
         if num_bytes == 0:
             return self.allocate((0,), torch.uint8)
         if self._records is None or self._records.numel() < num_bytes:
-            self._records = None
+            self._records = self._some_records = None
             room = max(_LEAST_RECORD_BYTES, 1 << (num_bytes - 1).bit_length())
             self._records = self.allocate((room,), torch.uint8, stream, is_capturing)
         elif is_capturing:
@@ -237,32 +342,40 @@ class DeviceArena:
         if self._records is None:
             return None
         self.used_by(self._records, stream)
-        return self._records[:num_bytes]
+        if self._some_records is None or self._some_records.numel() != num_bytes:
+            self._some_records = self._records[:num_bytes]
+        return self._some_records
 
     def used_by(self, tensor: torch.Tensor, stream: Any) -> None:
         """Note that a stream works with a region, so that its next user waits for that stream."""
-        if stream is not None and self.base_of(tensor) is not None:
-            address = tensor.untyped_storage().data_ptr()
-            if address in self._streams:
-                self._streams[address].add(stream)
+        if stream is None:
+            return
+        address = tensor.data_ptr()
+        for start, stop, _ in self._bounds:
+            if start <= address < stop:
+                region = self._regions.get(address)
+                if region is None:  # a view that begins further in, or no region at all
+                    region = self._regions.get(tensor.untyped_storage().data_ptr())
+                if region is not None and stream not in region.users:
+                    region.users += (stream,)
+                return
 
     def base_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """`(segment, offset)` of a contiguous tensor that lies in the arena."""
-        for segment in self._segments:
-            offset = tensor.data_ptr() - segment.address
-            if 0 <= offset < segment.num_bytes:
-                return segment.number, offset
+        address = tensor.data_ptr()
+        for start, stop, number in self._bounds:
+            if start <= address < stop:
+                return number, address - start
         return None
 
     def largest_free_bytes(self) -> int:
         """The largest region that could be taken."""
         self.reclaim()
-        return max((span.num_bytes for segment in self._segments for span in segment.free), default=0)
+        return max([segment.free.largest_bytes() for segment in self._segments])
 
     def num_bytes(self) -> dict[str, int]:
         """Bytes `used` by regions, `committed` and `reserved` (which are the same: device memory is taken whole)."""
-        known = (self._regions.get(id(died)) for died in tuple(self._freed))
-        freed = sum(region[2].num_bytes for region in known if region is not None)
+        freed = sum(region.place[1].num_bytes for region in tuple(self._freed) if self._is_known(region))
         reserved = sum(segment.room_bytes for segment in self._segments)
         if self._records is not None:
             freed += whole_units(self._records.numel())  # they are nobody's result
@@ -277,47 +390,182 @@ class DeviceArena:
         """Let go of the regions that were taken while graphs were captured."""
         self._captured.clear()
 
-    def reclaim(self) -> None:
-        """Make the memory of dead regions free again, behind the work that is queued on the streams that used them."""
-        if self._used:
-            self._used = [used for used in self._used if not all(event.query() for event in used.events)]
-        events: dict[Any, Any] = {}
-        while self._freed:
-            region = self._regions.pop(id(self._freed.popleft()), None)
-            if region is None:
-                continue  # an interrupt came before it was anybody's
-            _, index, span = region
-            segment = self._segments[index]
-            segment.free.add(span)
-            streams = self._streams.pop(segment.address + span.start, set())
-            for stream in streams - events.keys():
-                events[stream] = stream.record_event()
-            if streams:
-                self._used.append(_Used(index, span, tuple(events[stream] for stream in streams)))
+    def reclaim(self, stream: Any = None) -> None:
+        """Make the memory of dead regions free again, behind the work that is queued on the streams that used them.
 
-    def _wrap(self, segment: _Segment, span: Span, num_bytes: int) -> torch.Tensor:
-        address = segment.address + span.start
-        self._streams[address] = set()
-        exact = Span(span.start, span.start + num_bytes)
-        if segment.owner.memory.device.type == "cuda":
-            region: Any = _Region(segment, exact)
-            tensor = torch.as_tensor(region, device=segment.owner.memory.device)
+        Args:
+            stream: Of the call that reclaims; None: of no call.
+        """
+        self._reclaim(stream, (), 0)
+
+    def _reclaim(self, stream: Any, users: tuple[Any, ...], wanted_bytes: int) -> tuple[_Segment, Span] | None:
+        """The same, for a call that is about to take memory.
+
+        Args:
+            stream: Of the call.
+            users: The same, as a region has it.
+            wanted_bytes: That it takes, in whole units; 0: none.
+
+        Returns:
+            What it takes, if that is just what a dead region had that no other stream has used: such memory needs to
+            become neither free nor part of an entry. Else None.
+        """
+        self._num_reclaims += 1
+        if self._used:
+            self._settle()
+        if not self._freed:
+            return None
+        own = stream if self._num_reclaims > self._is_mixed_until else None
+        events: dict[Any, Any] = {}
+        again: _Region | None = None
+        while self._freed:
+            region = self._freed.popleft()
+            if not self._is_known(region):
+                continue  # an interrupt came before it was anybody's
+            start, stop = region.place[1]
+            if again is None and stop - start == wanted_bytes and region.users == users:
+                again = region
+            else:
+                self._free(region, own, events)
+        if again is None:
+            return None
+        if self._is_lowest(again):
+            del self._regions[again.address]
+            return again.place
+        self._free(again, own, events)
+        return None
+
+    def _is_known(self, region: _Region) -> bool:
+        return self._regions.get(getattr(region, "address", -1)) is region
+
+    def _free(self, region: _Region, own: Any, events: dict[Any, Any]) -> None:
+        """Make the memory of a dead region free.
+
+        Args:
+            region: The region.
+            own: The stream for which no event is recorded; None: there is none.
+            events: Those that were recorded since the reclaim began, by stream.
+        """
+        (segment, span), users = region.place, region.users
+        if users:
+            named = own if own is not None and own in users else None
+            others = users if named is None else () if len(users) == 1 else [user for user in users if user != named]
+            recorded = tuple([_recorded(user, events) for user in others]) if others else ()
+            self._used.append(_Used(segment.number, *span, named, recorded, self._num_reclaims))
+        segment.free.add(span)
+        del self._regions[region.address]
+
+    def _is_lowest(self, region: _Region) -> bool:
+        """Whether `_take` would return the memory of a dead region, if that were free."""
+        own, (start, stop) = region.place
+        for segment in self._segments:
+            if segment is own:
+                break
+            if segment.free.has_below(_NO_END, stop - start):
+                return False
+        return not own.free.has_below(start, stop - start)
+
+    def _note_taker(self, stream: Any) -> None:
+        """Another stream than before takes memory, or another object for the same."""
+        if self._taker is not None and stream != self._taker:
+            self._is_mixed_until = self._num_reclaims + _MIXED_AGE
+        self._taker = stream
+
+    def _settle(self) -> None:
+        """Give old entries their events, and drop those whose events have happened."""
+        oldest = self._used[0]  # entries are in the order of their age
+        if oldest.stream is not None and self._num_reclaims - oldest.since <= _MOST_AGE:
+            return
+        kept: list[_Used] = []
+        events: dict[Any, Any] = {}
+        for used in self._used:
+            if used.stream is not None:
+                is_old = self._num_reclaims - used.since > _MOST_AGE
+                kept.append(_with_event(used, events) if is_old else used)
+            elif not all(event.query() for event in used.events):
+                kept.append(used)
+        self._used = kept
+
+    def _follow(self, place: tuple[_Segment, Span], stream: Any) -> list[_Used]:
+        """Have a stream wait for all work with memory that it takes.
+
+        Returns:
+            The entries that are left, without this memory.
+        """
+        segment, (start, stop) = place
+        number = segment.number
+        kept: list[_Used] = []
+        events: dict[Any, Any] = {}
+        awaited: list[Any] = []
+        for used in self._used:
+            in_segment, first, behind, named, before, since = used
+            if in_segment != number or behind <= start or stop <= first:
+                kept.append(used)
+                continue
+            if named is not None and named is not stream and named != stream:
+                _, _, _, named, before, _ = _with_event(used, events)
+            awaited += before
+            if first < start:
+                kept.append(_Used(number, first, start, named, before, since))
+            if stop < behind:
+                kept.append(_Used(number, stop, behind, named, before, since))
+        for event in dict.fromkeys(awaited):
+            stream.wait_event(event)
+        return kept
+
+    def _wrap(self, place: tuple[_Segment, Span], users: tuple[Any, ...], layout: _Layout) -> torch.Tensor:
+        """A tensor over memory that was taken, and the region to know it by."""
+        segment, (start, _) = place
+        address = segment.address + start
+        watched: Any
+        if self._can_watch_storages:
+            watched = _new_storage(address, segment.device, layout.num_bytes)
+        elif segment.is_cuda:
+            watched = _Foreign(address, layout.num_bytes)
         else:
-            region = (ctypes.c_ubyte * num_bytes).from_address(address)
-            region.owner = segment.owner
-            tensor = torch.frombuffer(region, dtype=torch.uint8)
+            watched = (ctypes.c_ubyte * layout.num_bytes).from_address(address)
+        watched.owner = segment.owner  # keeps the memory mapped
         # A region may die on any thread, inside garbage collection or a capture, and beside an interrupt: so nothing
         # happens then but that its reference is appended, by code that is not Python's.
-        died = weakref.ref(region, self._freed.append)
-        self._regions[id(died)] = died, segment.number, span
-        return tensor
+        region = _Region(watched, self._freed.append)
+        region.place = place
+        region.users = users
+        region.address = address
+        self._regions[address] = region
+        if self._can_watch_storages:
+            if segment.is_cuda and _new_cuda_tensor is not None:
+                return _new_cuda_tensor(layout.metadata, watched)
+            like = torch.empty(0, dtype=layout.dtype, device=segment.device)
+            return like.set_(watched, 0, layout.shape, layout.strides)
+        if segment.is_cuda:
+            tensor = torch.as_tensor(watched, device=segment.device)
+        else:
+            tensor = torch.frombuffer(watched, dtype=torch.uint8)
+        return tensor.view(layout.dtype).view(layout.shape)
 
-    def _take(self, num_bytes: int, avoided: Iterable[_Used]) -> tuple[_Segment, Span] | None:
+    def _give_back(self, place: tuple[_Segment, Span], stream: Any) -> None:
+        """Make memory free that was taken, and that an exception has kept from becoming a region."""
+        segment, span = place
+        if segment.address + span.start in self._regions:
+            return  # it is one, and is freed as any other
+        if stream is not None:
+            self._used.append(_Used(segment.number, *span, stream, (), self._num_reclaims))
+        segment.free.add(span)
+
+    def _take(self, num_bytes: int) -> tuple[_Segment, Span] | None:
+        for segment in self._segments:
+            span = segment.free.take(num_bytes)
+            if span is not None:
+                return segment, span
+        return None
+
+    def _take_unused(self, num_bytes: int) -> tuple[_Segment, Span] | None:
+        """As `_take`, but only what is in no entry."""
         for segment in self._segments:
             candidates = SpanSet(*segment.free)
-            for used in avoided:
+            for used in self._used:
                 if used.segment == segment.number:
-                    candidates.remove(used.span)
+                    candidates.remove(Span(used.start, used.stop))
             span = candidates.take(num_bytes)
             if span is not None:
                 segment.free.remove(span)
@@ -325,5 +573,37 @@ class DeviceArena:
         return None
 
 
-def _overlap(one: Span, other: Span) -> bool:
-    return one.start < other.stop and other.start < one.stop
+def _recorded(stream: Any, events: dict[Any, Any]) -> Any:
+    """The event of a stream among those of one step, which is recorded if it is not there."""
+    event = events.get(stream)
+    if event is None:
+        event = events[stream] = stream.record_event()
+    return event
+
+
+def _with_event(used: _Used, events: dict[Any, Any]) -> _Used:
+    """An entry with an event in place of the stream that it names."""
+    return used._replace(stream=None, events=(*used.events, _recorded(used.stream, events)))
+
+
+@functools.cache
+def _can_watch_storages() -> bool:
+    """Whether torch keeps the Python object of a storage, and what is set on it, while any tensor over it lives.
+
+    It has done so for long, but does not promise it, and a region that seemed dead would be given away under its
+    tensors. So it is tried, once.
+    """
+    if _new_storage is None:
+        return False
+    memory, deaths = torch.zeros(2, dtype=torch.uint8, device="cpu"), deque[Any]()
+    try:
+        storage = _new_storage(memory.data_ptr(), memory.device, 2)
+        storage.owner = memory
+        died = weakref.ref(storage, deaths.append)
+        view = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (2,), (1,))[1:]
+        del storage
+        is_kept = not deaths and getattr(view.untyped_storage(), "owner", None) is memory
+        del view
+        return is_kept and list(deaths) == [died]
+    except (AttributeError, RuntimeError, TypeError):  # private functions may change
+        return False

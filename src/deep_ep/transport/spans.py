@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from typing import NamedTuple
 
 UNIT_BYTES = 4096  # spans are whole pages, so that memory can be committed and given back span by span
@@ -28,17 +30,26 @@ class SpanSet:
     """Disjoint spans in ascending order, neighbours joined."""
 
     def __init__(self, *spans: Span):
-        self._spans = sorted(spans)
+        # Where each span starts and stops, one after the other: even places are starts. Every change is one operation
+        # of the list, which no interrupt can leave half done.
+        self._ends: list[int] = []
+        for span in spans:
+            self.add(span)
 
     def add(self, span: Span) -> None:
         """Add a span that does not overlap any in the set."""
-        joined: list[Span] = []
-        for other in sorted([*self._spans, span]):
-            if joined and joined[-1].stop == other.start:
-                joined[-1] = Span(joined[-1].start, other.stop)
+        start, stop = span
+        ends = self._ends
+        index = bisect_left(ends, start)
+        if index % 2:  # the span before it stops where this one starts
+            if index + 1 < len(ends) and ends[index + 1] == stop:
+                del ends[index : index + 2]
             else:
-                joined.append(other)
-        self._spans = joined
+                ends[index] = stop
+        elif index < len(ends) and ends[index] == stop:
+            ends[index] = start
+        else:
+            ends[index:index] = span
 
     def remove(self, span: Span) -> list[Span]:
         """Remove a span.
@@ -49,19 +60,19 @@ class SpanSet:
         Example:
             Removing `[4, 9)` from `{[0, 5), [8, 12)}` returns `[4, 5), [8, 9)` and leaves `{[0, 4), [9, 12)}`.
         """
-        kept: list[Span] = []
+        kept: list[int] = []
         removed: list[Span] = []
-        for other in self._spans:
+        for other in self:
             start, stop = max(span.start, other.start), min(span.stop, other.stop)
             if start >= stop:
-                kept.append(other)
+                kept += other
                 continue
             removed.append(Span(start, stop))
             if other.start < start:
-                kept.append(Span(other.start, start))
+                kept += other.start, start
             if stop < other.stop:
-                kept.append(Span(stop, other.stop))
-        self._spans = kept
+                kept += stop, other.stop
+        self._ends = kept
         return removed
 
     def take(self, num_bytes: int) -> Span | None:
@@ -71,17 +82,42 @@ class SpanSet:
         touched for the first time costs three times a copy.
         """
         num_bytes = whole_units(num_bytes)
-        for index, span in enumerate(self._spans):
-            middle = span.start + num_bytes
-            if middle <= span.stop:
-                self._spans[index : index + 1] = [Span(middle, span.stop)] if middle < span.stop else []
-                return Span(span.start, middle)
+        ends = self._ends
+        for index in range(0, len(ends), 2):
+            start, stop = ends[index], ends[index + 1]
+            middle = start + num_bytes
+            if middle < stop:
+                ends[index] = middle
+                return Span(start, middle)
+            if middle == stop:
+                del ends[index : index + 2]
+                return Span(start, stop)
         return None
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._spans)
+    def has_below(self, limit: int, num_bytes: int) -> bool:
+        """Whether a span that starts below a limit has so many bytes, or would have, with those from the limit on."""
+        ends = self._ends
+        for index in range(0, len(ends), 2):
+            start, stop = ends[index], ends[index + 1]
+            if start >= limit:
+                return False
+            if stop - start >= num_bytes or stop == limit:
+                return True
+        return False
+
+    def __iter__(self) -> Iterator[Span]:
+        return map(Span, self._ends[::2], self._ends[1::2])
+
+    def largest_bytes(self) -> int:
+        """The length of its longest span; 0 where it has none."""
+        ends, largest = self._ends, 0
+        for index in range(0, len(ends), 2):
+            num_bytes = ends[index + 1] - ends[index]
+            if num_bytes > largest:
+                largest = num_bytes
+        return largest
 
     @property
     def num_bytes(self) -> int:
         """The length of all its spans together."""
-        return sum(span.num_bytes for span in self._spans)
+        return sum(self._ends[1::2]) - sum(self._ends[::2])
