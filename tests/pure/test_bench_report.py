@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import datetime
 import io
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from rich.console import Console
 from deep_ep.bench import core, report, results
 from deep_ep.bench.cases import CASES
 from deep_ep.bench.core import FLOOR, GLOO, ONE_HOP, PRODUCT, Measured, Quartiles, Variant
-from deep_ep.bench.gpu import EventStopwatch
+from deep_ep.bench.gpu import CallerClocks, EventStopwatch, script_stopwatch
 from deep_ep.bench.gpu_cases import GpuMeasured, gpu_titles, join_gpu_cases
 from deep_ep.bench.hop_buffers import find_sizes
 from deep_ep.bench.hop_cases import HopMeasured, hop_titles, join_hop_cases
@@ -76,6 +78,7 @@ def test_summary():
     assert summary.gbs == pytest.approx(4 / 3)
     assert summary.over_floor == Quartiles(1.25, 1.5, 1.75)
     assert summary.speedups == {GLOO: Quartiles(2.5, 3.0, 3.5)}
+    assert summary.adds == {}
 
 
 def test_a_case_without_floor_has_no_ratio_to_it():
@@ -101,6 +104,12 @@ def test_the_loop_alternates_behind_a_barrier_and_times_only_the_call():
     assert times == {"a": [1.0] * 3, "b": [2.0] * 3}
     assert "".join(events) == "|b|a" + "|a|b" + "|b|a" + "|a|b"
     assert done == [1, 2, 3]
+
+
+def test_times_of_several_clocks_have_names_of_their_own():
+    both = Variant("a", lambda: None, stopwatch=lambda _: {"host": 1.0, "in_a_row": 2.0})
+    times = core.time_rounds([both, Variant("a", lambda: None), Variant("b", lambda: None)], 2, lambda _: 3.0)
+    assert times == {"a_host": [1.0] * 2, "a_in_a_row": [2.0] * 2, "a": [3.0] * 2, "b": [3.0] * 2}
 
 
 # Routing -------------------------------------------------------------------------------------------------------------
@@ -236,6 +245,15 @@ GPU_PARTS = [
     GpuMeasured(400_000_000, 3_000_000_000, 0, 1_000_000_000, {PRODUCT: [0.002, 0.004], FLOOR: [0.002, 0.001]}),
     GpuMeasured(400_000_000, 1_000_000_000, 1, 1_000_000_000, {PRODUCT: [0.001, 0.001], FLOOR: [0.001, 0.001]}),
 ]
+# Slowest medians: 120 and 150 us of a call in a row, 4 us of an add.
+CALLERS = {
+    "deep_ep_host": [[9e-05, 1e-04, 5e-04], [1.2e-04] * 3, [1e-04] * 3],
+    "deep_ep_in_a_row": [[1e-04] * 3, [1.5e-04] * 3, [1e-04] * 3],
+    "deep_ep_from_idle": [[2e-04] * 3, [1.8e-04] * 3, [1e-04] * 3],
+    "add_host": [[2e-06] * 3] * 3,
+    "add_in_a_row": [[3e-06] * 3, [3e-06] * 3, [4e-06, 4e-06, 9e-06]],
+    "add_from_idle": [[1e-05] * 3] * 3,
+}
 GPU = {"gpu": "NVIDIA H200", "num_gpus": 1, "gpu_sms": 132, "mps": True, "cuda": "13.0", "triton": "3.6"}
 
 
@@ -244,12 +262,12 @@ def make_gpu_report() -> report.Report:
         name="normal",
         command="python -m deep_ep bench normal --device cuda --ranks 3",
         shape="16 tokens a rank",
-        setting={"num_tokens": 16},
+        setting={"num_tokens": 16, "num_in_row": 20},
         machine={"cpu": "A CPU", "cores": 2, "load": 0.5, "torch": "2.x", "deep_ep": "0.x", **GPU},
         titles=gpu_titles(16),
         rows=[
             join_gpu_cases("cached-bf16", GPU_PARTS),
-            Measured("layout-host", 3, [0] * 3, {PRODUCT: [[5e-05]] * 3}),
+            Measured("layout", 3, [0] * 3, {PRODUCT: [[5e-05]] * 3, **CALLERS}),
         ],
     )
 
@@ -289,8 +307,47 @@ def test_table_of_a_gpu_says_microseconds_and_mps():
         "3000",
     ):
         assert part in text, part
-    assert report.columns([], make_gpu_report().unit)[3] == "us"
-    assert report.cells(make_gpu_report().rows[1], "x", [], make_gpu_report().unit) == ["x", "3", "-", "50.0", "-", "-"]
+
+
+def test_what_a_caller_waits_for_stands_there_in_adds_too():
+    one = make_gpu_report()
+    assert core.summarise(one.rows[1]).adds == pytest.approx({"host": 30.0, "in_a_row": 37.5, "from_idle": 50.0})
+    times = ["device us", "host us (adds)", "in a row us (adds)", "from idle us"]
+    assert report.columns(one) == ["case", "ranks", *times, "GB/s a rank", "time / floor"]
+    layout = ["get_dispatch_layout", "3", "50.0", "120 (30.0)", "150 (37.5)", "200", "-", "-"]
+    assert report.cells(one, one.rows[1]) == layout
+    assert report.cells(one, one.rows[0])[2:6] == ["3000", "-", "-", "-"]
+    assert "20 in a row in the same rounds until the device is done: 4.00 us." in " ".join(one.caption)
+    # The other clocks are no peers of the product.
+    assert core.summarise(one.rows[1]).speedups == {}
+
+
+def test_what_a_caller_waits_for_in_files(tmp_path: Path):
+    report.write_csv(make_gpu_report(), tmp_path / "b.csv")
+    with (tmp_path / "b.csv").open() as file:
+        cached, layout = csv.DictReader(file)
+    assert float(layout["deep_ep_host_secs"]) == pytest.approx(1.2e-04)
+    assert (float(layout["add_in_a_row_secs"]), float(layout["host_adds"])) == pytest.approx((4e-06, 30.0))
+    assert (cached["deep_ep_host_secs"], cached["in_a_row_adds"]) == ("", "")
+    report.write_json(make_gpu_report(), tmp_path / "b.json")
+    case = json.loads((tmp_path / "b.json").read_text())["cases"][1]
+    assert case["times"]["deep_ep_from_idle"] == CALLERS["deep_ep_from_idle"]
+    assert case["summary"]["adds"]["in_a_row"] == pytest.approx(37.5)
+    assert case["summary"]["median_secs"]["deep_ep_in_a_row"] == pytest.approx(1.5e-04)
+
+
+def test_the_table_of_a_gpu_fits_120_columns():
+    secs = {PRODUCT: 2.1385e-03, FLOOR: 1.4e-03, "deep_ep_host": 9.2e-05, "deep_ep_in_a_row": 2.3e-03}
+    secs |= {"deep_ep_from_idle": 2.5e-03, "add_in_a_row": 5e-06}
+    times = {name: [[one, 1.1 * one]] * 8 for name, one in secs.items()}
+    rows = [Measured(name, 8, [310_000_000] * 8, times) for name in gpu_titles(16)]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(report.rich_table(dataclasses.replace(make_gpu_report(), rows=rows)))
+    text = console.export_text()
+    assert "…" not in text
+    figures = ["8", "2245", "96.6 (18.4)", "2415 (460)", "2625", "138", "1.53 [1.53, 1.53]"]
+    lines = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()]
+    assert all([title, *figures] in lines for title in gpu_titles(16).values())
 
 
 # Across nodes on a GPU -----------------------------------------------------------------------------------------------
@@ -400,7 +457,8 @@ def test_a_results_file_becomes_the_table_of_a_readme(tmp_path: Path, capsys: py
     results.put_into_readme(tmp_path / name, readme, None)
     text = readme.read_text()
     assert text.startswith("<!-- bench normal -->\n<!-- /bench normal -->\n<!-- bench gpu -->\n\nNVIDIA H200")
-    assert "| cached dispatch, BF16, 16 blocks | 3 | 400.0 | 3000 | 133 | 1.75 [1.62, 1.88] |" in text
+    assert "| cached dispatch, BF16, 16 blocks | 3 | 3000 | - | - | - | 133 | 1.75 [1.62, 1.88] |" in text
+    assert "Script loop: cached dispatch as DeepEP's own script times it" in text
     assert "old" not in text
     assert report.read_json(tmp_path / name).rows == make_gpu_report().rows
 
@@ -454,3 +512,52 @@ def test_events_are_recorded_behind_the_barrier_and_the_host_is_ahead(monkeypatc
     stopwatch = EventStopwatch(lambda: done.append("barrier"))
     assert stopwatch(lambda: done.append("call")) == pytest.approx(0.002)
     assert done == ["sleep", "barrier", "record", "call", "record", "wait"]
+
+
+def test_the_clocks_of_a_caller():
+    now, done = [0.0], []
+
+    class Result:
+        pass
+
+    alive: list[weakref.ref[Result]] = []
+
+    def spend(name: str, secs: float) -> None:
+        done.append(name)
+        now[0] += secs
+
+    def call() -> Result:
+        spend("call" if not any(ref() for ref in alive) else "call beside the last one's result", 1.0)
+        result = Result()
+        alive.append(weakref.ref(result))
+        return result
+
+    clocks = CallerClocks(4, lambda: spend("barrier", 100.0), lambda: spend("wait", 10.0), lambda: now[0])
+    assert clocks(call) == {"host": 1.0, "in_a_row": (4 * 1.0 + 10.0) / 4, "from_idle": 11.0}
+    line_up = ["wait", "barrier"]
+    assert done == ["call", *line_up, "call", "wait", *line_up, *["call"] * 4, "wait"]
+
+
+def test_the_loop_of_the_script_waits_for_nothing_and_drops_the_first_call(monkeypatch: pytest.MonkeyPatch):
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("record")
+            self.num_calls = done.count("call")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert done[-1] == "wait"
+            assert end.num_calls == self.num_calls + 1
+            return [3.0, 1.0, 2.0][self.num_calls]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: done.append("flush"))
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: done.append("barrier"))
+    stopwatch = script_stopwatch(2, torch.device("cuda"))
+    assert stopwatch(lambda: done.append("call")) == pytest.approx(0.0015)
+    assert done == ["wait", "barrier", *["flush", "record", "call", "record"] * 3, "wait"]

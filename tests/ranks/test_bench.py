@@ -17,10 +17,8 @@ from deep_ep.bench.inputs import Setting
 from deep_ep.bench.normal import titles_of
 from deep_ep.errors import EPError, EPUnsupported
 
-VARIANTS = {
-    "cpu": {"deep_ep", "copy", "gloo_preallocated", "gloo_as_written"},
-    "cuda": {"deep_ep", "copy"},
-}
+VARIANTS = {"deep_ep", "copy", "gloo_preallocated", "gloo_as_written"}
+CALLERS = {f"{variant}_{clock}" for variant in ("deep_ep", "add") for clock in ("host", "in_a_row", "from_idle")}
 TINY = ["--tokens", "24", "--hidden", "256", "--topk", "3", "--experts", "8", "--rounds", "2"]
 
 
@@ -39,9 +37,10 @@ def all_cases(device: str) -> list[str]:
 
 
 def variants_of(name: str, device: str) -> set[str]:
-    if name.startswith("layout"):
-        return {"deep_ep"}
-    return VARIANTS[device] | {"deep_ep_bf16"} if "fp8" in name else VARIANTS[device]
+    if device == "cpu":
+        return VARIANTS | {"deep_ep_bf16"} if "fp8" in name else VARIANTS
+    callers = set() if name.startswith("script-loop") else CALLERS
+    return callers | ({"deep_ep"} if name == "layout" else {"deep_ep", "copy"})
 
 
 def test_all_cases_with_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str):

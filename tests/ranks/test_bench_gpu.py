@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from deep_ep.bench.cases import Note
-from deep_ep.bench.core import FLOOR, PRODUCT, PRODUCT_BF16
+from deep_ep.bench.core import ADD, FLOOR, PRODUCT, WAITS, clock_name
 from deep_ep.bench.gpu_cases import GPU_CASES, join_gpu_cases, run_gpu_cases
 from deep_ep.bench.inputs import Setting
 from deep_ep.bench.tune import TuneNote, tune_rank
@@ -22,7 +22,8 @@ NUM_TOKENS, HIDDEN = 4, 128
 
 
 def setting(device: str) -> Setting:
-    return Setting(NUM_TOKENS, HIDDEN, num_topk=2, num_experts=4, num_rounds=2, device=device, num_sms=2)
+    sizes = (NUM_TOKENS, HIDDEN, 2, 4)
+    return Setting(*sizes, num_rounds=2, num_in_row=1, device=device, num_sms=2)
 
 
 def env(device: str) -> dict[str, str]:
@@ -43,14 +44,20 @@ def heard(here: Connection) -> list:
     return notes
 
 
+def variants_of(name: str) -> set[str]:
+    if name.startswith("script-loop"):
+        return {PRODUCT, FLOOR}
+    callers = {clock_name(variant, clock) for variant in (PRODUCT, ADD) for clock in WAITS}
+    return {PRODUCT} | callers | (set() if name == "layout" else {FLOOR})
+
+
 def test_all_cases_with_two_ranks(device: str, news: tuple[Connection, Connection]):
     here, there = news
-    names = [name for name in GPU_CASES if name != "layout-host"]  # 200 calls a round
+    names = list(GPU_CASES)
     results = run_ranks(run_gpu_cases, 2, setting(device), names, there, 1 << 20, env=env(device))
     parts = {name: [result[index] for result in results] for index, name in enumerate(names)}
     for name, of_ranks in parts.items():
-        variants = {PRODUCT} if name == "layout" else {PRODUCT, FLOOR}
-        assert set(of_ranks[0].times) == (variants | {PRODUCT_BF16} if "fp8" in name else variants)
+        assert set(of_ranks[0].times) == variants_of(name)
         assert all(len(times) == 2 for part in of_ranks for times in part.times.values())
         assert join_gpu_cases(name, of_ranks).num_ranks == 2
     row, sent_row = 2 * HIDDEN, 2 * HIDDEN + 2 * (8 + 4)
@@ -60,18 +67,24 @@ def test_all_cases_with_two_ranks(device: str, news: tuple[Connection, Connectio
         assert moved["layout"] == (0, 0)
         assert moved["cached-bf16"] == moved["cached-bf16-free"] == (num_rows * row, (NUM_TOKENS + num_rows) * row)
         assert moved["dispatch-bf16"] == (num_rows * row, (NUM_TOKENS + num_rows) * sent_row)
-        assert moved["cached-fp8"] == (num_rows * (HIDDEN + 4), (NUM_TOKENS + num_rows) * (HIDDEN + 4))
+        assert (
+            moved["cached-fp8"]
+            == moved["script-loop-fp8"]
+            == (num_rows * (HIDDEN + 4), (NUM_TOKENS + num_rows) * (HIDDEN + 4))
+        )
         assert moved["combine-window"] == (num_rows * row, (NUM_TOKENS + num_rows) * row)
         assert moved["combine-elsewhere"] == (num_rows * row, (NUM_TOKENS + 3 * num_rows) * row)
+        assert moved["layer"] == (2 * num_rows * row, (NUM_TOKENS + num_rows) * (sent_row + row))
     assert heard(here) == [Note(2, name, done) for name in names for done in range(3)]
 
 
-def test_wrong_rows_are_not_timed(device: str, news: tuple[Connection, Connection]):
-    with pytest.raises(RankFailed, match=r"cached-bf16: what was delivered is wrong"):
-        run_ranks(_run_with_wrong_rows, 2, setting(device), news[1], env=env(device))
+@pytest.mark.parametrize("name", ["cached-bf16", "layer"])
+def test_wrong_rows_are_not_timed(device: str, news: tuple[Connection, Connection], name: str):
+    with pytest.raises(RankFailed, match=f"{name}: what was delivered is wrong"):
+        run_ranks(_run_with_wrong_rows, 2, setting(device), news[1], name, env=env(device))
 
 
-def _run_with_wrong_rows(rank: int, num_ranks: int, setting: Setting, news: Connection) -> None:
+def _run_with_wrong_rows(rank: int, num_ranks: int, setting: Setting, news: Connection, name: str) -> None:
     from deep_ep.kernels.put import Put
 
     right = Put.__call__
@@ -80,7 +93,7 @@ def _run_with_wrong_rows(rank: int, num_ranks: int, setting: Setting, news: Conn
         right(self, x.roll(1, 0), *rest)
 
     Put.__call__ = wrong
-    run_gpu_cases(rank, num_ranks, setting, ["cached-bf16"], news, 1 << 20)
+    run_gpu_cases(rank, num_ranks, setting, [name], news, 1 << 20)
 
 
 def test_shapes_are_tried_in_the_calls_that_use_them(device: str, news: tuple[Connection, Connection]):

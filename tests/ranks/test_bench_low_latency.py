@@ -6,6 +6,7 @@ import argparse
 import csv
 import io
 import json
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,11 +16,11 @@ from rich.console import Console
 
 from deep_ep.bench import cli, core, report
 from deep_ep.bench.cases import Note
-from deep_ep.bench.core import FLOOR, GLOO, GLOO_AS_WRITTEN, PRODUCT, Measured
+from deep_ep.bench.core import ADD, FLOOR, GLOO, GLOO_AS_WRITTEN, PRODUCT, WAITS, Measured, clock_name
 from deep_ep.bench.gpu_cases import GpuMeasured, join_gpu_cases
 from deep_ep.bench.inputs import Setting
 from deep_ep.bench.low_latency import reason_to_skip
-from deep_ep.bench.low_latency_calls import Bytes, bytes_of, of_receive, of_send
+from deep_ep.bench.low_latency_calls import OPERATIONS, Bytes, bytes_of, of_receive, of_send
 from deep_ep.bench.low_latency_cases import low_latency_titles, run_low_latency_cases
 from deep_ep.bench.low_latency_work import Work
 from deep_ep.launch import RankFailed, run_ranks
@@ -36,10 +37,9 @@ def run(*words: str) -> int:
 
 
 def variants_of(name: str, device: str) -> set[str]:
-    if name.endswith("-host"):
-        return {PRODUCT}
     if device == "cuda":
-        return {PRODUCT, FLOOR}
+        callers = {clock_name(variant, clock) for variant in (PRODUCT, ADD) for clock in WAITS}
+        return {PRODUCT, FLOOR} | (callers if name in OPERATIONS else set())
     return {PRODUCT} if name.endswith(("-send", "-receive")) else {PRODUCT, FLOOR, GLOO, GLOO_AS_WRITTEN}
 
 
@@ -90,8 +90,9 @@ def test_what_cannot_be_met_is_refused_before_anything_runs(tmp_path: Path):
 
 @pytest.mark.cpu_only
 def test_kernels_are_timed_like_those_of_a_gpu(device: str):
-    setting = Setting(2, 128, num_topk=1, num_experts=2, num_rounds=1, device=device)  # the interpreter is slow
-    names = ["dispatch", "combine-send", "combine-receive", "dispatch-host"]
+    # The interpreter is slow.
+    setting = Setting(2, 128, num_topk=1, num_experts=2, num_rounds=1, num_in_row=1, device=device)
+    names = ["dispatch", "combine-send", "combine-receive"]
     here, there = Pipe(duplex=False)
     with here, there:
         results = run_ranks(run_low_latency_cases, 2, setting, names, there, 1 << 20, env=INTERPRETED)
@@ -103,7 +104,7 @@ def test_kernels_are_timed_like_those_of_a_gpu(device: str):
         assert all(isinstance(part, GpuMeasured) and set(part.times) == variants for part in parts)
         assert join_gpu_cases(name, parts).num_ranks == 2
     # A row of each of 2 tokens: 128 bytes and a scale, or 256 bytes.
-    assert [part.memory_bytes for part in results[0]] == [2 * 256 + 3 * 2 * 132, 2 * 2 * 256, 2 * 256 + 2 * 256, 0]
+    assert [part.memory_bytes for part in results[0]] == [2 * 256 + 3 * 2 * 132, 2 * 2 * 256, 2 * 256 + 2 * 256]
 
 
 @pytest.mark.cpu_only
@@ -173,11 +174,21 @@ def test_the_table_shows_the_tail_and_says_what_the_floor_is():
     machine = {"cpu": "A CPU", "cores": 2, "load": 0.5, "torch": "2.x", "deep_ep": "0.x", "gpu": "NVIDIA H200"}
     machine |= {"num_gpus": 1, "gpu_sms": 132, "mps": True, "cuda": "13.0", "triton": "3.6"}
     times = {PRODUCT: [[1e-4, 2e-4], [3e-4, 2e-4]], FLOOR: [[5e-5, 5e-5], [5e-5, 5e-5]]}
-    rows = [Measured("dispatch", 2, [7_000_000] * 2, times, copy_gbs=4000.0), Measured("both", 3, skipped="no")]
-    one = report.Report("low-latency", "command", "shape", {}, machine, low_latency_titles("cuda"), rows)
+    in_graph = Measured("dispatch-graph", 2, [7_000_000] * 2, times, copy_gbs=4000.0)
+    callers = {"deep_ep_host": 4e-5, "deep_ep_in_a_row": 3e-4, "deep_ep_from_idle": 6e-4, "add_in_a_row": 5e-6}
+    eager = replace(in_graph, case="dispatch", times={**times, **{name: [[s]] for name, s in callers.items()}})
+    rows = [eager, in_graph, Measured("both", 3, skipped="no")]
+    titles = low_latency_titles("cuda")
+    one = report.Report("low-latency", "command", "shape", {"num_in_row": 20}, machine, titles, rows)
     assert one.marker == "low-latency gpu"
-    line = "| dispatch, FP8 | 2 | 7.0 | 250 | 200 | 297 | 50.0 | 28.0 | 5.00 [4.50, 5.50] |"
-    assert line in report.markdown_table(one)
+    tail, end = "250 | 200 | 297 | 50.0", "28.0 | 5.00 [4.50, 5.50] |"
+    markdown = report.markdown_table(one)
+    assert f"| dispatch, FP8 | 2 | {tail} | 40.0 (8.00) | 300 (60.0) | 600 | {end}" in markdown
+    assert f"| dispatch, FP8, in a graph | 2 | {tail} | - | - | - | {end}" in markdown
+    assert "| dispatch + combine | 3 | skipped: no | |" in " ".join(markdown.split())
+    # Results of before a caller's clocks were read, and their table.
+    before = report.markdown_table(replace(one, setting={}, rows=[in_graph]))
+    assert f"| dispatch, FP8, in a graph | 2 | 7.0 | {tail} | {end}" in before
     assert "2TH + 3S(H + 4ceil(H/128)) bytes" in report.markdown_table(one)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(report.rich_table(one))

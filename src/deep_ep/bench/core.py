@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,9 +21,21 @@ GLOO = "gloo_preallocated"
 GLOO_AS_WRITTEN = "gloo_as_written"
 PRODUCT_BF16 = "deep_ep_bf16"
 ONE_HOP = "one_hop"
+ADD = "add"
+
+PEERS = (GLOO, GLOO_AS_WRITTEN, PRODUCT_BF16)
+
+HOST = "host"
+IN_A_ROW = "in_a_row"
+FROM_IDLE = "from_idle"
+WAITS = (HOST, IN_A_ROW, FROM_IDLE)
+"""The clocks of a caller; see `gpu.CallerClocks`."""
 
 Stopwatch = Callable[[Callable[[], Any]], float]
 """Calls something when all ranks are ready to, and says how many seconds it took."""
+
+Clocks = Callable[[Callable[[], Any]], Mapping[str, float]]
+"""The same with several clocks at once: seconds by the name of the clock."""
 
 RankTimes = Sequence[Sequence[float]]
 """Seconds, `[rank][round]`."""
@@ -34,17 +46,23 @@ class Variant:
     """One thing to time.
 
     Attributes:
-        name: `PRODUCT`, `FLOOR`, `ONE_HOP` or the name of a peer.
+        name: `PRODUCT`, `FLOOR`, `ONE_HOP`, `ADD` or the name of a peer.
         call: What is timed. What it returns is dropped after the clock has stopped.
         outputs: The delivered tensors, in an order and form that all variants of the case share, from what `call`
             returned; None where there is nothing to compare.
-        stopwatch: What to measure it with; None: as the others of the case.
+        stopwatch: What to measure it with; None: as the others of the case. The times of several clocks have names of
+            their own, see `clock_name`.
     """
 
     name: str
     call: Callable[[], Any]
     outputs: Callable[[Any], list[torch.Tensor]] | None = None
-    stopwatch: Stopwatch | None = None
+    stopwatch: Stopwatch | Clocks | None = None
+
+
+def clock_name(variant: str, clock: str) -> str:
+    """What the times of one of several clocks are called: `deep_ep_host`."""
+    return f"{variant}_{clock}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +73,7 @@ class Measured:
         case: Its name.
         num_ranks: Ranks of the group.
         bytes_per_rank: What the case declares to move, of each rank.
-        times: Of each variant, seconds `[rank][round]`.
+        times: Of each variant, or of each of its clocks, seconds `[rank][round]`.
         skipped: Why it did not run; None if it did.
         copy_gbs: On a GPU, 10^9 bytes a second that a plain copy read and wrote in the same rounds.
         num_nodes: Nodes that the ranks are on.
@@ -86,7 +104,10 @@ class Summary:
 
     Attributes:
         mean_bytes: Bytes of a rank, on average.
-        median_secs: Of each variant, the slowest rank's median; of the floor, the median of each round's slowest.
+        median_secs: Of each variant or clock, the slowest rank's median; of the floor, the median of each round's
+            slowest.
+        adds: Of each clock of a caller, how many adds in a row take as long as the product; empty where those were not
+            measured.
         gbs: 10^9 bytes a second that a rank moves in the product.
         over_floor: Product's time over the floor's, round by round; None where the case has no floor.
         over_one_hop: Product's time over that of one hop, round by round; None where the case has no such variant.
@@ -97,6 +118,7 @@ class Summary:
 
     mean_bytes: float
     median_secs: dict[str, float]
+    adds: dict[str, float]
     gbs: float
     over_floor: Quartiles | None
     over_one_hop: Quartiles | None
@@ -146,14 +168,20 @@ def time_rounds(
         on_round: Told the number of rounds done, after each of them.
 
     Returns:
-        This rank's seconds of each variant, by round.
+        This rank's seconds of each variant, or of each of its clocks, by round.
     """
-    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    times: dict[str, list[float]] = {}
     for index in range(-num_warmup, num_rounds):
         for variant in rotated(variants, index):
             elapsed = (variant.stopwatch or stopwatch)(variant.call)
-            if index >= 0:
-                times[variant.name].append(elapsed)
+            if index < 0:
+                continue
+            if isinstance(elapsed, Mapping):
+                named = {clock_name(variant.name, clock): secs for clock, secs in elapsed.items()}
+            else:
+                named = {variant.name: elapsed}
+            for name, secs in named.items():
+                times.setdefault(name, []).append(secs)
         if index >= 0:
             on_round(index + 1)
     return times
@@ -200,7 +228,7 @@ def summarise(measured: Measured) -> Summary:
     """The headline figures of a case that ran."""
     product = measured.times[PRODUCT]
     floor, one_hop = measured.times.get(FLOOR), measured.times.get(ONE_HOP)
-    peers = {name: times for name, times in measured.times.items() if name not in (PRODUCT, FLOOR, ONE_HOP)}
+    peers = {name: times for name, times in measured.times.items() if name in PEERS}
     medians = {name: slowest_median(times) for name, times in measured.times.items()}
     if FLOOR in medians:
         # In a copy nobody waits for anybody: another rank may be the last in every round, and the last one counts.
@@ -210,6 +238,7 @@ def summarise(measured: Measured) -> Summary:
     return Summary(
         mean_bytes=mean_bytes,
         median_secs=medians,
+        adds=_in_adds(medians),
         gbs=mean_bytes / medians[PRODUCT] / 1e9,
         over_floor=quartiles(round_ratios(product, floor)) if floor is not None else None,
         over_one_hop=quartiles(round_ratios(product, one_hop)) if one_hop is not None else None,
@@ -217,3 +246,12 @@ def summarise(measured: Measured) -> Summary:
         p50_secs=statistics.median(every),
         p99_secs=percentile(every, 99),
     )
+
+
+def _in_adds(medians: Mapping[str, float]) -> dict[str, float]:
+    """The product's times by the clocks of a caller, over that of an add in a row: both are slowest medians."""
+    add_secs = medians.get(clock_name(ADD, IN_A_ROW))
+    if add_secs is None:
+        return {}
+    named = {clock: medians.get(clock_name(PRODUCT, clock)) for clock in WAITS}
+    return {clock: secs / add_secs for clock, secs in named.items() if secs is not None}

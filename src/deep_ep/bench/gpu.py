@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +20,10 @@ from ..errors import EPUnsupported
 from ..launch import run_ranks
 from ..machine import find_machine
 from ..mps import shared_gpu
-from .core import HostStopwatch, Stopwatch
+from .core import ADD, FROM_IDLE, HOST, IN_A_ROW, PRODUCT, HostStopwatch, Stopwatch, Variant
 
 _AHEAD_CYCLES = 6_000_000  # about 3 ms that the device sleeps, so that the host has launched all before it is timed
-_NUM_HOST_CALLS = 200
+_FLUSH_BYTES = 256 * 10**6  # more than the L2 cache of any GPU so far; as `deep_ep.utils.testing` has it
 
 
 @contextmanager
@@ -114,35 +116,113 @@ class EventStopwatch:
         return self._start.elapsed_time(self._end) * 1e-3
 
 
-def host_seconds(call: Callable[[], Any]) -> float:
-    """A stopwatch of the host's own time of one call: the mean of many, and the device is not waited for."""
-    synchronize()
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(_NUM_HOST_CALLS):
-        call()
-    elapsed = time.perf_counter() - start
-    synchronize()
-    return elapsed / _NUM_HOST_CALLS
+class CallerClocks:
+    """Measures what a caller waits for, by the host's clock:
 
+    - `HOST`: calls in a row until the host has made the last one, divided by their number. Where a call waits for the
+      device, as a full dispatch does for its counts, that is part of it.
+    - `IN_A_ROW`: the same calls until the device is done, divided likewise.
+    - `FROM_IDLE`: one call when the device is idle, until the device is done.
 
-def launch_seconds(call: Callable[[], Any]) -> float:
-    """A stopwatch of the host's own time of a single call, with nothing queued before it.
-
-    Behind a barrier a process has slept and its caches are cold. A loop is not like that: one call comes first.
+    Args:
+        num_in_row: Calls in a row.
+        barrier: Lines the ranks up; the host waits.
+        wait: Waits for the device.
+        clock: Seconds.
     """
-    dist.barrier()
+
+    def __init__(
+        self,
+        num_in_row: int,
+        barrier: Callable[[], object],
+        wait: Callable[[], object],
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._num_in_row = num_in_row
+        self._barrier = barrier
+        self._wait = wait
+        self._clock = clock
+
+    def __call__(self, call: Callable[[], Any]) -> dict[str, float]:
+        """Seconds of a call by each clock."""
+        call()  # behind other work its code is cold
+        self._line_up()
+        start = self._clock()
+        result = call()
+        self._wait()
+        from_idle = self._clock() - start
+        del result
+        self._line_up()
+        start = self._clock()
+        for _ in range(self._num_in_row):
+            call()  # what it returns is dropped at once, or the results of all calls would be alive together
+        host = self._clock() - start
+        self._wait()
+        in_a_row = self._clock() - start
+        return {HOST: host / self._num_in_row, IN_A_ROW: in_a_row / self._num_in_row, FROM_IDLE: from_idle}
+
+    def _line_up(self) -> None:
+        self._wait()
+        self._barrier()
+
+
+def caller_variants(call: Callable[[], Any], num_in_row: int, device: torch.device) -> list[Variant]:
+    """The product by a caller's clocks, and an add of a small tensor beside it: the unit that these are shown in.
+
+    Args:
+        call: The product's call.
+        num_in_row: Calls in a row.
+        device: Where its tensors live.
+    """
+    small = torch.zeros(4, device=device)
+    clocks = CallerClocks(num_in_row, dist.barrier, _waiting_for(device))
+    add = partial(torch.add, small, 1, out=small)
+    return [Variant(PRODUCT, call, stopwatch=clocks), Variant(ADD, add, stopwatch=clocks)]
+
+
+def script_stopwatch(num_in_row: int, device: torch.device) -> Stopwatch:
+    """Measures as DeepEP's own script does (`deep_ep.utils.testing.bench`): a loop that waits for nothing.
+
+    An event is recorded before and after each call, and the L2 cache is flushed in between. Where the host is slower
+    than the device, the time of a call is the host's.
+
+    Args:
+        num_in_row: Calls that count; one more comes first.
+        device: Where the tensors of a call live.
+    """
+    is_cuda, wait = device.type == "cuda", _waiting_for(device)
+
+    def measure(call: Callable[[], Any]) -> float:
+        wait()
+        dist.barrier()
+        read_all = []
+        for _ in range(num_in_row + 1):
+            if is_cuda:
+                torch.zeros(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+            read_all.append(_between_events(call) if is_cuda else _between_clocks(call))
+        wait()
+        return statistics.fmean(read() for read in read_all[1:])
+
+    return measure
+
+
+def _between_events(call: Callable[[], Any]) -> Callable[[], float]:
+    """Have a call between two events. Returns what reads their distance, in seconds, when the device is done."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
     call()
-    synchronize()
+    end.record()
+    return lambda: start.elapsed_time(end) * 1e-3
+
+
+def _between_clocks(call: Callable[[], Any]) -> Callable[[], float]:
+    """The same where calls are done when they return."""
     start = time.perf_counter()
-    result = call()
+    call()
     elapsed = time.perf_counter() - start
-    synchronize()
-    del result
-    return elapsed
+    return lambda: elapsed
 
 
-def synchronize() -> None:
-    """Wait for the GPU, where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _waiting_for(device: torch.device) -> Callable[[], None]:
+    """What waits for a device; without one there is nothing to wait for."""
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None

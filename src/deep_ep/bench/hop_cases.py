@@ -1,8 +1,8 @@
 """What `bench internode --device cuda` times: two hops, beside one hop of the same routes on the same GPU.
 
-Cases and clocks are those of `gpu_cases`; the buffer across nodes is the product, and the buffer that has all ranks for
-one node a second variant of each case, in the same rounds, both behind the second one's barrier. The floor is the least
-that two hops move through memory:
+Cases are those of `gpu_cases`, by the device's clock; the buffer across nodes is the product, and the buffer that has
+all ranks for one node a second variant of each case, in the same rounds, both behind the second one's barrier. The
+floor is the least that two hops move through memory:
 
     dispatch            reads T rows, writes n rows, and writes and reads c rows of the landing
     combine, in window  reads n rows, writes T rows, and writes and reads c rows of the landing
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from ..buffers.legacy import Buffer
 from ..terminal import teller
 from .cases import Note
-from .core import ONE_HOP, Measured, Variant
+from .core import ONE_HOP, PRODUCT, Measured, Variant
 from .crossing import Crossing, count_bytes, find_crossing
 from .gpu import device_stopwatch, enter_device
 from .gpu_cases import (
@@ -62,11 +62,13 @@ class HopCase(NamedTuple):
     """A case across nodes on one rank.
 
     Attributes:
-        case: Two hops, and one.
+        two: Two hops; its bytes include those of the landing.
+        one: One hop.
         needed_bytes: What must leave the node.
     """
 
-    case: GpuCase
+    two: GpuCase
+    one: GpuCase
     needed_bytes: int
 
 
@@ -83,21 +85,15 @@ def hop_case(name: str, works: Works, crossing: Crossing) -> HopCase:
     Raises:
         EPError: One of them does not.
     """
-    two, one = (GPU_CASES[name][1](work) for work in works)
+    two, one = (GPU_CASES[name].make(work) for work in works)
     for case, work in ((two, works.two), (one, works.one)):
         check_case(case, name, work)
     sent, landed = crossing.num_out, crossing.num_in
     if name.startswith("combine"):
         sent, landed = landed, sent
     landed_bytes = sum(crossing.to_others(landed, two.moved_bytes).values())
-    both = dataclasses.replace(
-        two,
-        memory_bytes=two.memory_bytes + 2 * landed_bytes,
-        variants=[two.variants[0], Variant(ONE_HOP, one.variants[0].call)],
-        # A barrier across nodes lets the nodes go at different times; through one memory all ranks start together.
-        stopwatch=device_stopwatch(works.one.buffer),
-    )
-    return HopCase(both, sum(crossing.to_others(sent, two.row_bytes).values()))
+    two = dataclasses.replace(two, memory_bytes=two.memory_bytes + 2 * landed_bytes)
+    return HopCase(two, one, sum(crossing.to_others(sent, two.row_bytes).values()))
 
 
 # A rank's work -------------------------------------------------------------------------------------------------------
@@ -148,11 +144,12 @@ def _run_case(
     copy_bytes: int,
     tell: Callable[[Note], object],
 ) -> HopMeasured:
-    case, needed_bytes = hop_case(name, works, crossing)
-    product = case.variants[0].call
-    traffic = {NEEDED: needed_bytes, **count_bytes(partial(_given_to_rail, works.two.buffer), product, num_calls=1)}
-    times = time_case(case, name, works.two, floor, tell)
-    return HopMeasured(GpuMeasured(case.num_bytes, case.memory_bytes, gpu, copy_bytes, times), traffic)
+    two, one, needed_bytes = hop_case(name, works, crossing)
+    traffic = {NEEDED: needed_bytes, **count_bytes(partial(_given_to_rail, works.two.buffer), two.call, num_calls=1)}
+    variants = [Variant(PRODUCT, two.call), Variant(ONE_HOP, one.call), floor]
+    # A barrier across nodes lets the nodes go at different times; through one memory all ranks start together.
+    times = time_case(name, variants, device_stopwatch(works.one.buffer), works.two, tell)
+    return HopMeasured(GpuMeasured(two.num_bytes, two.memory_bytes, gpu, copy_bytes, times), traffic)
 
 
 def _given_to_rail(buffer: Buffer) -> dict[str, int]:

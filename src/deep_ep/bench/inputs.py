@@ -28,6 +28,7 @@ class Setting:
         num_groups: Groups that the experts are split into; 0: routing is not group-limited.
         num_topk_groups: Groups that a token may use.
         num_rounds: Rounds that are timed.
+        num_in_row: On a GPU, calls in a row that are timed together.
         seed: Of rows and routes.
         device: Where tensors live, `cpu` or `cuda`.
         num_sms: On a GPU, blocks that a rank may use; 0: as many as the library likes.
@@ -43,6 +44,7 @@ class Setting:
     num_groups: int = 0
     num_topk_groups: int = 0
     num_rounds: int = 15
+    num_in_row: int = 20
     seed: int = 0
     device: str = "cpu"
     num_sms: int = 0
@@ -52,7 +54,7 @@ class Setting:
 
     def check(self) -> None:
         """Refuse what cannot be routed, with `ValueError`."""
-        for name in ("num_tokens", "hidden", "num_topk", "num_experts", "num_rounds"):
+        for name in ("num_tokens", "hidden", "num_topk", "num_experts", "num_rounds", "num_in_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"bench: `{name}` must be at least 1, got {getattr(self, name)}")
         if bool(self.num_groups) != bool(self.num_topk_groups):

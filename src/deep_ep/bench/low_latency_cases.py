@@ -1,4 +1,6 @@
-"""What `bench low-latency` times: whole calls, calls in a CUDA graph, their halves, and the host's part of them.
+"""What `bench low-latency` times: whole calls, calls in a CUDA graph, and their halves.
+
+On a GPU whole calls are timed by the clocks of a caller, too (`gpu.CallerClocks`), with adds of a small tensor beside.
 
 On a GPU the floor is the time that a plain copy would take for the bytes that the call moves where rows go by way of
 slots (`low_latency_calls.bytes_of`): a copy of 256 MB by all ranks at once is timed in the same rounds, and its time is
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -24,7 +26,7 @@ from ..errors import EPError
 from ..terminal import teller
 from .cases import Note, RankMeasured
 from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, PRODUCT, HostStopwatch, Stopwatch, Variant, time_rounds
-from .gpu import device_stopwatch, enter_device, launch_seconds
+from .gpu import caller_variants, device_stopwatch, enter_device
 from .gpu_cases import COPY_BYTES, GpuMeasured
 from .inputs import Setting
 from .low_latency_calls import (
@@ -52,8 +54,7 @@ def low_latency_titles(device: str) -> dict[str, str]:
     if device == "cpu":
         return OPERATIONS | halves
     graphs = {f"{name}-graph": f"{title}, in a graph" for name, title in OPERATIONS.items()}
-    hosts = {f"{name}-host": f"{OPERATIONS[name]}, the host's time" for name in _HAVE_HALVES}
-    return OPERATIONS | graphs | halves | hosts
+    return OPERATIONS | graphs | halves
 
 
 _Peer = GlooExchange | WrittenExchange
@@ -66,7 +67,7 @@ class _Case:
     Attributes:
         num_bytes: Rows that this rank sends; 0: not counted.
         memory_bytes: What its floor moves through memory; 0: there is no floor.
-        variants: The product, and perhaps a peer.
+        variants: The product, and perhaps a peer or adds.
         checks: Whether they deliver what they must.
     """
 
@@ -130,12 +131,14 @@ class _Rank:
         operation, _, way = name.rpartition("-")
         if way in _HALVES:
             return self._half(operation, way)
-        if way == "host":
-            variant = Variant(PRODUCT, self._calls.of(operation), stopwatch=launch_seconds)
-            return _Case(0, 0, [variant])
         if way == "graph":
             return self._whole(operation, Captured(self._calls.of(operation)), of_each_in_graph(self._stopwatch))
-        return self._whole(name, self._calls.of(name))
+        call = self._calls.of(name)
+        case = self._whole(name, call)
+        if not self._has_kernels:
+            return case
+        callers = caller_variants(call, self._work.setting.num_in_row, self._work.buffer.device)
+        return replace(case, variants=[*case.variants, *callers])
 
     def _whole(self, operation: str, call: Callable[[], tuple], stopwatch: Stopwatch | None = None) -> _Case:
         moved = bytes_of(operation, self._work)

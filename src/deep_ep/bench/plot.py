@@ -32,7 +32,7 @@ def write_plot(report: Report, path: Path) -> None:
     """
     sizes = list(dict.fromkeys(row.num_ranks for row in report.rows))
     panels = [[row for row in report.rows if row.num_ranks == size] for size in sizes]
-    heights = [sum(max(1, len(row.times)) for row in panel) + _GAP * len(panel) for panel in panels]
+    heights = [sum(map(_num_bars, panel)) + _GAP * len(panel) for panel in panels]
     figure = new_figure(10.5, 1.6 + 0.25 * sum(heights) + 0.5 * len(panels), dpi=130)
     axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axis, size, panel in zip(axes, sizes, panels, strict=True):
@@ -43,6 +43,11 @@ def write_plot(report: Report, path: Path) -> None:
     machine, shape, _ = report.header
     figure.suptitle(f"{shape.split('; ', 1)[1]}\n{machine}", fontsize=10, color="#444444")
     write_png("bench", figure, path)
+
+
+def _num_bars(row: Measured) -> int:
+    """Bars of a case, or one for the reason why there are none. What a caller waits for is not drawn."""
+    return max(1, sum(name in row.times for name in _COLOURS))
 
 
 def _draw_legend(figure: Any, rows: Sequence[Measured]) -> None:
@@ -57,7 +62,7 @@ def _draw_panel(axis: Any, rows: Sequence[Measured], titles: Mapping[str, str], 
     """The first case on top; inside a case the floor, the product, then the peers."""
     position, ticks = 0.0, []
     for row in rows:
-        num_bars = max(1, len(row.times))
+        num_bars = _num_bars(row)
         ticks.append(position + (num_bars - 1) / 2)
         _draw_case(axis, row, position, unit)
         position += num_bars + _GAP

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from . import hops, traffic
-from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, ONE_HOP, PRODUCT, PRODUCT_BF16, Measured, Summary, summarise
+from . import hops, traffic, waits
+from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, ONE_HOP, PEERS, PRODUCT, PRODUCT_BF16, Measured, Summary, summarise
 from .figures import DASH, MS, US, Unit, three_digits, with_quartiles
 
 LABELS = {
@@ -31,6 +32,12 @@ _NORMAL = "normal"
 _GPU_CAPTION = (
     "Floor: the least bytes that the call must read and write through the GPU's memory, those of all ranks on it, at "
     "the speed of a plain copy by all of them in the same rounds."
+)
+_GPU_CASES_CAPTION = (
+    "Layer: get_dispatch_layout, dispatch, and combine of the received rows as they are; its device time is between "
+    "events around all three. Script loop: cached dispatch as DeepEP's own script times it, in a loop that waits for "
+    "nothing, with the L2 cache flushed before each call; its device time is the mean distance of the events around a "
+    "call."
 )
 _LOW_LATENCY = "low-latency"
 _TAIL_CAPTION = "p50, p99: over all ranks and rounds."
@@ -100,6 +107,16 @@ class Report:
         return self.is_gpu and self.is_internode
 
     @property
+    def has_waits(self) -> bool:
+        """Whether its table has the times that a caller waits for."""
+        return any(waits.are_in(row) for row in self.rows)
+
+    @property
+    def compared(self) -> list[str]:
+        """The peers that have a column."""
+        return [name for name in PEERS if any(name in row.times for row in self.rows)]
+
+    @property
     def unit(self) -> Unit:
         """What times are shown in."""
         return US if self.is_gpu else MS
@@ -116,6 +133,9 @@ class Report:
     def caption(self) -> list[str]:
         """What the figures mean, and why some are missing."""
         lines = [_CAPTION.format(unit=self.unit.name)]
+        if self.has_waits:
+            lines.append(waits.caption(self.rows, self.setting["num_in_row"], self.unit))
+            lines += [_GPU_CASES_CAPTION] if self.name == _NORMAL else []
         if self.has_tail:
             lines += [_TAIL_CAPTION, _LOW_LATENCY_GPU_CAPTION if self.is_gpu else _LOW_LATENCY_CAPTION]
         elif self.has_hops:
@@ -157,47 +177,44 @@ def marker_of(name: str, is_gpu: bool) -> str:
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
-def columns(rows: Sequence[Measured], unit: Unit = MS, has_tail: bool = False) -> list[str]:
+def columns(report: Report) -> list[str]:
     """The heads of the table; what no row has is left out."""
-    tail = ["p50", "p99", "floor"] if has_tail else []
-    if any(ONE_HOP in row.times for row in rows):
-        heads = ["case", "nodes x ranks", *hops.heads(unit)]
-    elif any(row.num_nodes > 1 for row in rows):
-        heads = ["case", "nodes x ranks", *traffic.HEADS, unit.name, *traffic.SPEEDS, "time / floor"]
+    unit = report.unit.name
+    if any(ONE_HOP in row.times for row in report.rows):
+        heads = ["case", "nodes x ranks", *hops.heads(report.unit)]
+    elif report.is_internode:
+        heads = ["case", "nodes x ranks", *traffic.HEADS, unit, *traffic.SPEEDS, "time / floor"]
     else:
-        heads = ["case", "ranks", "MB a rank", unit.name, *tail, "GB/s a rank", "time / floor"]
-    heads += [f"faster than {LABELS[name]}" for name in _compared(rows)]
-    return heads
+        # Bytes are left to the files where there are many times: the table is to fit a terminal.
+        heads = ["case", "ranks", *([f"device {unit}"] if report.has_waits else ["MB a rank", unit])]
+        heads += ["p50", "p99", "floor"] if report.has_tail else []
+        heads += waits.heads(report.unit) if report.has_waits else []
+        heads += ["GB/s a rank", "time / floor"]
+    return heads + [f"faster than {LABELS[name]}" for name in report.compared]
 
 
-def cells(row: Measured, title: str, compared: Sequence[str], unit: Unit = MS, has_tail: bool = False) -> list[str]:
-    """One line of the table. A skipped case says why, in the place of its figures.
-
-    Args:
-        row: The case.
-        title: How to call it.
-        compared: The peers that have a column.
-        unit: What its time is shown in.
-        has_tail: Whether there are p50, p99 and the floor's own time.
-    """
+def cells(report: Report, row: Measured) -> list[str]:
+    """One line of the table. A skipped case says why, in the place of its figures."""
+    title, unit = report.titles[row.case], report.unit
     if row.skipped is not None:
-        num_empty = len(columns([row], unit, has_tail)) - 3 + len(compared)
-        return [title, _ranks(row), f"skipped: {row.skipped}", *[""] * num_empty]
+        return [title, _ranks(row), f"skipped: {row.skipped}", *[""] * (len(columns(report)) - 3)]
     summary = summarise(row)
     if ONE_HOP in row.times:
         return [title, _ranks(row), *hops.cells(row, summary, unit)]
     ratios = [with_quartiles(summary.over_floor)]
-    ratios += [with_quartiles(summary.speedups.get(name), "x") for name in compared]
+    ratios += [with_quartiles(summary.speedups.get(name), "x") for name in report.compared]
+    secs = summary.median_secs[PRODUCT]
     if row.num_nodes > 1:
-        secs = summary.median_secs[PRODUCT]
         speeds = [three_digits(speed) for speed in traffic.speeds(row, secs)]
         return [title, _ranks(row), *traffic.cells(row), three_digits(secs * unit.per_sec), *speeds, *ratios]
+    mean_bytes = f"{summary.mean_bytes / 1e6:.1f}" if summary.mean_bytes else DASH
     return [
         title,
-        str(row.num_ranks),
-        f"{summary.mean_bytes / 1e6:.1f}" if summary.mean_bytes else DASH,
-        three_digits(summary.median_secs[PRODUCT] * unit.per_sec),
-        *(_tail(summary, unit) if has_tail else []),
+        _ranks(row),
+        *([] if report.has_waits else [mean_bytes]),
+        three_digits(secs * unit.per_sec),
+        *(_tail(summary, unit) if report.has_tail else []),
+        *(waits.cells(summary, unit) if report.has_waits else []),
         three_digits(summary.gbs) if summary.mean_bytes else DASH,
         *ratios,
     ]
@@ -221,15 +238,23 @@ def rich_table(report: Report) -> Table:
         title_style="dim",
         caption=escape("\n".join(report.caption)),  # else rich takes brackets for markup
         caption_justify="left",
+        show_edge=False,
+        pad_edge=False,
     )
-    for index, head in enumerate(columns(report.rows, report.unit, report.has_tail)):
-        table.add_column(head, justify="right" if index else "left", no_wrap=not index)
-    for row in report.rows:
-        line = cells(row, report.titles[row.case], _compared(report.rows), report.unit, report.has_tail)
+    lines = [cells(report, row) for row in report.rows]
+    for row, line in zip(report.rows, lines, strict=True):
         if row.skipped is not None:
             line[2] = "skipped"  # the reason is too long for a column of numbers: it stands below
-        table.add_row(*(Text(cell, no_wrap=True) for cell in line))
+    for index, (head, *below) in enumerate(zip(columns(report), *lines, strict=True)):
+        table.add_column(_wrapped(head, below), justify="right" if index else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*(Text(cell) for cell in line))
     return table
+
+
+def _wrapped(head: str, below: Sequence[str]) -> str:
+    """A head in lines that are no longer than what stands below it, as far as its words are not."""
+    return textwrap.fill(head, max(map(len, (*head.split(), *below))))
 
 
 def _reasons(rows: Sequence[Measured]) -> list[str]:
@@ -240,24 +265,17 @@ def _reasons(rows: Sequence[Measured]) -> list[str]:
 def markdown_table(report: Report) -> str:
     """The table for a README, with its machine and command above it."""
     machine, shape, command = report.header
-    heads = columns(report.rows, report.unit, report.has_tail)
+    heads = columns(report)
     lines = [f"{machine}; {shape}. `{command}`", ""]
     lines += [_markdown_line(heads), _markdown_line(["---", *["---:"] * (len(heads) - 1)])]
-    compared = _compared(report.rows)
-    for row in report.rows:
-        lines.append(_markdown_line(cells(row, report.titles[row.case], compared, report.unit, report.has_tail)))
-    if report.has_tail or report.is_internode:
+    lines += [_markdown_line(cells(report, row)) for row in report.rows]
+    if report.has_tail or report.is_internode or report.has_waits:
         lines += ["", *report.caption]
     return "\n".join(lines)
 
 
 def _markdown_line(items: Sequence[str]) -> str:
     return "| " + " | ".join(item.replace("|", "\\|") for item in items) + " |"
-
-
-def _compared(rows: Sequence[Measured]) -> list[str]:
-    seen = {name for row in rows for name in row.times}
-    return [name for name in LABELS if name in seen and name not in (PRODUCT, FLOOR, ONE_HOP)]
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -267,14 +285,14 @@ def write_csv(report: Report, path: Path) -> None:
     """One line a case: its summary, seconds and ratios by variant."""
     names = [name for name in LABELS if any(name in row.times for row in report.rows)]
     kinds = list(dict.fromkeys(kind for row in report.rows for kind in row.traffic))
-    lines = [_csv_line(row, names, kinds) for row in report.rows]
+    lines = [_csv_line(row, names, kinds, report.has_waits) for row in report.rows]
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(_csv_line(Measured("", 0, skipped=""), names, kinds)))
+        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
         writer.writeheader()
         writer.writerows(lines)
 
 
-def _csv_line(row: Measured, names: Sequence[str], kinds: Sequence[str]) -> dict[str, object]:
+def _csv_line(row: Measured, names: Sequence[str], kinds: Sequence[str], has_waits: bool) -> dict[str, object]:
     """Every line has the same fields; what the case has not got stays empty."""
     summary = None if row.skipped is not None else summarise(row)
     line: dict[str, object] = {
@@ -290,6 +308,7 @@ def _csv_line(row: Measured, names: Sequence[str], kinds: Sequence[str]) -> dict
     line |= {"p50_secs": summary.p50_secs if summary else "", "p99_secs": summary.p99_secs if summary else ""}
     for name in names:
         line[f"{name}_secs"] = summary.median_secs.get(name, "") if summary else ""
+    line |= waits.csv_fields(summary) if has_waits else {}
     for name in names:
         if name != PRODUCT:
             line |= _csv_ratio(name, summary)
@@ -319,7 +338,7 @@ def write_json(report: Report, path: Path) -> None:
         "machine": dict(report.machine),
         "shape": report.shape,
         "setting": dict(report.setting),
-        "times_are": "seconds, by variant, [rank][round]",
+        "times_are": "seconds, by variant or by clock of a variant, [rank][round]",
         "cases": cases,
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
