@@ -10,6 +10,7 @@ import threading
 import warnings
 from types import TracebackType
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,8 @@ class Buffer(LowLatencyMethods):
 
     num_sms: int = 20
     _trace: Trace | None = None
+    _known_layout: tuple[ReferenceType, ...] | None = None  # to the last layout that was made here, see `usual.py`
+    _known_head: ReferenceType | None = None  # to the `send_head` of the last handle, likewise
     _refusal: str | None = None  # why no method works in this process, which is a fork of the rank's
     _is_bounded = False  # whether `set_num_sms` was called: then configs made by default bound the blocks too
 
@@ -276,14 +279,11 @@ class Buffer(LowLatencyMethods):
         num_nodes = self._num_nodes
         with self._lock:
             counts, event = self._engine.layout(topk_idx, num_experts, num_nodes, order)
-        per_node = counts.num_tokens_per_node if num_nodes > 1 else None
-        return (
-            counts.num_tokens_per_rank,
-            per_node,
-            counts.num_tokens_per_expert,
-            counts.is_token_in_rank,
-            EventOverlap(event),
-        )
+        per_rank, per_node, per_expert, mask = counts
+        if num_nodes == 1:
+            self._known_layout = (ref(per_rank), ref(mask), ref(per_expert))
+            return per_rank, None, per_expert, mask, EventOverlap(event)
+        return per_rank, per_node, per_expert, mask, EventOverlap(event)
 
     # Dispatch and combine --------------------------------------------------------------------------------------------
 
@@ -365,7 +365,7 @@ class Buffer(LowLatencyMethods):
         routing = None
         if self._num_nodes == 1:
             given_layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
-            routing = usual.routing(num_tokens, self.group_size, self._index, *given_layout)
+            routing = usual.routing(num_tokens, self.group_size, self._index, *given_layout, self._known_layout)
         routing = routing or checks.check_routing(
             where,
             num_tokens,
@@ -396,6 +396,8 @@ class Buffer(LowLatencyMethods):
             if expert_alignment > 1:
                 expert_list = [-(-count // expert_alignment) * expert_alignment for count in expert_list]
         self._last_rows = (payload.x.shape[1], payload.x.dtype)
+        if self._num_nodes == 1:
+            self._known_head = ref(received.handle.send_head)
         return (
             received.x if received.scales is None else (received.x, received.scales),
             received.topk_idx,
@@ -726,7 +728,8 @@ class Buffer(LowLatencyMethods):
         return num_channels
 
     def _parse(self, handle: Any, where: str) -> Any:
-        parsed = usual.handle(handle, self.group_size, self._index) if self._num_nodes == 1 else None
+        known = self._known_head
+        parsed = usual.handle(handle, self.group_size, self._index, known) if self._num_nodes == 1 else None
         return parsed or parse_handle(handle, self.group_size, self.device, where, self._num_nodes)
 
     def _require_nodes(self, where: str) -> None:

@@ -8,6 +8,7 @@ else the answer is no, and the checks decide. Nothing is refused here, so nothin
 from __future__ import annotations
 
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 
@@ -72,6 +73,7 @@ def routing(
     per_expert: Any,
     topk_idx: Any,
     topk_weights: Any,
+    known: tuple[ReferenceType, ...] | None,
 ) -> Routing | None:
     """The routing of a dispatch inside one node, with ids and weights. It is asked after `payload`.
 
@@ -84,42 +86,51 @@ def routing(
         per_expert: Likewise.
         topk_idx: Likewise.
         topk_weights: Likewise.
+        known: To `per_rank`, `mask` and `per_expert` of the last layout that the buffer made; None: there is none.
     """
-    tensors = (per_rank, mask, per_expert, topk_idx, topk_weights)
+    is_known = known is not None and known[0]() is per_rank and known[1]() is mask and known[2]() is per_expert
+    tensors = (topk_idx, topk_weights) if is_known else (per_rank, mask, per_expert, topk_idx, topk_weights)
     for tensor in tensors:
         if type(tensor) is not _Tensor or tensor.layout is not _strided or tensor.get_device() != index:
             return None
         if not tensor.is_contiguous():
             return None
-    if per_rank.dtype is not _int32 or per_expert.dtype is not _int32 or mask.dtype is not _bool:
+    if not is_known and (per_rank.dtype is not _int32 or per_expert.dtype is not _int32 or mask.dtype is not _bool):
         return None
     if topk_idx.dtype not in (_int32, _int64) or topk_weights.dtype is not _float32 or topk_weights.is_neg():
         return None
     num_experts, shape = per_expert.numel(), topk_idx.shape
     is_usual = (
         num_ranks > 1
-        and per_rank.shape == (num_ranks,)
         and mask.shape == (num_tokens, num_ranks)
-        and len(per_expert.shape) == 1
-        and 1 < num_experts <= MAX_EXPERTS
-        and num_experts % num_ranks == 0
         and len(shape) == 2
         and shape[0] == num_tokens
         and shape[1] > 1
         and topk_weights.shape == shape
+        and (
+            is_known
+            or (
+                per_rank.shape == (num_ranks,)
+                and len(per_expert.shape) == 1
+                and 1 < num_experts <= MAX_EXPERTS
+                and num_experts % num_ranks == 0
+            )
+        )
     )
     return Routing(per_rank, per_expert, mask, topk_idx, topk_weights) if is_usual else None
 
 
-def handle(given: Any, num_ranks: int, index: int) -> Handle | None:
+def handle(given: Any, num_ranks: int, index: int, known: ReferenceType | None) -> Handle | None:
     """The handle of a dispatch inside one node, as it was returned.
 
     One that has our type was made by us, or by whoever maps a function over ours: so no more is looked at than what
-    kernels depend on.
+    kernels depend on, and nothing in the last one that the buffer made, whose `send_head` is `known`.
     """
     if type(given) is not Handle:
         return None
     prefix, _, _, source_idx, _, send_head = given
+    if known is not None and known() is send_head:
+        return given
     is_ours = (
         prefix.dtype is _int32
         and source_idx.dtype is _int32

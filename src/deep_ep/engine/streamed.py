@@ -86,6 +86,7 @@ class StreamedEngine:
         self.signals = signals
         self.stats = Stats(window.num_ranks)
         self.require_working = signals.require_working  # every call asks it
+        self._is_capturing = window.memory.is_capturing
         self._memory = memory
         self._ops = ops
         self._dispatches: dict[tuple, DispatchSteps] = {}  # by signature, of which a plain tuple is made faster
@@ -125,7 +126,7 @@ class StreamedEngine:
         Returns:
             What is received, the selections of each local expert, and the event of an asynchronous call.
         """
-        if self.window.is_capturing():
+        if self._is_capturing():
             raise EPUnsupported(
                 "dispatch: the host waits for the counts, which cannot be captured in a graph. "
                 "Pass `num_worst_tokens`, or the handle of an earlier dispatch"

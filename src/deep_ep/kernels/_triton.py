@@ -184,7 +184,7 @@ class Variant:
 
 
 class Launch:
-    """A kernel with most of its arguments, which stay the same from call to call.
+    """A kernel with most of its arguments, which stay the same from call to call, on one device.
 
     Args:
         variant: The kernel.
@@ -198,7 +198,8 @@ class Launch:
         self._types = types
         self._fixed = fixed
         self._numbers = tuple(arg if isinstance(arg, int) else arg.data_ptr() for arg in fixed) + variant.values
-        self._loaded: dict[int, Loaded] = {}
+        self._loaded: Loaded | None = None
+        self._device = -1
 
     def __call__(self, num_blocks: int, *args: torch.Tensor | int) -> None:
         """Launch it on the current stream.
@@ -212,10 +213,9 @@ class Launch:
         if INTERPRETED:
             self._variant(num_blocks, *self._seen(args), *self._fixed)
             return
-        device = torch._C._cuda_getDevice()
-        launch, function, head, is_flat = self._loaded.get(device) or self._load(device, args)
+        launch, function, head, is_flat = self._loaded or self._load(args)
         numbers = [arg if type(arg) is int else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
         if is_flat:  # as in `Loaded.start`, which would be one function more
             launch(num_blocks, 1, 1, stream, function, *head, *numbers, *self._numbers)
         else:
@@ -224,12 +224,13 @@ class Launch:
     def prepare(self) -> None:
         """Compile and load it, without launching it. Arguments without a type must be numbers."""
         if not INTERPRETED:
-            self._load(torch.cuda.current_device(), [0] * len(self._types))
+            self._load([0] * len(self._types))
 
-    def _load(self, device: int, args: Sequence[torch.Tensor | int]) -> Loaded:
+    def _load(self, args: Sequence[torch.Tensor | int]) -> Loaded:
         kinds = [arg if kind is None else kind for arg, kind in zip(args, self._types, strict=True)]
-        self._loaded[device] = self._variant.loaded(device, (*kinds, *self._fixed))
-        return self._loaded[device]
+        self._device = torch.cuda.current_device()
+        loaded = self._loaded = self._variant.loaded(self._device, (*kinds, *self._fixed))
+        return loaded
 
     def _seen(self, args: Sequence[torch.Tensor | int]) -> list[torch.Tensor | int]:
         pairs = zip(args, self._types, strict=True)

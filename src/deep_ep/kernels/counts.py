@@ -46,7 +46,8 @@ def dispatch_layout(
     num_tokens, num_topk = topk_idx.shape
     counts, mask = out or empty_layout(topk_idx, num_experts, num_ranks, num_nodes)
     is_alone = num_tokens <= _MOST_TOKENS_ALONE
-    count, tile = _layout_launch(topk_idx.dtype, num_topk, num_experts, num_ranks, num_nodes, is_alone)
+    device = topk_idx.get_device()
+    count, tile = _layout_launch(device, topk_idx.dtype, num_topk, num_experts, num_ranks, num_nodes, is_alone)
     if is_alone:
         count(1, topk_idx, counts, mask, num_tokens)
     else:
@@ -58,9 +59,16 @@ def dispatch_layout(
 
 @functools.cache
 def _layout_launch(
-    idx_dtype: torch.dtype, num_topk: int, num_experts: int, num_ranks: int, num_nodes: int, is_alone: bool
+    device: int,
+    idx_dtype: torch.dtype,
+    num_topk: int,
+    num_experts: int,
+    num_ranks: int,
+    num_nodes: int,
+    is_alone: bool,
 ) -> tuple[Launch, int]:
-    """The kernel, and the tokens of a block."""
+    """The kernel on a device, and the tokens of a block."""
+    del device  # on which it is launched first, and from then on
     lanes = next_power_of_2(num_ranks)
     tile = max(1, min(_MOST_TOKENS, _TILE_ELEMENTS // max(lanes, next_power_of_2(num_topk))))
     constants = {

@@ -94,7 +94,7 @@ class DeviceWindow:
     ):
         self.rank = rank
         self.num_ranks = num_ranks
-        self._memory = memory
+        self.memory = memory
         if arena_limit_bytes:
             arena_bytes = min(arena_bytes, arena_limit_bytes)
         board_bytes = whole_units(board_bytes)
@@ -119,7 +119,7 @@ class DeviceWindow:
         if self._num_segments == MAX_SEGMENTS or (limit and self.arena.num_bytes()["reserved"] + size > limit):
             return False
         try:
-            self._add(self._memory.grow(size), 0)
+            self._add(self.memory.grow(size), 0)
         except EPTransportError:
             return False
         return True
@@ -130,11 +130,11 @@ class DeviceWindow:
         Raises:
             EPTransportError: Some rank cannot have it; all ranks raise.
         """
-        return self._memory.grow(whole_units(num_bytes))
+        return self.memory.grow(whole_units(num_bytes))
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured in a graph."""
-        return self._memory.is_capturing()
+        return self.memory.is_capturing()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, stream: Any) -> torch.Tensor | None:
         """A region that is used first on `stream`, which must be the current one; None where there is no room."""
