@@ -21,8 +21,8 @@ if __name__ == "__main__":
         "failure": compiled(carry._carry_words_kernel, pointers, {"IS_FAILURE_ONLY": True}, 1, libraries=libraries),
         "rows": compiled(carry._carry_rows_kernel, pointers, {}, 16, libraries=libraries),
         "signal": compiled(carry._signal_rows_kernel, pointers, {"LANES": 32}, 1, libraries=libraries),
-        "dispatch": compiled(ll_carry._carry_dispatch_kernel, pointers, {"TOPK": 32}, 8, libraries=libraries),
-        "combine": compiled(ll_carry._carry_combine_kernel, pointers, {"LOCAL": 32}, 8, libraries=libraries),
-        "posts": compiled(ll_carry._carry_posts_kernel, pointers, {"LOCAL": 32}, 1, libraries=libraries),
+        "dispatch": compiled(ll_carry._put_rows_kernel, pointers, {"TOPK": 32}, 8, libraries=libraries),
+        "combine": compiled(ll_carry._put_back_kernel, pointers, {"LOCAL": 32}, 8, libraries=libraries),
+        "posts": compiled(ll_carry._put_posts_kernel, pointers, {"LOCAL": 32}, 1, libraries=libraries),
     }
     print(json.dumps({name: {"ttir": one["ttir"], "ptx": one["ptx"]} for name, one in made.items()}))

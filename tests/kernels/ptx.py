@@ -174,26 +174,24 @@ def low_latency() -> tuple[dict[str, str], dict[str, str]]:
     words |= {"ranks_mask": "*i32", "topk_idx": "*i64", "topk_weights": "*fp32", "earlier": "*i32"}
     rows = {"x": "*bf16", "out": "*bf16", "layout_range": "*i64", "src_info": "*i32", "count": "*i32"}
     signal, move = {}, {}
-    for name in ("dispatch", "combine"):
-        kernel = getattr(ll_words, f"_{name}_wait_kernel")
-        signal[f"{name} wait"] = ptx_of(kernel, words, {"HAS_STATS": True, "LANES": 32}, 1)
-    signal["barrier"] = ptx_of(ll_words._signal_kernel, words, {"LANES": 8}, 1)
+    signal["wait"] = ptx_of(ll_words._wait_kernel, words, {"HAS_STATS": True, "LANES": 32}, 1)
+    signal["barrier"] = ptx_of(ll_words._signal_all_kernel, words, {"LANES": 8}, 1)
     tile = {"WAITS": True, "HAS_STATS": True, "TOPK": 8, "TOKENS": 128, "LANES": 32}
     for use_fp8, is_rounded in ((True, False), (True, True), (False, False)):
         constants = {"USE_FP8": use_fp8, "ROUND": is_rounded, "VECTOR": 16, "WHOLE": 8, "GROUPS": 64} | tile
         name = f"dispatch send fp8={use_fp8} rounded={is_rounded}"
-        signal[name] = ptx_of(dispatch._dispatch_send_kernel, words | rows, constants, 8)
+        signal[name] = ptx_of(dispatch._send_kernel, words | rows, constants, 8)
     for is_copied, use_logfmt in ((True, False), (True, True), (False, False)):
         pointers = words | rows | ({} if use_logfmt or not is_copied else {"x": "*i32"})
         constants = {"IS_COPIED": is_copied, "USE_LOGFMT": use_logfmt, "UNIT": 1024, "VECTOR": 16, "BLOCK": 2048}
         name = f"combine send copied={is_copied} logfmt={use_logfmt}"
-        signal[name] = ptx_of(combine._combine_send_kernel, pointers, constants | tile, 4)
+        signal[name] = ptx_of(combine._send_kernel, pointers, constants | tile, 4)
     for scales, has_far in (("*fp32", False), ("*i32", False), ("*fp32", True)):
         pointers = words | rows | {"x": "*i32", "scales": scales, "stats": "*i32"}
         constants = {"HAS_SCALES": True, "HAS_STATS": True, "HAS_FAR": has_far, "VECTOR": 16, "BLOCK": 2048}
         constants |= {"GROUPS": 64, "TOPK": 8, "LANES": 8}
         name = f"dispatch receive {scales}" + " far" * has_far
-        move[name] = ptx_of(dispatch._dispatch_receive_kernel, pointers, constants, 4)
+        move[name] = ptx_of(dispatch._receive_kernel, pointers, constants, 4)
     for use_logfmt, block in ((False, 2048), (True, 1024)):
         constants = {
             "USE_LOGFMT": use_logfmt,
@@ -204,9 +202,7 @@ def low_latency() -> tuple[dict[str, str], dict[str, str]]:
             "TOPK": 8,
             "LANES": 8,
         }
-        move[f"combine receive logfmt={use_logfmt}"] = ptx_of(
-            combine._combine_receive_kernel, words | rows, constants, 8
-        )
+        move[f"combine receive logfmt={use_logfmt}"] = ptx_of(combine._receive_kernel, words | rows, constants, 8)
     return signal, move
 
 

@@ -260,3 +260,13 @@ def test_a_signal_is_of_system_scope_and_behind_a_fence(made: dict[str, dict[str
     entry = ptx.index(".visible .entry")
     store = ptx.index("st.volatile.b64", entry)
     assert any(entry < at < store for at in fences)
+
+
+@pytest.mark.parametrize("kernel", ["dispatch", "combine", "posts"])
+def test_what_carries_low_latency_calls_is_not_taken_for_the_calls(
+    made: dict[str, dict[str, str]], kernel: str
+) -> None:
+    """Profiles are searched for names with these words."""
+    (name,) = re.findall(r"\.visible \.entry (\w+)\(", made[kernel]["ptx"])
+    assert "11low_latency" in name
+    assert [word for word in ("dispatch", "combine", "notify") if word in name] == []

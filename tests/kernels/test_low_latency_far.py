@@ -140,7 +140,7 @@ def test_what_is_received_is_what_the_oracle_says(monkeypatch: pytest.MonkeyPatc
     for rank, spots in enumerate(group.spots):
         packed = empty_packed(geometry, case.form)
         if not case.masked or rank == 0:  # a masked far rank is sent nothing, and would wait up to its limit
-            words.wait_for(spots, call, 0, Patience(), is_dispatch=True)
+            words.wait_for(spots, call, 0, Patience())
             assert group.boards.record(rank) is None
             dispatch.receive(spots, call, sizes, 0, *packed, None)
             check_packed(packed, want[rank])
@@ -208,7 +208,7 @@ def test_sums_are_to_the_bit_those_of_one_node(
                     group.carried(rank, carrier, ranges, ranges, -1 if offset is None else offset)
             sums = []
             for rank, one in enumerate(every):
-                words.wait_for(group.spots[rank], call, 0, Patience(), is_dispatch=False)
+                words.wait_for(group.spots[rank], call, 0, Patience())
                 assert group.boards.record(rank) is None
                 out = torch.full((one.x.size(0), geometry.hidden), 7.0).bfloat16()
                 combine.receive(group.spots[rank], sizes, 0, out, one.topk_idx, one.topk_weights, earlier[rank])
@@ -237,7 +237,7 @@ def test_barriers_of_three_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
         call = barrier(group, (0, 1, 2))
         for rank, spots in enumerate(group.spots):
             assert group.sent(rank) == [number] * 3
-            words.wait_for(spots, call, 0, Patience(), is_dispatch=False)
+            words.wait_for(spots, call, 0, Patience())
             assert group.boards.record(rank) is None
 
 
@@ -245,7 +245,7 @@ def test_a_far_rank_that_did_not_carry_is_silent(monkeypatch: pytest.MonkeyPatch
     group = FarGroup(WAITS, 3, monkeypatch)
     call = barrier(group, (0, 2))
     words.signal(group.spots[1], call)
-    words.wait_for(group.patient(0, SHORT_NS), call, 0, Patience(), is_dispatch=False)
+    words.wait_for(group.patient(0, SHORT_NS), call, 0, Patience())
     assert group.boards.record(0) == [exchange.TIMEOUT, 1, OPERATION, 0b010, 0, 0, 0]
 
 
@@ -254,7 +254,7 @@ def test_a_failure_is_heard_where_far_ranks_write_it(monkeypatch: pytest.MonkeyP
     call = barrier(group, (0, 2))
     line = 8 * (3 + 1)
     group.far_boards[0][line : line + 8] = torch.tensor([1, exchange.HOST, 7, 3, 0, 0, 0, 1])
-    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience(None, True), is_dispatch=True)
+    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience(None, True))
     assert group.boards.record(0) == [exchange.HOST, 7, 3, 0, 0, 0, 1]
 
 
@@ -267,7 +267,7 @@ def test_what_far_ranks_said_is_told_if_it_has_come(monkeypatch: pytest.MonkeyPa
         barrier(group, (2,), (5, 7))
     line = 8 * (3 + 1)
     group.far_boards[0][line : line + 8] = torch.tensor([1, exchange.DISAGREE, 1, OPERATION, 0b100, 0, 0, 1])
-    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience(), is_dispatch=True)
+    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience())
     synchronize(group.boards.places[0])
     assert group.boards.record(0) == [exchange.DISAGREE, 1, OPERATION, 0b100, 0, 0, 1]
     assert group.spots[0].seen.tolist() == [[5, 6], [5, 6], [5, 7] if has_come else [5, 6]]

@@ -421,7 +421,7 @@ def test_a_failed_buffer_moves_nothing(device: str) -> None:
     call, sizes = group.dispatch(BF16)
     packed = empty_packed(geometry, BF16)
     dispatch.send(spots, call, sizes, given.x, given.topk_idx)
-    words.wait_for(spots, call, 0, Patience(), is_dispatch=True)
+    words.wait_for(spots, call, 0, Patience())
     dispatch.receive(spots, call, sizes, 0, *packed, None)
     call, sizes_back = group.combine()
     rows, out = torch.zeros(2, 2, 8).bfloat16(), torch.full((2, 8), 7.0).bfloat16()
@@ -691,15 +691,14 @@ def signals(group: Group, ranks: tuple[int, ...], agreement: tuple[int, int] = (
     return call
 
 
-@pytest.mark.parametrize("is_dispatch", [True, False])
-def test_a_satisfied_wait_changes_nothing(device: str, is_dispatch: bool) -> None:
+def test_a_satisfied_wait_changes_nothing(device: str) -> None:
     group = Group(WAITS, device)
     for number in range(1, 11):
         call = signals(group, (0, 1, 2))
         assert group.sent(1) == [number] * 3
         for rank, spots in enumerate(group.spots):
             stats = torch.arange(3)
-            words.wait_for(spots, call, 0, Patience(stats), is_dispatch=is_dispatch)
+            words.wait_for(spots, call, 0, Patience(stats))
             assert group.boards.record(rank) is None
             assert not spots.mask.any()
             assert stats.tolist() == [0, 1, 2], "nobody was waited for"
@@ -716,7 +715,7 @@ def test_a_silent_rank_is_masked_or_fails_the_call(device: str, can_mask: bool, 
     dispatch.send(group.spots[2], call, sizes, given.x, given.topk_idx)
     dispatch.send(spots, call, sizes, given.x, given.topk_idx, patience if is_inside else None)
     if not is_inside:
-        words.wait_for(spots, call, 0, patience, is_dispatch=True)
+        words.wait_for(spots, call, 0, patience)
     group.sync()
     assert stats[[0, 2]].tolist() == [100, 100]
     assert stats[1].item() >= 100 + SHORT_NS
@@ -745,7 +744,7 @@ def test_who_waits_for_a_failed_peer_fails_at_once_with_its_record(device: str) 
     group = Group(WAITS, device)
     call = signals(group, (0, 1))
     exchange.abort(group.boards.places[1], 3)
-    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience(None, True), is_dispatch=True)
+    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience(None, True))
     assert group.boards.record(0) == [exchange.HOST, 0, 3, 0, 0, 0, 1]
     assert not group.spots[0].mask.any()
 
@@ -759,11 +758,11 @@ def test_who_waits_for_a_rank_that_refuses_fails_at_once_or_masks_it(device: str
     for _ in range(2):
         exchange.refuse(spots.places, 3, exchange.LOW_LATENCY, spots.state, words.REFUSALS, note)
     if can_mask:  # it is as silent as any other, so the limit is that of a test
-        words.wait_for(group.patient(0, 1), call, 0, Patience(None, True), is_dispatch=True)
+        words.wait_for(group.patient(0, 1), call, 0, Patience(None, True))
         assert group.boards.record(0) is None
         assert group.spots[0].mask.tolist() == [0, 1, 0]
         return
-    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience(), is_dispatch=True)
+    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience())
     assert group.boards.record(0) == [exchange.REFUSED, 1, 3, 1, 0, 1, 1]
 
 
@@ -779,7 +778,7 @@ def test_a_refusal_counts_as_often_also_if_later_calls_were_refused(device: str)
     refuse(1)
     call = signals(group, (0, 2))  # rank 0 has corrected call 1; rank 1 will
     refuse(0)
-    words.wait_for(group.patient(0, 1), call, 0, Patience(), is_dispatch=True)
+    words.wait_for(group.patient(0, 1), call, 0, Patience())
     assert group.boards.record(0) == [exchange.TIMEOUT, 1, OPERATION, 0b010, 0, 0, 0]
 
 
@@ -787,7 +786,7 @@ def test_a_satisfied_wait_sees_failures_too(device: str) -> None:
     group = Group(WAITS, device)
     call = signals(group, (0, 1, 2))
     exchange.abort(group.boards.places[2], 4)
-    words.wait_for(group.spots[1], call, 0, Patience(), is_dispatch=False)
+    words.wait_for(group.spots[1], call, 0, Patience())
     assert group.boards.record(1) == [exchange.HOST, 0, 4, 0, 0, 0, 2]
 
 
@@ -797,11 +796,11 @@ def test_a_rank_whose_set_is_another_calls_has_gone_on_without_this_one(device: 
     call = replace(signals(group, (0, 1, 2)), sets_per_quarter=2)
     patience = Patience(None, can_mask)
     group.words(0)[8 * 1] = 1 + 3  # with four sets, this one is still there
-    words.wait_for(group.spots[0], call, 0, patience, is_dispatch=True)
+    words.wait_for(group.spots[0], call, 0, patience)
     assert group.boards.record(0) is None
     assert not group.spots[0].mask.any()
     group.words(0)[8 * 1] = 1 + 4
-    words.wait_for(group.spots[0], call, 0, patience, is_dispatch=True)
+    words.wait_for(group.spots[0], call, 0, patience)
     if can_mask:
         assert group.boards.record(0) is None
         assert group.spots[0].mask.tolist() == [0, 1, 0]
@@ -815,7 +814,7 @@ def test_ranks_that_differ_are_named_with_what_they_said(device: str, other: tup
     group = Group(WAITS, device)
     call = signals(group, (0, 1))
     signals(group, (2,), other)
-    words.wait_for(group.spots[1], call, 0, Patience(None, True), is_dispatch=True)
+    words.wait_for(group.spots[1], call, 0, Patience(None, True))
     assert group.boards.record(1) == [exchange.DISAGREE, 1, OPERATION, 0b100, 0, 0, 1]
     assert group.spots[1].seen.tolist() == [[5, 6], [5, 6], list(other)]
 
@@ -825,7 +824,7 @@ def test_what_a_masked_rank_says_is_not_looked_at(device: str) -> None:
     call = signals(group, (0, 1))
     signals(group, (2,), (1, 1))
     group.spots[0].mask[2] = 1
-    words.wait_for(group.spots[0], call, 0, Patience(), is_dispatch=True)
+    words.wait_for(group.spots[0], call, 0, Patience())
     assert group.boards.record(0) is None
 
 
@@ -834,9 +833,9 @@ def test_a_wait_for_an_earlier_call(device: str) -> None:
     group = Group(WAITS, device)
     call = signals(group, (0, 1, 2))
     signals(group, (0, 2), (8, 9))
-    words.wait_for(group.patient(0, SHORT_NS), call, 1, Patience(), is_dispatch=True)
+    words.wait_for(group.patient(0, SHORT_NS), call, 1, Patience())
     assert group.boards.record(0) is None, "posts of the first call are compared"
-    words.wait_for(group.patient(0, SHORT_NS), replace(call, agreement=(8, 9)), 0, Patience(), is_dispatch=True)
+    words.wait_for(group.patient(0, SHORT_NS), replace(call, agreement=(8, 9)), 0, Patience())
     assert group.boards.record(0) == [exchange.TIMEOUT, 2, OPERATION, 0b010, 0, 0, 0]
 
 
@@ -846,7 +845,7 @@ def test_signals_of_any_number_of_ranks(device: str, num_ranks: int) -> None:
     call = signals(group, tuple(range(num_ranks)))
     for rank in range(num_ranks):
         assert group.sent(rank) == [1] * num_ranks
-        words.wait_for(group.spots[rank], call, 0, Patience(), is_dispatch=False)
+        words.wait_for(group.spots[rank], call, 0, Patience())
         assert group.boards.record(rank) is None
 
 
@@ -864,7 +863,7 @@ def test_a_combine_waits_likewise(device: str, is_inside: bool) -> None:
         combine.send(group.spots[0], call, sizes, x, layout_range, given.topk_idx, earlier, None, patience)
     else:
         combine.send(group.spots[0], call, sizes, x, layout_range, given.topk_idx, earlier, 0)
-        words.wait_for(group.spots[0], call, 0, patience, is_dispatch=False)
+        words.wait_for(group.spots[0], call, 0, patience)
     assert group.boards.record(0) is None
     assert not group.spots[0].mask.any()
     assert stats.tolist() == [0, 0, 0]

@@ -56,7 +56,7 @@ AHEAD = (
 SENDING = (*BULK, "unpack", "unpack across nodes")
 STEERING = ("steer", "steer along a handle")
 
-LL_WAITS = ("dispatch wait", "combine wait")
+LL_WAITS = ("wait",)
 LL_SENDS = (
     "dispatch send fp8=True rounded=False",
     "dispatch send fp8=True rounded=True",
@@ -429,3 +429,25 @@ def test_low_latency_rows_move_in_vectors_of_16_bytes(
 ) -> None:
     for direction in directions:
         assert any(one.startswith(direction) and one.endswith("v4.b32") for one in instructions[kernel]), direction
+
+
+NAMES = dict.fromkeys((one for one in (*LL_SENDS, *LL_RECEIVES) if one.startswith("dispatch")), "low_latency::dispatch")
+NAMES |= dict.fromkeys((one for one in (*LL_SENDS, *LL_RECEIVES) if one.startswith("combine")), "low_latency::combine")
+NAMES |= {"wait": "low_latency::wait", "barrier": "low_latency::signal"}
+
+
+@pytest.mark.parametrize("kernel", [*LL_SIGNALLING, *LL_RECEIVES])
+def test_low_latency_kernels_have_the_names_that_profiles_are_searched_for(ptx: dict[str, str], kernel: str) -> None:
+    """Both halves of a call have one name, with `::dispatch` or `::combine` in it, and no other kernel has."""
+    entries = re.findall(r"\.visible \.entry (\w+)\(", ptx[kernel])
+    parts = NAMES[kernel].split("::")
+    assert entries == ["_ZN" + "".join(f"{len(part)}{part}" for part in parts) + "E"], "as C++ mangles it"
+    assert not {"dispatch", "combine", "notify"} & {*parts} or kernel in (*LL_SENDS, *LL_RECEIVES)
+
+
+def test_kernels_of_one_name_are_not_taken_for_each_other(instructions: dict[str, list[str]]) -> None:
+    """Neither by Triton's cache nor here: their instructions differ."""
+    for name in ("low_latency::dispatch", "low_latency::combine"):
+        alike = [tuple(instructions[kernel]) for kernel in NAMES if NAMES[kernel] == name]
+        assert len(alike) > 3
+        assert len(set(alike)) == len(alike)

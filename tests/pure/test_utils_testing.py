@@ -128,13 +128,17 @@ def test_bench_kineto_refuses_kernels_that_ran_differently_often():
             testing.bench_kineto(fn, "dispatch", num_tests=2, num_kernels_per_period=num_phases)
 
 
+LL_DISPATCH, LL_COMBINE, LL_WAIT = (f"low_latency::{name}" for name in ("dispatch", "combine", "wait"))
+
+
 def test_bench_kineto_of_low_latency_calls():
-    whole = Calls("_dispatch_send_kernel", "_dispatch_receive_kernel", "_combine_send_kernel")
+    whole = Calls(LL_DISPATCH, LL_DISPATCH, LL_COMBINE, LL_COMBINE)
     assert all(seconds > 0 for seconds in testing.bench_kineto(whole, ("dispatch", "combine"), num_tests=2))
-    halves = Calls("_dispatch_send_kernel", "_dispatch_wait_kernel", "_dispatch_receive_kernel")
-    phases = testing.bench_kineto(halves, "dispatch", num_tests=2, num_kernels_per_period=2)
-    assert len(phases) == 2
-    assert all(seconds > 0 for seconds in phases)
+    halves = Calls(LL_DISPATCH, LL_WAIT, LL_DISPATCH, LL_COMBINE, LL_WAIT, LL_COMBINE)
+    calls = testing.bench_kineto(halves, ("dispatch", "combine"), num_tests=2, num_kernels_per_period=2)
+    for phases in calls:
+        assert len(phases) == 2
+        assert all(seconds > 0 for seconds in phases)
 
 
 def test_bench_kineto_by_phase():
@@ -169,7 +173,17 @@ def test_phases_are_taken_in_order_of_time():
     assert testing._seconds_of_each_phase(profile, "dispatch", 2) == pytest.approx([2e-6, 6e-6])
 
 
-SEND, WAIT, RECEIVE = "_dispatch_send_kernel", "_dispatch_wait_kernel", "_dispatch_receive_kernel"
+@pytest.mark.parametrize("name", [LL_DISPATCH, "_ZN11low_latency8dispatchE"], ids=["demangled", "mangled"])
+def test_the_halves_of_a_low_latency_call_are_parts_of_it(name):
+    """They have one name; without the sum a call would seem to take half as long as it does."""
+    calls = [(name, 0, 1), (name, 5, 10), (name, 20, 3), (name, 25, 20), (LL_COMBINE, 50, 99), (LL_WAIT, 4, 50)]
+    profile = fake_profile(*calls)
+    assert testing._seconds_of_a_call(profile, "dispatch") == pytest.approx(2e-6 + 15e-6)
+    assert testing._seconds_of_each_phase(profile, "dispatch", 2) == pytest.approx([2e-6, 15e-6])
+    assert testing._seconds_of_a_call(profile, "wait") == pytest.approx(50e-6)
+
+
+SEND, WAIT, RECEIVE = "my_dispatch_send", "my_dispatch_wait", "my_dispatch_receive"
 
 
 def test_kernels_that_ran_equally_often_are_parts_of_a_call():
@@ -188,7 +202,7 @@ def test_the_last_phase_is_what_is_left_of_a_call():
     assert testing._seconds_of_a_call(profile, "dispatch") == pytest.approx(20e-6)
     with pytest.raises(ValueError, match="ran 6 times"):
         testing._seconds_of_each_phase(profile, "dispatch", 4)
-    with pytest.raises(ValueError, match=r"send_kernel \(2 times\), _dispatch_wait_kernel \(1 times\)"):
+    with pytest.raises(ValueError, match=r"dispatch_send \(2 times\), my_dispatch_wait \(1 times\)"):
         testing._seconds_of_a_call(fake_profile(*calls[:2], calls[3]), "dispatch")
 
 

@@ -7,6 +7,7 @@ reports the profiler's CPU rows: operators and `torch.profiler.record_function` 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ Seconds = float | list[float]
 
 # More than the L2 cache of any GPU so far.
 _FLUSH_BYTES = 256 * 10**6
+# Kernels that a call runs twice, to send and to receive.
+_IN_HALVES = re.compile(r"low_latency\W*\d?(dispatch|combine)")
 # About 10 ms at 2 GHz: long enough for the CPU of every rank to queue the barrier and the call behind it.
 _SLEEP_CYCLES = 20_000_000
 
@@ -131,14 +134,15 @@ def bench_kineto(
         barrier_comm_profiling: Line the ranks up before each call: a pause of about 10 ms on the GPU, in
             which all ranks queue their work, and a barrier.
         num_kernels_per_period: If `fn` runs a kernel several times, how often: each run is then reported by
-            itself. Where more kernels than this are parts of a call, all but the first ones are the last phase: for
-            2, `dispatch` of low-latency calls with a hook is the send kernel, and the sum of wait and receive.
+            itself. For 2, `dispatch` of low-latency calls is the send and the receive kernel; what waits between them
+            behind a hook is `low_latency::wait`. Where more kernels than this are parts of a call, all but the first
+            ones are the last phase.
         barrier: The barrier to use; by default an all-reduce in the default group.
 
     Returns:
-        Mean seconds of the kernel (the sum of the means where several are parts of a call), 0 for one that never
-        ran; a list of `num_kernels_per_period` means, in order of time, where that is above 1. For several names, a
-        tuple of these.
+        Mean seconds of the kernel (the sum of the means where several are parts of a call, as the two runs of a
+        low-latency call are, which have one name), 0 for one that never ran; a list of `num_kernels_per_period` means,
+        in order of time, where that is above 1. For several names, a tuple of these.
 
     Raises:
         ValueError: If a name matches kernels that ran differently often, or a kernel did not run a multiple of
@@ -234,14 +238,18 @@ def _kernel_seconds(profiler: torch.profiler.profile | None, name: str, num_kern
 def _seconds_of_a_call(profiler: torch.profiler.profile, name: str) -> float:
     """The mean of the kernel whose name contains `name`; of several, which are parts of one call, the sum."""
     by_kernel = _runs_by_kernel(profiler, name)
-    return sum(fmean(map(_seconds, runs)) for runs in by_kernel.values())
+    return sum(_num_runs_of_a_call(kernel) * fmean(map(_seconds, runs)) for kernel, runs in by_kernel.items())
+
+
+def _num_runs_of_a_call(kernel: str) -> int:
+    return 2 if _IN_HALVES.search(kernel) else 1
 
 
 def _seconds_of_each_phase(profiler: torch.profiler.profile, name: str, num_phases: int) -> list[float]:
     """The means of the 1st, 2nd, ... kernel of each call; what is left of a call belongs to its last phase.
 
     Example:
-        Calls of `send`, `wait` and `receive` in two phases: those of `send`, and those of `wait` and `receive`.
+        Calls of kernels `a`, `b` and `c` in two phases: those of `a`, and those of `b` and `c`.
     """
     by_kernel = _runs_by_kernel(profiler, name)
     runs = [run for runs in by_kernel.values() for run in runs]
@@ -265,7 +273,7 @@ def _runs_by_kernel(profiler: torch.profiler.profile, name: str) -> dict[str, li
         ValueError: Some ran more often than others, so they are no parts of one call.
     """
     events = [event for event in profiler.events() or () if event.device_type == _device_type()]
-    # In C++ `::dispatch` is the kernel itself, `dispatch` also a part of other names; Triton has no `::`.
+    # `::dispatch` is a kernel of that name, `dispatch` also a part of other names.
     found = [event for event in events if f"::{name}" in event.name]
     by_kernel: dict[str, list[Any]] = {}
     for event in found or [event for event in events if name in event.name]:

@@ -218,7 +218,7 @@ class StreamedLowLatency:
             words.signal(self.spots, call)
             if self._copies is not None:
                 self._copies.for_barrier(call).launch(self.spots.state)
-            words.wait_for(self.spots, call, 0, Patience(can_mask=self._can_mask), is_dispatch=False)
+            words.wait_for(self.spots, call, 0, Patience(can_mask=self._can_mask))
             self._tell()
         self._stream.leave(False)
 
@@ -255,7 +255,7 @@ class StreamedLowLatency:
         return Kernels(
             setup,
             dispatch.sender(spots, call, sizes, kind.idx_dtype, is_aligned, waiting),
-            words.waiter(spots, call, patience, is_dispatch=True),
+            words.waiter(spots, call, patience),
             dispatch.receiver(spots, call, sizes, kind.form.scale_dtype, kind.has_recv_stats),
             dispatch.num_send_blocks(sizes, 0),
             dispatch.num_receive_blocks(sizes, kind.geometry.num_ranks),
@@ -270,7 +270,7 @@ class StreamedLowLatency:
         return Kernels(
             setup,
             combine.sender(spots, call, sizes, kind.idx_dtype, is_copied, is_aligned, waiting),
-            words.waiter(spots, call, patience, is_dispatch=False),
+            words.waiter(spots, call, patience),
             receive,
             combine.num_send_blocks(sizes, is_copied),
             num_pieces,

@@ -145,17 +145,17 @@ def prepare_all(couriers: Couriers) -> None:
 
 @functools.cache
 def _rows_variant(topk: int) -> Variant:
-    return Variant(_carry_dispatch_kernel, {"TOPK": topk}, _ROW_WARPS, library=DEVICE_LIBRARY)
+    return Variant(_put_rows_kernel, {"TOPK": topk}, _ROW_WARPS, library=DEVICE_LIBRARY)
 
 
 @functools.cache
 def _back_variant(local: int) -> Variant:
-    return Variant(_carry_combine_kernel, {"LOCAL": local}, _ROW_WARPS, library=DEVICE_LIBRARY)
+    return Variant(_put_back_kernel, {"LOCAL": local}, _ROW_WARPS, library=DEVICE_LIBRARY)
 
 
 @functools.cache
 def _posts_variant(local: int) -> Variant:
-    return Variant(_carry_posts_kernel, {"LOCAL": local}, num_warps=1, library=DEVICE_LIBRARY)
+    return Variant(_put_posts_kernel, {"LOCAL": local}, num_warps=1, library=DEVICE_LIBRARY)
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ def _copy_at(copies, copy_bytes, ranks_per_node, rank, target):
     return copies + index * copy_bytes
 
 
-@jit
-def _carry_dispatch_kernel(
+@jit(name="low_latency::carry_rows")
+def _put_rows_kernel(
     ll, state, ranks_mask, pes, memory: tl.int64, copies: tl.int64, copy_bytes: tl.int64, num_ranks: tl.int32,
     ranks_per_node: tl.int32, rank: tl.int32, max_experts: tl.int32, quarter_bytes: tl.int64, set_bytes: tl.int64,
     far_quarter_bytes: tl.int64, far_set_bytes: tl.int64, sets_per_quarter: tl.int32, num_topk: tl.int32,
@@ -205,8 +205,8 @@ def _carry_dispatch_kernel(
                 put(copy + far_offset + row, memory + offset + row, row_bytes, tl.load(pes + target))
 
 
-@jit
-def _carry_combine_kernel(
+@jit(name="low_latency::carry_back")
+def _put_back_kernel(
     layout_range, zero_copy_offset: tl.int64, ll, state, ranks_mask, pes, memory: tl.int64, copies: tl.int64,
     copy_bytes: tl.int64, num_ranks: tl.int32, ranks_per_node: tl.int32, rank: tl.int32, max_experts: tl.int32,
     quarter_bytes: tl.int64, set_bytes: tl.int64, far_quarter_bytes: tl.int64, far_set_bytes: tl.int64,
@@ -243,8 +243,8 @@ def _carry_combine_kernel(
             put(copy + (before + begin) * slot_bytes, source, size, tl.load(pes + target))
 
 
-@jit
-def _carry_posts_kernel(
+@jit(name="low_latency::carry_posts")
+def _put_posts_kernel(
     layout_range, ll, state, ranks_mask, pes, memory: tl.int64, copies: tl.int64, copy_bytes: tl.int64,
     num_ranks: tl.int32, ranks_per_node: tl.int32, rank: tl.int32, max_experts: tl.int32, quarter_bytes: tl.int64,
     set_bytes: tl.int64, far_quarter_bytes: tl.int64, far_set_bytes: tl.int64, sets_per_quarter: tl.int32,
@@ -256,7 +256,7 @@ def _carry_posts_kernel(
     `quiet` waits for the rows, too, which other blocks of an earlier launch have put, over queues of their own; so
     whoever sees `sent` finds everything.
 
-    Example: as in `_carry_combine_kernel`; the table for rank 2 says that its rows of expert 1 begin two slots into the
+    Example: as in `_put_back_kernel`; the table for rank 2 says that its rows of expert 1 begin two slots into the
     set of its copy, and that there are none where the count is 0.
     """
     target = tl.program_id(0)

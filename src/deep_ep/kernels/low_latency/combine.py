@@ -176,7 +176,7 @@ def _send_variant(
         # What decides the loop of a wait must be one value for a warp: no fewer lanes than it has.
         "LANES": max(32, lanes) if waits else lanes,
     }
-    return Variant(_combine_send_kernel, constants, num_warps=4)
+    return Variant(_send_kernel, constants, num_warps=4)
 
 
 def _words_of(is_aligned: bool, sizes: Sizes) -> tuple[torch.dtype, int]:
@@ -187,8 +187,8 @@ def _words_of(is_aligned: bool, sizes: Sizes) -> tuple[torch.dtype, int]:
     return (torch.int32, 16) if vector == 16 else (torch.int16, 2)
 
 
-@jit
-def _combine_send_kernel(
+@jit(name="low_latency::combine")
+def _send_kernel(
     x,
     layout_range,
     topk_idx,
@@ -372,11 +372,11 @@ def _receive_variant(sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool, lan
     num_warps = max(1, min(16, block // 256))
     # Left to itself the compiler takes fewer registers, and waits for rows before it asks for the last ones.
     num_registers = 0 if sizes.use_logfmt else 64
-    return Variant(_combine_receive_kernel, constants, num_warps, num_registers), -(-hidden // block)
+    return Variant(_receive_kernel, constants, num_warps, num_registers), -(-hidden // block)
 
 
-@jit
-def _combine_receive_kernel(
+@jit(name="low_latency::combine")
+def _receive_kernel(
     out,
     topk_idx,
     topk_weights,

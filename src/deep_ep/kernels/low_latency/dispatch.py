@@ -162,7 +162,7 @@ def _send_variant(
         # What decides the loop of a wait must be one value for a warp: no fewer lanes than it has.
         "LANES": max(32, lanes) if waits else lanes,
     }
-    return Variant(_dispatch_send_kernel, constants, num_warps=_SEND_WARPS)
+    return Variant(_send_kernel, constants, num_warps=_SEND_WARPS)
 
 
 @functools.cache
@@ -175,8 +175,8 @@ def tile_of(num_topk: int, max_tokens: int) -> tuple[int, int]:
     return topk, max(1, min(next_power_of_2(max_tokens), _MOST_CELLS // topk))
 
 
-@jit
-def _dispatch_send_kernel(
+@jit(name="low_latency::dispatch")
+def _send_kernel(
     x,
     topk_idx,
     stats,
@@ -439,11 +439,11 @@ def _receive_variant(
         "TOPK": next_power_of_2(max(1, sizes.num_topk)),
         "LANES": lanes,
     }
-    return Variant(_dispatch_receive_kernel, constants, num_warps=4), word, used_bytes // vector
+    return Variant(_receive_kernel, constants, num_warps=4), word, used_bytes // vector
 
 
-@jit
-def _dispatch_receive_kernel(
+@jit(name="low_latency::dispatch")
+def _receive_kernel(
     x,
     scales,
     count,

@@ -121,7 +121,7 @@ class Patience(NamedTuple):
     can_mask: bool = False
 
 
-def waiter(spots: Spots, call: Call, patience: Patience, *, is_dispatch: bool) -> Launch:
+def waiter(spots: Spots, call: Call, patience: Patience) -> Launch:
     """A kernel of one block that waits until every rank that is not masked has sent a call, and compares what they say.
 
     It takes what the nanoseconds waited are added to (or any tensor) and the age of the call: how many calls this rank
@@ -131,19 +131,15 @@ def waiter(spots: Spots, call: Call, patience: Patience, *, is_dispatch: bool) -
         spots: The words.
         call: The call.
         patience: How to wait.
-        is_dispatch: For the kernel's name in a profile.
     """
-    return Launch(
-        _wait_variant(is_dispatch, patience.stats is not None, spots.num_lanes),
-        (None, None),
-        _fixed(spots, call, patience),
-    )
+    variant = _wait_variant(patience.stats is not None, spots.num_lanes)
+    return Launch(variant, (None, None), _fixed(spots, call, patience))
 
 
-def wait_for(spots: Spots, call: Call, age: int, patience: Patience, *, is_dispatch: bool) -> None:
+def wait_for(spots: Spots, call: Call, age: int, patience: Patience) -> None:
     """As `waiter` says, once."""
     stats = spots.state if patience.stats is None else patience.stats
-    waiter(spots, call, patience, is_dispatch=is_dispatch)(1, stats, age)
+    waiter(spots, call, patience)(1, stats, age)
 
 
 def _fixed(spots: Spots, call: Call, patience: Patience) -> tuple[torch.Tensor | int, ...]:
@@ -169,10 +165,9 @@ def awaiting(spots: Spots, call: Call, can_mask: bool) -> tuple[torch.Tensor | i
 
 
 @functools.cache
-def _wait_variant(is_dispatch: bool, has_stats: bool, lanes: int) -> Variant:
-    kernel = _dispatch_wait_kernel if is_dispatch else _combine_wait_kernel
+def _wait_variant(has_stats: bool, lanes: int) -> Variant:
     # What decides a loop must be one value for all threads: one warp, with no fewer lanes than it has.
-    return Variant(kernel, {"HAS_STATS": has_stats, "LANES": max(32, lanes)}, num_warps=1)
+    return Variant(_wait_kernel, {"HAS_STATS": has_stats, "LANES": max(32, lanes)}, num_warps=1)
 
 
 def signal(spots: Spots, call: Call) -> None:
@@ -187,16 +182,14 @@ def _signal_arguments(spots: Spots, call: Call) -> tuple[torch.Tensor | int, ...
 
 @functools.cache
 def _signal_variant(lanes: int) -> Variant:
-    return Variant(_signal_kernel, {"LANES": lanes}, num_warps=1)
+    return Variant(_signal_all_kernel, {"LANES": lanes}, num_warps=1)
 
 
 def prepare_all(spots: Spots) -> None:
     """Compile and load the kernels that wait, so that no peer's limit passes while one is compiled."""
     call = Call((0, 0), 16, 16, 1, 0)
-    for is_dispatch in (True, False):
-        for has_stats in (False, True):
-            arguments = (spots.state, 0, *_fixed(spots, call, Patience()))
-            _wait_variant(is_dispatch, has_stats, spots.num_lanes).prepare(*arguments)
+    for has_stats in (False, True):
+        _wait_variant(has_stats, spots.num_lanes).prepare(spots.state, 0, *_fixed(spots, call, Patience()))
     _signal_variant(spots.num_lanes).prepare(*_signal_arguments(spots, call))
     refuse(spots.places, 0, LOW_LATENCY, spots.state, REFUSALS, spots.state, run=prepare)
 
@@ -294,8 +287,8 @@ def some_of(values, indices, LANES: tl.constexpr):
 # Kernels -------------------------------------------------------------------------------------------------------------
 
 
-@jit
-def _signal_kernel(
+@jit(name="low_latency::signal")
+def _signal_all_kernel(
     windows, ll, state, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64, LANES: tl.constexpr
 ):
     """Send a call that has no rows."""
@@ -305,29 +298,13 @@ def _signal_kernel(
         signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, 0, LANES)
 
 
-@jit
-def _dispatch_wait_kernel(
+@jit(name="low_latency::wait")
+def _wait_kernel(
     stats, age: tl.int32, windows, ll, state, ranks_mask, seen, ll_host, boards, homes, host, limit_ns: tl.int64,
     operation: tl.int32, can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64,
     sets_per_quarter: tl.int32, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Wait for a dispatch to be sent by all."""
-    number = tl.load(ll) - age
-    memories = memories_of(windows, num_ranks, LANES)
-    if is_working(state):
-        await_all(
-            memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation, can_mask,
-            num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
-        )  # fmt: skip
-
-
-@jit
-def _combine_wait_kernel(
-    stats, age: tl.int32, windows, ll, state, ranks_mask, seen, ll_host, boards, homes, host, limit_ns: tl.int64,
-    operation: tl.int32, can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64,
-    sets_per_quarter: tl.int32, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Wait for a combine, or a barrier, to be sent by all."""
+    """Wait for a call to be sent by all."""
     number = tl.load(ll) - age
     memories = memories_of(windows, num_ranks, LANES)
     if is_working(state):
