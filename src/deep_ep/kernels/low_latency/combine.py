@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
+from .._triton import Variant, jit, next_power_of_2, tl, triton
 from ..primitives import rounded
 from .dispatch import number_tokens, tile_of, valid_ids
+from .launching import DirectLaunch
 from .logfmt import decode, encode_row, unit_of
 from .words import (
     Call,
@@ -70,7 +71,7 @@ def sender(
     is_copied: bool,
     is_aligned: bool,
     patience: Patience | None,
-) -> Launch:
+) -> DirectLaunch:
     """A kernel that publishes the rows of this rank's experts, and whose last block signals; see `send`.
 
     It takes `x` (or any tensor), `layout_range`, `topk_idx`, `earlier`, what the wait adds to (or any tensor), the
@@ -106,7 +107,7 @@ def sender(
         *call.numbers,
         *awaiting(spots, call, patience is not None and patience.can_mask),
     )
-    return Launch(variant, (word if is_copied else None, *(None,) * 6), fixed)
+    return DirectLaunch(variant, (word if is_copied else None, *(None,) * 6), fixed)
 
 
 def num_send_blocks(sizes: Sizes, is_copied: bool) -> int:
@@ -297,7 +298,7 @@ def _copy_rows(
 # Receive -------------------------------------------------------------------------------------------------------------
 
 
-def receiver(spots: Spots, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool) -> tuple[Launch, int]:
+def receiver(spots: Spots, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool) -> tuple[DirectLaunch, int]:
     """A kernel that sums each token's rows, see `receive`, and its blocks for one token.
 
     It takes `out`, `topk_idx`, `topk_weights`, `earlier` and the age of the call: how many calls this rank has sent
@@ -325,7 +326,7 @@ def receiver(spots: Spots, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: boo
         sizes.slot_bytes // 16,
         sizes.ranges_offset,
     )
-    return Launch(variant, (None,) * 5, fixed), num_pieces
+    return DirectLaunch(variant, (None,) * 5, fixed), num_pieces
 
 
 def receive(

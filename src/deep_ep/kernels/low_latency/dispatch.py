@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
+from .._triton import Variant, jit, next_power_of_2, tl, triton
 from ..primitives import to_fp8
+from .launching import DirectLaunch
 from .words import (
     Call,
     Patience,
@@ -72,7 +73,7 @@ class Sizes(NamedTuple):
 
 def sender(
     spots: Spots, call: Call, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool, patience: Patience | None
-) -> Launch:
+) -> DirectLaunch:
     """A kernel that publishes a rank's rows, and whose last block signals; see `send`.
 
     It takes `x`, `topk_idx`, what the wait adds to (or any tensor) and the number of tokens.
@@ -106,7 +107,7 @@ def sender(
         *call.numbers,
         *awaiting(spots, call, patience is not None and patience.can_mask),
     )
-    return Launch(variant, (None,) * 4, fixed)
+    return DirectLaunch(variant, (None,) * 4, fixed)
 
 
 def num_send_blocks(sizes: Sizes, num_tokens: int) -> int:
@@ -344,7 +345,7 @@ def _drop_selections(topk_idx, places, token, num_topk, num_experts, TOPK: tl.co
 # Receive -------------------------------------------------------------------------------------------------------------
 
 
-def receiver(spots: Spots, call: Call, sizes: Sizes, scale_dtype: torch.dtype | None, has_stats: bool) -> Launch:
+def receiver(spots: Spots, call: Call, sizes: Sizes, scale_dtype: torch.dtype | None, has_stats: bool) -> DirectLaunch:
     """A kernel that fetches the rows of this rank's experts.
 
     It takes what `receive` writes, with any tensor in the place of what there is not, and the age of the call: how many
@@ -381,7 +382,7 @@ def receiver(spots: Spots, call: Call, sizes: Sizes, scale_dtype: torch.dtype | 
         call.copy_quarter_bytes,
         call.copy_set_bytes,
     )
-    return Launch(variant, (word, None, None, None, None, None, None), fixed)
+    return DirectLaunch(variant, (word, None, None, None, None, None, None), fixed)
 
 
 def num_receive_blocks(sizes: Sizes, num_ranks: int) -> int:
