@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Callable
@@ -234,6 +235,52 @@ def test_deep_flights_need_calls_of_one_size() -> None:
         flights.receive(flights.send("here", 8))
     flights.send("here", 8)
     flights.send("here", 8)  # the three before it were of its size
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_call_that_passes_by_is_one_that_is_sent_and_received(seed: int) -> None:
+    """With results in flight, barriers, and sizes that change rarely or often."""
+    draw = random.Random(seed)
+    quick, plain = Flights(), Flights()
+    pending: list[int] = []
+    num_passed, num_barriers, num_sets = 0, 0, 2
+    for _ in range(400):
+        if draw.random() < (0.05, 0.3, 0.8)[seed % 3]:
+            num_sets = draw.choice([2, 2, 4, 8])
+        if pending and draw.random() < 0.6:
+            number = pending.pop(draw.randrange(len(pending)))
+            assert quick.receive(number) == plain.receive(number)
+        if plain.needs_barrier(num_sets):
+            assert not quick.pass_by(num_sets)
+            num_barriers += 1
+            for flights in (quick, plain):
+                flights.receive(flights.send("here", 0))
+        if draw.random() < 0.1:
+            try:
+                number = plain.send("here", num_sets)
+            except EPError:
+                with pytest.raises(EPError):
+                    quick.send("here", num_sets)
+                continue
+            assert quick.send("here", num_sets) == number
+            pending.append(number)
+            continue
+        before = copy.deepcopy(vars(quick))
+        if quick.pass_by(num_sets):
+            plain.make_way("here", num_sets, lambda: pytest.fail("nothing had to be done before"))
+            plain.receive(plain.send("here", num_sets))
+            num_passed += 1
+        assert vars(quick) == vars(plain)
+        assert quick.num_consumed == plain.num_consumed
+        assert before["_num_sent"] == quick._num_sent - 1 or before == vars(quick), "all of it, or nothing"
+    assert num_passed > 20
+    assert num_barriers > 0
+
+
+def test_calls_of_a_decoding_loop_pass_by() -> None:
+    for sizes in ((2, 8), (8, 8), (2, 4)):  # of a dispatch and a combine
+        flights = Flights()
+        assert all(flights.pass_by(num_sets) for _ in range(40) for num_sets in sizes)
 
 
 def test_what_everybody_has_received() -> None:

@@ -282,6 +282,25 @@ def test_four_results_in_flight() -> None:
     run_ranks(four_in_flight, 2, env=INTERPRETED)
 
 
+def one_between(rank: int, num_ranks: int) -> None:
+    """A whole combine between the halves of two others: what the halves of one leave each other is its own."""
+    buffer = make_buffer(num_ranks, SMALL, times=4)
+    rounds = [Round(rank, num_ranks, SMALL._replace(seed=seed, max_tokens=2)) for seed in range(3)]
+    got = [one.dispatch(buffer) for one in rounds]
+    rows = [one.rows(each) for one, each in zip(rounds, got, strict=True)]
+    sent = [rounds[i].combine(buffer, rows[i], got[i][2], return_recv_hook=True) for i in range(2)]
+    combined, *_ = rounds[2].combine(buffer, rows[2], got[2][2])
+    rounds[2].check(combined)
+    for one, (combined, _, hook) in reversed(list(zip(rounds, sent, strict=False))):
+        hook()
+        one.check(combined)
+    buffer.destroy()
+
+
+def test_a_whole_call_between_the_halves_of_others() -> None:
+    run_ranks(one_between, 2, env=INTERPRETED)
+
+
 # Masks, silence, disagreement ----------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -11,7 +11,7 @@ from ..engine.low_latency.calls import Combining, Dispatching, Hook, LowLatency,
 from ..engine.low_latency.geometry import MOST_TOKENS, Form, Geometry
 from ..event import EventOverlap
 from ..tensors import is_lazy
-from ..trace import NO_SLICE, Trace
+from ..trace import Trace
 from . import checks
 from .calling import call
 from .engines import Engine
@@ -20,7 +20,10 @@ from .registry import ForkedLock
 _MOST_TOPK = 32
 _HANDLE_ITEMS = 5  # packed_recv_src_info, packed_recv_layout_range, M, hidden, num_experts
 
-_Kind = TypeVar("_Kind")
+_DISPATCH, _COMBINE = "low_latency_dispatch", "low_latency_combine"
+# What looking at an argument raises that is no tensor, or one without strides, or at a handle that is none; and what
+# looking for it raises where it cannot be a key. It is not what it should be, as the checks will say.
+_NOT_TENSORS = (AttributeError, RuntimeError, TypeError, ValueError)
 
 
 class LowLatencyMethods:
@@ -31,7 +34,9 @@ class LowLatencyMethods:
     device: torch.device
     low_latency_mode: bool
     enable_shrink: bool
+    runtime: Any
     _lock: threading.RLock | ForkedLock
+    _engine: Engine
     _known_dispatches: dict[tuple, Dispatching]
     _known_combines: dict[tuple, Combining]
     _trace: Trace | None
@@ -78,24 +83,35 @@ class LowLatencyMethods:
             The handle is (`packed_recv_src_info` [L, R * M] int32, `packed_recv_layout_range` [L, R] int64 with counts
             in the low and first rows in the high 32 bits, M, H, E).
         """
+        recv_stats, wait_stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         # A decoding loop makes the same calls again and again: what was checked once is not checked again.
-        tensors: tuple = (x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
-        options = (use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook)
-        key = (num_max_dispatch_tokens_per_rank, num_experts, options, *map(_look_of, tensors))
-        known = _look_up(self._known_dispatches, key)
+        try:
+            key: tuple = (
+                num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0, async_finish,
+                return_recv_hook, type(x), x.shape, x.dtype, x.device, x.stride(), x.is_neg(), type(topk_idx),
+                topk_idx.shape, topk_idx.dtype, topk_idx.device, topk_idx.stride(), topk_idx.is_neg(),
+                recv_stats if recv_stats is None else _look_of(recv_stats),
+                wait_stats if wait_stats is None else _look_of(wait_stats),
+            )  # fmt: skip
+            known = self._known_dispatches.get(key)
+        except _NOT_TENSORS:
+            key, known = (), None
         if known is None:
-            given = tensors
+            given: tuple = (x, topk_idx, recv_stats, wait_stats)
+            options = (use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook)
             known, tensors = self._check_dispatch(num_max_dispatch_tokens_per_rank, num_experts, *options, *given)
-            if _are_same(tensors, given):  # else they are made ordinary in every call
+            if key and _are_same(tensors, given):  # else they are made ordinary in every call
                 self._known_dispatches[key] = known
-        packed, event, hook = self._require_low_latency("low_latency_dispatch").dispatch(known, *tensors)
+            x, topk_idx, recv_stats, wait_stats = tensors
+        engine = self._require_low_latency(_DISPATCH)
+        packed, event, hook = engine.dispatch(known, x, topk_idx, recv_stats, wait_stats)
         recv_x, num_rows, src_info, layout_range, scales = packed
         _, num_experts, max_tokens, hidden, _ = known.geometry
         return (
             recv_x if scales is None else (recv_x, scales),
             num_rows,
             (src_info, layout_range, max_tokens, hidden, num_experts),
-            EventOverlap() if event is None else EventOverlap(event, (*tensors, *packed)),
+            EventOverlap(event, None if event is None else (x, topk_idx, recv_stats, wait_stats, *packed)),
             hook if hook is None else self._locked(hook),
         )
 
@@ -114,7 +130,7 @@ class LowLatencyMethods:
         wait_stats: torch.Tensor | None,
     ) -> tuple[Dispatching, tuple]:
         """Check a dispatch. Returns its kind, and its tensors, made ordinary."""
-        where = "low_latency_dispatch"
+        where = _DISPATCH
         way = _check_way(where, async_finish, return_recv_hook)
         if use_ue8m0 and not round_scale:
             raise ValueError(f"{where}: `use_ue8m0` needs round_scale=True: exponents are all that is kept of a scale")
@@ -161,26 +177,39 @@ class LowLatencyMethods:
         Returns:
             `combined_x` [T, H] BF16, the event, the hook or None. A token without experts gives zeros.
         """
-        tensors: tuple = (x, topk_idx, topk_weights, out, combine_wait_recv_cost_stats)
-        options = (use_logfmt, zero_copy, async_finish, return_recv_hook)
-        items = handle if isinstance(handle, (tuple, list)) else ()
-        key = (options, *map(_look_of, (*tensors, *items[:2])), *items[2:])
-        known = _look_up(self._known_combines, key)
+        result, wait_stats = out, combine_wait_recv_cost_stats
+        try:
+            src_info, layout_range, max_tokens, hidden, num_experts = handle
+            key: tuple = (
+                use_logfmt, zero_copy, async_finish, return_recv_hook, max_tokens, hidden, num_experts, type(handle),
+                type(x), x.shape, x.dtype, x.device, x.stride(), x.is_neg(), type(topk_idx), topk_idx.shape,
+                topk_idx.dtype, topk_idx.device, topk_idx.stride(), topk_idx.is_neg(), type(topk_weights),
+                topk_weights.shape, topk_weights.dtype, topk_weights.device, topk_weights.stride(),
+                topk_weights.is_neg(), type(src_info), src_info.shape, src_info.dtype, src_info.device,
+                src_info.stride(), src_info.is_neg(), type(layout_range), layout_range.shape, layout_range.dtype,
+                layout_range.device, layout_range.stride(), layout_range.is_neg(),
+                result if result is None else _look_of(result),
+                wait_stats if wait_stats is None else _look_of(wait_stats),
+            )  # fmt: skip
+            known = self._known_combines.get(key)
+        except _NOT_TENSORS:
+            key, known = (), None
         if known is None:
-            given = (*tensors, handle[1] if len(items) > 1 else None)
-            known, layout_range, tensors = self._check_combine(handle, *options, *tensors)
-            if _are_same((*tensors, layout_range), given):  # else they are made ordinary in every call
+            given: tuple = (x, topk_idx, topk_weights, result, wait_stats)
+            options = (use_logfmt, zero_copy, async_finish, return_recv_hook)
+            known, layout_range, tensors = self._check_combine(handle, *options, *given)
+            if key and _are_same((*tensors, layout_range), (*given, handle[1])):
                 self._known_combines[key] = known
-        else:
-            layout_range = items[1]
-        x, topk_idx, topk_weights, result, wait_stats = tensors
-        rows = Rows(x, topk_idx, topk_weights, items[0], layout_range)
-        engine = self._require_low_latency("low_latency_combine")
+            src_info = handle[0]
+            x, topk_idx, topk_weights, result, wait_stats = tensors
+        engine = self._require_low_latency(_COMBINE)
+        rows = Rows(x, topk_idx, topk_weights, src_info, layout_range)
         combined, event, hook = engine.combine(known, rows, result, wait_stats)
-        overlap = EventOverlap() if event is None else EventOverlap(event, (*rows, combined))
-        if out is not None:
-            combined = out
-        return combined, overlap, hook if hook is None else self._locked(hook)
+        return (
+            combined if out is None else out,
+            EventOverlap(event, None if event is None else (*rows, combined)),
+            hook if hook is None else self._locked(hook),
+        )
 
     def _check_combine(
         self,
@@ -196,7 +225,7 @@ class LowLatencyMethods:
         wait_stats: torch.Tensor | None,
     ) -> tuple[Combining, torch.Tensor, tuple]:
         """Check a combine. Returns its kind, the handle's layout, and its tensors, made ordinary."""
-        where, device = "low_latency_combine", self.device
+        where, device = _COMBINE, self.device
         way = _check_way(where, async_finish, return_recv_hook)
         assert not (use_logfmt and zero_copy), f"{where}: `use_logfmt` and `zero_copy` exclude each other"
         topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES, device=device)
@@ -287,13 +316,16 @@ class LowLatencyMethods:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _require_low_latency(self, where: str) -> LowLatency:
-        engine = self._require_engine(where).low_latency
-        if engine is None:
+        if self.runtime is None:  # it was destroyed: it says so
+            self._require_engine(where)
+        engine = self._engine
+        engine.require_working()
+        if engine.low_latency is None:
             raise ValueError(
                 f"{where}: the buffer must be made with low_latency_mode=True and num_rdma_bytes from "
                 "Buffer.get_low_latency_rdma_size_hint(...)"
             )
-        return engine
+        return engine.low_latency
 
     def _require_masks(self, where: str) -> LowLatency:
         if not self.enable_shrink:
@@ -348,33 +380,21 @@ class LowLatencyMethods:
 
     def _locked(self, hook: Hook) -> Hook:
         def receive() -> None:
-            trace = self._trace
-            with self._lock, trace.caller_slice("receive hook") if trace is not None else NO_SLICE:
+            lock, trace = self._lock, self._trace
+            # Where nothing is traced the lock is taken twice: of all blocks that do nothing, the quickest.
+            with lock, lock if trace is None else trace.caller_slice("receive hook"):
                 hook()
 
         return receive
-
-
-def _look_up(known: dict[tuple, _Kind], key: tuple) -> _Kind | None:
-    """What is known of a call."""
-    try:
-        return known.get(key)
-    except TypeError:  # something in it cannot be a key: it is not what it should be, as the checks will say
-        return None
 
 
 def _are_same(tensors: tuple, others: tuple) -> bool:
     return all(one is other for one, other in zip(tensors, others, strict=True))
 
 
-def _look_of(value: Any) -> Any:
+def _look_of(value: torch.Tensor) -> tuple:
     """What of an argument is checked, as a key: nothing of a tensor's contents is."""
-    if value is None:
-        return None
-    try:
-        return type(value), value.shape, value.dtype, value.device, value.stride(), value.is_neg()
-    except (AttributeError, RuntimeError):  # not a tensor, or one that has no strides
-        return value
+    return type(value), value.shape, value.dtype, value.device, value.stride(), value.is_neg()
 
 
 def _check_way(where: str, async_finish: bool, return_recv_hook: bool) -> Way:

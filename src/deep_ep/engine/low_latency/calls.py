@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -74,8 +75,9 @@ class Way(NamedTuple):
         return self.is_async or self.has_hook
 
 
-class Dispatching(NamedTuple):
-    """A kind of dispatch: what it was asked for, apart from its tensors.
+@dataclass(frozen=True)
+class Dispatching:
+    """A kind of dispatch of one buffer: what it was asked for, apart from its tensors.
 
     Attributes:
         geometry: Its sizes.
@@ -84,6 +86,7 @@ class Dispatching(NamedTuple):
         idx_dtype: Of `topk_idx`.
         has_recv_stats: The rows of each expert are added to a tensor.
         has_wait_stats: The nanoseconds waited for each rank are added to a tensor.
+        found: What the engine has found out of it, for the next call: the engine's own.
     """
 
     geometry: Geometry
@@ -92,9 +95,11 @@ class Dispatching(NamedTuple):
     idx_dtype: torch.dtype
     has_recv_stats: bool
     has_wait_stats: bool
+    found: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
-class Combining(NamedTuple):
+@dataclass(frozen=True)
+class Combining:
     """A kind of combine, likewise.
 
     Attributes:
@@ -104,6 +109,7 @@ class Combining(NamedTuple):
         zero_copy: The rows lie in the handle's zero-copy tensor, `Rows.x` is not read.
         idx_dtype: Of `topk_idx`.
         has_wait_stats: The nanoseconds waited for each rank are added to a tensor.
+        found: What the engine has found out of it, for the next call: the engine's own.
     """
 
     geometry: Geometry
@@ -112,6 +118,7 @@ class Combining(NamedTuple):
     zero_copy: bool
     idx_dtype: torch.dtype
     has_wait_stats: bool
+    found: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class Packed(NamedTuple):

@@ -56,6 +56,29 @@ class Flights:
         self._num_sent = number
         return number
 
+    def pass_by(self, num_sets: int) -> bool:
+        """Begin and end a call at once, where plainly nothing has to be done before: `make_way`, `send` and `receive`.
+
+        Args:
+            num_sets: As for `send`, not 0.
+
+        Returns:
+            Whether it was done. If not, nothing has changed, and `make_way` says what there is to do.
+        """
+        num_alike = self._num_alike if num_sets == self._last_sets else 0
+        most = self._last_most
+        if self._pending or (most > 1 and num_alike < most):  # see `_overwrites`
+            return False
+        if num_alike == 0:
+            most = 1
+        elif num_alike < _NUM_KEPT:  # else as many as in the call before, which was like it
+            most = self._most_in_flight(num_sets)
+        self._num_alike = num_alike + 1 if num_alike < _NUM_KEPT else num_alike
+        self._last_sets, self._last_most = num_sets, most
+        self._num_sent += 1
+        self._recent.append((self._num_sent, num_sets, most))
+        return True
+
     def require_room(self, where: str, num_sets: int) -> int:
         """How many results are in flight with one more; the rest as for `send`, which does it, too."""
         if not self._pending:
@@ -117,10 +140,11 @@ class Flights:
         if number not in self._pending:
             raise EPError("low-latency hook: it has been called before. Each call's hook is called once")
 
-    def receive(self, number: int) -> None:
-        """End a call, which is pending."""
+    def receive(self, number: int) -> int:
+        """End a call, which is pending. Returns its age."""
         self.require_pending(number)
         del self._pending[number]
+        return self._num_sent - number
 
     @property
     def next_number(self) -> int:

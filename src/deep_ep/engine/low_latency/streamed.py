@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...event import EventHandle
-from ...kernels._triton import Launch
 from ...kernels.low_latency import combine, dispatch, words
+from ...kernels.low_latency.launching import DirectLaunch
 from ...kernels.low_latency.words import Call, Patience, Spots
 from ...stream import LaunchStream
 from ...transport import MAX_EXPERTS
@@ -55,6 +55,8 @@ class Kernels(NamedTuple):
     """Of a call, for arguments of one kind. Calls come again and again, so they are looked for once.
 
     Attributes:
+        operation: The call.
+        way: How it stands to the caller's stream.
         setup: What follows from the sizes.
         send: Publishes and signals. Without a hook and far ranks its last block waits for the peers.
         wait: Waits for the peers behind a hook, or behind what is carried.
@@ -62,31 +64,29 @@ class Kernels(NamedTuple):
         num_send_blocks: Of `send`, but for the tokens of a dispatch.
         num_receive_blocks: Of `receive`; of a combine: for each token.
         carrier: Carries what was sent to far ranks, if there are any.
+        is_plain: `send` and `receive` are all there is, and the caller's stream waits for them.
+        scratch: [M * K] int32, for what a combine's halves leave each other where no other call comes between them;
+            None: each call has its own.
     """
 
+    operation: str
+    way: Way
     setup: _Setup
-    send: Launch
-    wait: Launch
-    receive: Launch
+    send: DirectLaunch
+    wait: DirectLaunch
+    receive: DirectLaunch
     num_send_blocks: int
     num_receive_blocks: int
-    carrier: Carrier | None = None
+    carrier: Carrier | None
+    is_plain: bool
+    scratch: torch.Tensor | None = None
 
 
-class Work(NamedTuple):
-    """What the kernels of a call are given.
-
-    Attributes:
-        sent: Grid and arguments of the send half.
-        received: Those of the receive half, but for the age of the call.
-        stats: What the nanoseconds waited are added to; where they are not, any tensor.
-        carried: What `Carrier.launch` takes.
-    """
-
-    sent: tuple[Any, ...]
-    received: tuple[Any, ...]
-    stats: torch.Tensor
-    carried: tuple[Any, ...]
+_NO_AGE = (0,)  # of a call that is received before another is sent
+_Tensors = tuple[torch.Tensor, ...]
+# What the halves of a call are given: the grid of the send half, its tensors and its numbers, the grid of the receive
+# half and its tensors. The last tensor of the send half is what the nanoseconds waited are added to, or any.
+_Work = tuple[int, _Tensors, tuple[int, ...], int, _Tensors]
 
 
 class StreamedLowLatency:
@@ -134,6 +134,8 @@ class StreamedLowLatency:
             host=self._host,
             max_experts=MAX_EXPERTS,
         )
+        self._state = self.spots.state
+        self._is_capturing = window.is_capturing
         signals.low_latency_words, signals.low_latency_state = self.spots.seen, self.spots.state
         self._setups: dict[tuple, _Setup] = {}
         self._kernels: dict[tuple, Kernels] = {}
@@ -154,18 +156,17 @@ class StreamedLowLatency:
         wait_stats: torch.Tensor | None,
     ) -> tuple[Packed, EventHandle | None, Hook | None]:
         """Send each token to its experts; see `LowLatency`."""
-        key = (kind, x.data_ptr() % 16 == 0)
-        kernels = self._kernels.get(key)
-        if kernels is None:
-            kernels = self._kernels[key] = self._dispatch_kernels(*key)
+        is_aligned = x.data_ptr() % 16 == 0
+        kernels = kind.found.get(is_aligned) or self._kernels_of(kind, is_aligned)
         packed = Packed(*map(torch.empty_like, kernels.setup.results))
         rows, num_rows, src_info, layout_range, scales = packed
-        state, num_tokens = self.spots.state, x.size(0)
-        stats = state if wait_stats is None else wait_stats
-        work = Work(
-            (num_tokens + kernels.num_send_blocks, x, topk_idx, stats, num_tokens),
+        state, num_tokens = self._state, x.shape[0]
+        work = (
+            num_tokens + kernels.num_send_blocks,
+            (x, topk_idx, state if wait_stats is None else wait_stats),
+            (num_tokens,),
+            kernels.num_receive_blocks,
             (
-                kernels.num_receive_blocks,
                 rows,
                 num_rows if scales is None else scales,
                 num_rows,
@@ -173,10 +174,9 @@ class StreamedLowLatency:
                 layout_range,
                 num_rows if recv_stats is None else recv_stats,
             ),
-            stats,
-            (state,),
         )
-        return packed, *self._make(DISPATCH, kernels, kind.way, work)
+        event, hook = self._make(kernels, work, (state,))
+        return packed, event, hook
 
     def combine(
         self,
@@ -187,27 +187,29 @@ class StreamedLowLatency:
     ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:
         """Bring the experts' rows back; see `LowLatency`."""
         x, topk_idx, topk_weights, src_info, layout_range = rows
-        num_tokens = topk_idx.size(0)
+        num_tokens = topk_idx.shape[0]
         combined = out if out is not None else x.new_empty(num_tokens, kind.geometry.hidden)
-        key = (kind, x.data_ptr() % 16 == 0, combined.data_ptr() % 16 == 0)
-        kernels = self._kernels.get(key)
-        if kernels is None:
-            kernels = self._kernels[key] = self._combine_kernels(*key)
+        are_aligned = x.data_ptr() % 16 == 0, combined.data_ptr() % 16 == 0
+        kernels = kind.found.get(are_aligned) or self._kernels_of(kind, are_aligned)
         offset = 0
         if kind.zero_copy:
-            self._flights.make_way(METHODS[COMBINE], kernels.setup.num_sets, self.clean)  # or it would take the tensor
+            # Before the tensor is given, or a call that is refused would take it.
+            self._flights.make_way(METHODS[COMBINE], kernels.setup.num_sets, self.clean)
             self._signals.is_announced = self._signals.is_calling = False  # a barrier is a call by itself
             index = self._zero_copy.give(src_info, self._flights.next_number)
             offset = kernels.setup.zero_copy_offsets[index]
-        earlier = torch.empty_like(topk_idx, dtype=torch.int32)
-        stats = self.spots.state if wait_stats is None else wait_stats
-        work = Work(
-            (kernels.num_send_blocks, x, layout_range, topk_idx, earlier, stats, num_tokens, offset),
-            (num_tokens * kernels.num_receive_blocks, combined, topk_idx, topk_weights, earlier),
-            stats,
-            (layout_range, layout_range, offset if kind.zero_copy else -1),
+        earlier = kernels.scratch
+        if earlier is None:
+            earlier = torch.empty_like(topk_idx, dtype=torch.int32)
+        work = (
+            kernels.num_send_blocks,
+            (x, layout_range, topk_idx, earlier, self._state if wait_stats is None else wait_stats),
+            (num_tokens, offset),
+            num_tokens * kernels.num_receive_blocks,
+            (combined, topk_idx, topk_weights, earlier),
         )
-        return combined, *self._make(COMBINE, kernels, kind.way, work)
+        event, hook = self._make(kernels, work, (layout_range, layout_range, offset if kind.zero_copy else -1))
+        return combined, event, hook
 
     def clean(self) -> None:
         """A barrier over the ranks that are not masked. The host does not wait."""
@@ -248,11 +250,25 @@ class StreamedLowLatency:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
+    def _kernels_of(self, kind: Dispatching | Combining, alignment: Any) -> Kernels:
+        """The kernels of a kind of call, and of every other that is equal to it. The next call finds them by itself."""
+        kernels = self._kernels.get((kind, alignment))
+        if kernels is None:
+            if isinstance(kind, Dispatching):
+                kernels = self._dispatch_kernels(kind, alignment)
+            else:
+                kernels = self._combine_kernels(kind, *alignment)
+            self._kernels[kind, alignment] = kernels
+        kind.found[alignment] = kernels
+        return kernels
+
     def _dispatch_kernels(self, kind: Dispatching, is_aligned: bool) -> Kernels:
         setup, spots = self._dispatch_setup(kind.geometry, kind.form), self.spots
         call, sizes, patience = setup.call, setup.sizes, self._patience(kind)
         waiting = self._waiting(kind.way, patience)
         return Kernels(
+            DISPATCH,
+            kind.way,
             setup,
             dispatch.sender(spots, call, sizes, kind.idx_dtype, is_aligned, waiting),
             words.waiter(spots, call, patience),
@@ -260,6 +276,7 @@ class StreamedLowLatency:
             dispatch.num_send_blocks(sizes, 0),
             dispatch.num_receive_blocks(sizes, kind.geometry.num_ranks),
             self._copies.for_dispatch(call, sizes) if self._copies is not None else None,
+            self._is_plain(kind.way),
         )
 
     def _combine_kernels(self, kind: Combining, is_aligned: bool, is_out_aligned: bool) -> Kernels:
@@ -267,7 +284,14 @@ class StreamedLowLatency:
         call, sizes, patience = setup.call, setup.sizes, self._patience(kind)
         waiting, is_copied = self._waiting(kind.way, patience), not kind.zero_copy
         receive, num_pieces = combine.receiver(spots, sizes, kind.idx_dtype, is_out_aligned)
+        scratch = None
+        # Behind a hook other calls may come between the halves. What is made in a capture is the graph's.
+        if not kind.way.has_hook and not self._is_capturing():
+            size = max(1, sizes.max_tokens * sizes.num_topk)
+            scratch = torch.empty(size, dtype=torch.int32, device=self._device)
         return Kernels(
+            COMBINE,
+            kind.way,
             setup,
             combine.sender(spots, call, sizes, kind.idx_dtype, is_copied, is_aligned, waiting),
             words.waiter(spots, call, patience),
@@ -275,6 +299,8 @@ class StreamedLowLatency:
             combine.num_send_blocks(sizes, is_copied),
             num_pieces,
             self._copies.for_combine(call, sizes) if self._copies is not None else None,
+            self._is_plain(kind.way),
+            scratch,
         )
 
     def _patience(self, kind: Dispatching | Combining) -> Patience:
@@ -284,6 +310,9 @@ class StreamedLowLatency:
     def _waiting(self, way: Way, patience: Patience) -> Patience | None:
         """How a send waits, if it does: far ranks have first to be carried what they wait for themselves."""
         return None if way.has_hook or self._copies is not None else patience
+
+    def _is_plain(self, way: Way) -> bool:
+        return not any(way) and self._copies is None
 
     def _dispatch_setup(self, geometry: Geometry, form: Form) -> _Setup:
         setup = self._setups.get((geometry, form))
@@ -314,73 +343,126 @@ class StreamedLowLatency:
             where, self._num_bytes, num_bytes, geometry, copied_bytes if self._copies is not None else None
         )
 
-    def _make(self, operation: str, kernels: Kernels, way: Way, work: Work) -> tuple[EventHandle | None, Hook | None]:
-        """Launch a call: its send half, and its receive half unless there is a hook for that."""
+    def _make(self, kernels: Kernels, work: _Work, carried: tuple[Any, ...]) -> tuple[EventHandle | None, Hook | None]:
+        """Launch a call: its send half, and its receive half unless there is a hook for that.
+
+        The buffer has been asked whether it works.
+
+        Args:
+            kernels: Of the call.
+            work: What its halves are given.
+            carried: What its carrier is, if it has one.
+        """
         if self._masked_word.value != self._told:
             self._warn_of_masks()
         signals, stream, flights = self._signals, self._stream, self._flights
-        is_async, has_hook = way
-        where, num_sets = METHODS[operation], kernels.setup.num_sets
-        flights.make_way(where, num_sets, self.clean)
-        signals.begin()
+        is_async, has_hook = kernels.way
+        number, num_sets = 0, kernels.setup.num_sets
         try:
-            signals.is_announced = True  # a number that was given to a call must be sent
-            number = flights.send(where, num_sets)
-            if not has_hook:
-                flights.receive(number)
+            signals.is_calling = signals.is_announced = True  # a number that was given to a call must be sent
+            if has_hook or not flights.pass_by(num_sets):
+                signals.is_announced = False
+                where = METHODS[kernels.operation]
+                flights.make_way(where, num_sets, self.clean)
+                signals.is_announced = True
+                number = flights.send(where, num_sets)
+                if not has_hook:
+                    flights.receive(number)
             way_back = stream.enter(None, is_async)
             try:
-                if is_async:
-                    stream.hold(_tensors_of(work), stream.raw)
-                if signals.marks is None:
-                    self._launch(kernels, work, has_hook)
+                if kernels.is_plain and signals.marks is None:
+                    num_send_blocks, sent, numbers, num_receive_blocks, received = work
+                    kernels.send.launch(num_send_blocks, sent, numbers)
+                    kernels.receive.launch(num_receive_blocks, received, _NO_AGE)
                 else:
-                    with signals.marks.call(f"{operation} send" if has_hook else operation):
-                        self._launch(kernels, work, has_hook)
+                    self._launch(kernels, work, carried)
             finally:
                 stream.exit(way_back)
         except BaseException as error:
-            signals.spread(operation, error)
+            signals.spread(kernels.operation, error)
             raise
         event = stream.leave(is_async)
-        return event, self._hook(operation, kernels, work, number) if has_hook else None
+        return event, self._hook(kernels, work, number) if has_hook else None
 
-    def _launch(self, kernels: Kernels, work: Work, has_hook: bool) -> None:
+    def _launch(self, kernels: Kernels, work: _Work, carried: tuple[Any, ...]) -> None:
         """The kernels of a call, but for those behind a hook."""
-        signals = self._signals
-        signals.mark("send")
-        kernels.send(*work.sent)
-        if kernels.carrier is not None:
-            signals.mark("carry")
-            kernels.carrier.launch(*work.carried)
-            if not has_hook:
-                signals.mark("wait")
-                kernels.wait(1, work.stats, 0)
-        if not has_hook:
-            signals.mark("receive")
-            kernels.receive(*work.received, 0)
-            self._tell()
+        marks, (is_async, has_hook) = self._signals.marks, kernels.way
+        if is_async:
+            self._stream.hold((*work[1], *work[4]), self._stream.raw)
+        if marks is None:
+            self._launch_steps(kernels, work, carried, has_hook)
+        else:
+            with marks.call(f"{kernels.operation} send" if has_hook else kernels.operation):
+                self._launch_steps(kernels, work, carried, has_hook)
 
-    def _hook(self, operation: str, kernels: Kernels, work: Work, number: int) -> Hook:
+    def _launch_steps(self, kernels: Kernels, work: _Work, carried: tuple[Any, ...], has_hook: bool) -> None:
+        """Likewise; a trace, if there is one, has begun to show the call."""
+        marks, carrier = self._signals.marks, kernels.carrier
+        num_send_blocks, sent, numbers, num_receive_blocks, received = work
+        if marks is not None:
+            marks.step("send")
+        kernels.send.launch(num_send_blocks, sent, numbers)
+        if carrier is not None:
+            if marks is not None:
+                marks.step("carry")
+            carrier.launch(*carried)
+        if not has_hook:
+            self._launch_receive(kernels, num_receive_blocks, received, sent[-1] if carrier is not None else None, 0)
+
+    def _launch_receive(
+        self, kernels: Kernels, num_blocks: int, received: _Tensors, stats: torch.Tensor | None, age: int
+    ) -> None:
+        """The receive half.
+
+        Args:
+            kernels: Of the call.
+            num_blocks: The grid.
+            received: Its tensors.
+            stats: What a kernel that waits before it adds to, or any tensor; None: the send half has waited.
+            age: How many calls were sent since.
+        """
+        marks = self._signals.marks
+        if stats is not None:
+            if marks is not None:
+                marks.step("wait")
+            kernels.wait.launch(1, (stats,), (age,))
+        if marks is not None:
+            marks.step("receive")
+        kernels.receive.launch(num_blocks, received, (age,))
+        self._tell()
+
+    def _hook(self, kernels: Kernels, work: _Work, number: int) -> Hook:
         """The receive half of a call."""
-        signals, stream = self._signals, self._stream
+        signals, stream, flights, operation = self._signals, self._stream, self._flights, kernels.operation
+        _, (*_, stats), _, num_blocks, received = work
         caller = stream.caller()
+
+        def receive() -> None:
+            try:
+                signals.is_calling = signals.is_announced = True
+                age = flights.receive(number)
+                way_back = stream.enter(None, False)
+                try:
+                    if signals.marks is None:
+                        self._launch_receive(kernels, num_blocks, received, stats, age)
+                    else:
+                        with signals.marks.call(f"{operation} receive"):
+                            self._launch_receive(kernels, num_blocks, received, stats, age)
+                finally:
+                    stream.exit(way_back)
+            except BaseException as error:
+                signals.spread(operation, error)
+                raise
+            stream.leave(False)
 
         def hook() -> None:
             signals.require_working()
-            self._flights.require_pending(number)
-            age = self._flights.age(number)
-            with stream.behind(caller):
-                half = f"{operation} receive"
-                with signals.contagious(operation), stream.entered(None, False), signals.marked(half):
-                    signals.is_announced = True
-                    self._flights.receive(number)
-                    signals.mark("wait")
-                    kernels.wait(1, work.stats, age)
-                    signals.mark("receive")
-                    kernels.receive(*work.received, age)
-                    self._tell()
-                stream.leave(False)
+            flights.require_pending(number)
+            if stream.caller() is caller:
+                receive()
+            else:
+                with stream.behind(caller):
+                    receive()
 
         return hook
 
@@ -405,10 +487,6 @@ class StreamedLowLatency:
                     RuntimeWarning,
                     stacklevel=4,
                 )
-
-
-def _tensors_of(work: Work) -> list[torch.Tensor]:
-    return [one for one in (*work.sent, *work.received) if isinstance(one, torch.Tensor)]
 
 
 def _results(geometry: Geometry, form: Form, device: torch.device) -> tuple[torch.Tensor, ...]:
