@@ -151,7 +151,6 @@ class Buffer(LowLatencyMethods):
             self.num_rdma_bytes = checks.check_bytes("Buffer", "num_rdma_bytes", num_rdma_bytes)
             gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
             self.device = find_device(device)
-            self._index = self.device.index if self.device.type == "cuda" else -1  # as `Tensor.get_device` has it
             self._topology = find_topology(control, forced_ranks_per_node(self.device))
             self._num_nodes = self._topology.num_nodes
             self._trace = open_trace(trace, control)
@@ -269,9 +268,10 @@ class Buffer(LowLatencyMethods):
             `num_tokens_per_rank` [R] int32, `num_tokens_per_rdma_rank` [nodes] int32 (None on one node),
             `num_tokens_per_expert` [E] int32, `is_token_in_rank` [T, R] bool, and the event.
         """
-        where = "get_dispatch_layout"
-        order = self._order(where, previous_event, async_finish, allocate_on_comm_stream, topk_idx)
-        if not usual.is_ids(topk_idx, self._index):
+        where, order = "get_dispatch_layout", _AT_ONCE
+        if previous_event is not None or async_finish or allocate_on_comm_stream:
+            order = self._order(where, previous_event, async_finish, allocate_on_comm_stream, topk_idx)
+        if not usual.is_ids(topk_idx, self.device):
             dtypes, device = checks.IDX_DTYPES, self.device
             topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, (None, None), dtypes, device=device)
         num_experts = checks.check_num_experts(where, "num_experts", num_experts, self.group_size)
@@ -343,11 +343,13 @@ class Buffer(LowLatencyMethods):
         """
         where = "dispatch"
         layout = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
-        stream = (previous_event, async_finish, allocate_on_comm_stream)
-        order = self._order(where, *stream, x, handle, layout, topk_idx, topk_weights)
+        order = _AT_ONCE
+        if previous_event is not None or async_finish or allocate_on_comm_stream:
+            stream = (previous_event, async_finish, allocate_on_comm_stream)
+            order = self._order(where, *stream, x, handle, layout, topk_idx, topk_weights)
         given = checks.check_config(where, config) if config is not None else None
         num_sms = Buffer._bound(given)
-        payload = usual.payload(x, self._index) or checks.check_payload(where, x, self.device)
+        payload = usual.payload(x, self.device) or checks.check_payload(where, x, self.device)
         assert handle is None or (topk_idx is None and topk_weights is None), (
             "dispatch: `handle` and top-k arguments exclude each other: a cached dispatch moves only x"
         )
@@ -365,7 +367,7 @@ class Buffer(LowLatencyMethods):
         routing = None
         if self._num_nodes == 1:
             given_layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
-            routing = usual.routing(num_tokens, self.group_size, self._index, *given_layout, self._known_layout)
+            routing = usual.routing(num_tokens, self.group_size, self.device, *given_layout, self._known_layout)
         routing = routing or checks.check_routing(
             where,
             num_tokens,
@@ -445,8 +447,10 @@ class Buffer(LowLatencyMethods):
         Returns:
             `combined_x` [T, H], `combined_topk_weights` [T, K] float32 or None, the event. Ordinary memory.
         """
-        where, stream = "combine", (previous_event, async_finish, allocate_on_comm_stream)
-        order = self._order(where, *stream, x, handle, topk_weights, bias)
+        where, order = "combine", _AT_ONCE
+        if previous_event is not None or async_finish or allocate_on_comm_stream:
+            stream = (previous_event, async_finish, allocate_on_comm_stream)
+            order = self._order(where, *stream, x, handle, topk_weights, bias)
         given = checks.check_config(where, config) if config is not None else None
         num_sms = Buffer._bound(given)
         engine = self._require_engine(where)
@@ -455,7 +459,7 @@ class Buffer(LowLatencyMethods):
         parsed = self._parse(handle, where)
         shape, device = (parsed.num_rows, None), self.device
         if (
-            not usual.is_matrix(x, self._index)
+            not usual.is_matrix(x, self.device)
             or x.shape[0] != shape[0]
             or x.dtype not in checks.COMBINE_DTYPES
             or (not x.is_contiguous())
@@ -713,8 +717,6 @@ class Buffer(LowLatencyMethods):
     @staticmethod
     def _order(where: str, previous_event: Any, async_finish: bool, *arguments: Any) -> Order:
         """How a call stands to the caller's stream, see `checks.check_event`."""
-        if previous_event is None and not async_finish and not arguments[0]:
-            return _AT_ONCE
         return Order(checks.check_event(where, previous_event, async_finish, *arguments), async_finish)
 
     def _num_channels(self, config: Config | None) -> int:
@@ -729,7 +731,7 @@ class Buffer(LowLatencyMethods):
 
     def _parse(self, handle: Any, where: str) -> Any:
         known = self._known_head
-        parsed = usual.handle(handle, self.group_size, self._index, known) if self._num_nodes == 1 else None
+        parsed = usual.handle(handle, self.group_size, self.device, known) if self._num_nodes == 1 else None
         return parsed or parse_handle(handle, self.group_size, self.device, where, self._num_nodes)
 
     def _require_nodes(self, where: str) -> None:

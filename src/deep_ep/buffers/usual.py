@@ -26,32 +26,38 @@ _USUAL = frozenset(
 )
 
 
-def payload(x: Any, index: int) -> Payload | None:
+def payload(x: Any, device: torch.device) -> Payload | None:
     """The payload of a dispatch: a matrix, or one with scales of any strides.
 
     Args:
         x: What the caller gave.
-        index: Of the buffer's device.
+        device: The buffer's.
     """
     scales = None
     if type(x) is tuple and len(x) == 2:
         x, scales = x
-        if not is_matrix(scales, index) or scales.shape[0] != x.shape[0]:
+        if not is_matrix(scales, device) or scales.shape[0] != x.shape[0]:
             return None
-    return Payload(x, scales) if is_matrix(x, index) and x.is_contiguous() else None
+    return Payload(x, scales) if is_matrix(x, device) and x.is_contiguous() else None
 
 
-def is_matrix(x: Any, index: int) -> bool:
+def is_matrix(x: Any, device: torch.device) -> bool:
     """Whether it is a tensor of two dimensions whose bytes are its values, with more than one row and column."""
-    if type(x) is not _Tensor or x.layout is not _strided or x.get_device() != index or x.dtype not in _USUAL:
+    if (
+        type(x) is not _Tensor
+        or x.is_nested
+        or x.layout is not _strided
+        or x.device != device
+        or (x.dtype not in _USUAL)
+    ):
         return False
     shape = x.shape
     return len(shape) == 2 and shape[0] > 1 and shape[1] > 1 and not x.is_neg() and _has_transform() is None
 
 
-def is_ids(topk_idx: Any, index: int) -> bool:
+def is_ids(topk_idx: Any, device: torch.device) -> bool:
     """Whether it is a contiguous matrix of expert ids, with more than one row and column."""
-    if type(topk_idx) is not _Tensor or topk_idx.layout is not _strided or topk_idx.get_device() != index:
+    if type(topk_idx) is not _Tensor or topk_idx.is_nested or topk_idx.layout is not _strided:
         return False
     shape, dtype = topk_idx.shape, topk_idx.dtype
     return (
@@ -59,6 +65,7 @@ def is_ids(topk_idx: Any, index: int) -> bool:
         and len(shape) == 2
         and shape[0] > 1
         and shape[1] > 1
+        and topk_idx.device == device
         and topk_idx.is_contiguous()
         and _has_transform() is None
     )
@@ -67,7 +74,7 @@ def is_ids(topk_idx: Any, index: int) -> bool:
 def routing(
     num_tokens: int,
     num_ranks: int,
-    index: int,
+    device: torch.device,
     per_rank: Any,
     mask: Any,
     per_expert: Any,
@@ -80,7 +87,7 @@ def routing(
     Args:
         num_tokens: T, above 1.
         num_ranks: R.
-        index: Of the buffer's device.
+        device: The buffer's.
         per_rank: What the caller gave, as those below.
         mask: Likewise.
         per_expert: Likewise.
@@ -88,10 +95,15 @@ def routing(
         topk_weights: Likewise.
         known: To `per_rank`, `mask` and `per_expert` of the last layout that the buffer made; None: there is none.
     """
-    is_known = known is not None and known[0]() is per_rank and known[1]() is mask and known[2]() is per_expert
+    is_known = (
+        known is not None
+        and known[0]() is per_rank is not None
+        and known[1]() is mask is not None
+        and known[2]() is per_expert is not None
+    )
     tensors = (topk_idx, topk_weights) if is_known else (per_rank, mask, per_expert, topk_idx, topk_weights)
     for tensor in tensors:
-        if type(tensor) is not _Tensor or tensor.layout is not _strided or tensor.get_device() != index:
+        if type(tensor) is not _Tensor or tensor.is_nested or tensor.layout is not _strided or tensor.device != device:
             return None
         if not tensor.is_contiguous():
             return None
@@ -120,7 +132,7 @@ def routing(
     return Routing(per_rank, per_expert, mask, topk_idx, topk_weights) if is_usual else None
 
 
-def handle(given: Any, num_ranks: int, index: int, known: ReferenceType | None) -> Handle | None:
+def handle(given: Any, num_ranks: int, device: torch.device, known: ReferenceType | None) -> Handle | None:
     """The handle of a dispatch inside one node, as it was returned.
 
     One that has our type was made by us, or by whoever maps a function over ours: so no more is looked at than what
@@ -138,7 +150,7 @@ def handle(given: Any, num_ranks: int, index: int, known: ReferenceType | None) 
         and prefix.shape == (num_ranks, num_ranks)
         and send_head.shape[1:] == (num_ranks,)
         and len(source_idx.shape) == 1
-        and prefix.get_device() == source_idx.get_device() == send_head.get_device() == index
+        and prefix.device == source_idx.device == send_head.device == device
         and prefix.is_contiguous()
         and send_head.is_contiguous()
         and source_idx.is_contiguous()

@@ -86,7 +86,7 @@ class Scope:
                 self._signals.spread(self._operation, error)
 
     def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
-        """Keep what a call reads until it is done, however it ends. Before anything is launched.
+        """The same of a call on another stream. Before anything is launched, however the call ends.
 
         Args:
             tensors: Those that may lie in the window.

@@ -172,7 +172,12 @@ class StreamedEngine:
         key = _dispatch_key(operation, payload, routing, num_sms)
         steps = self._dispatches.get(key) or self._plan_dispatch(key, payload)
         with Scope(operation, order, signals, self.stream, self.window.arena) as scope:
-            scope.hold_inputs((x, payload.scales), handle if routing is None else routing.tensors())
+            if scope.is_elsewhere:
+                scope.hold_inputs((x, payload.scales), handle if routing is None else routing.tensors())
+            else:
+                self.window.arena.used_by(x, self.stream.current)
+                if payload.scales is not None:
+                    self.window.arena.used_by(payload.scales, self.stream.current)
             num_tokens = free_bytes = ticket = 0
             if operation == "dispatch":
                 is_full = True
@@ -228,7 +233,11 @@ class StreamedEngine:
         steps = self._combines.get(key) or self._plan_combine(key)
         parts = [x] if topk_weights is None else [x, topk_weights]
         with Scope("combine", order, self.signals, self.stream, self.window.arena) as scope:
-            scope.hold_inputs((*parts, *biases), handle)
+            if scope.is_elsewhere:
+                scope.hold_inputs((*parts, *biases), handle)
+            else:
+                for tensor in (*parts, *biases):
+                    self.window.arena.used_by(tensor, self.stream.current)
             num_tokens = handle.num_tokens
             with scope.outputs:
                 sums = [part.new_empty((num_tokens, part.shape[1])) for part in parts]

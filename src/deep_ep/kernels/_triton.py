@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
@@ -44,7 +45,7 @@ __all__ = [
     "variant",
 ]
 
-_VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if HAS_TRITON else ()
+_address_of = torch.Tensor.data_ptr  # of the class: to call it for many tensors takes no Python in between
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -73,43 +74,60 @@ class Library(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A kernel on a device, as Triton's launcher takes it.
+    """A kernel on a device, and the way past Triton's launcher to it.
 
-    Triton's own call of its launcher looks for scratch memory and hooks each time, which takes as long as a third of a
-    launch. Our kernels need neither.
+    At every launch Triton's launcher looks whether the kernel needs scratch memory, and then hands everything to a
+    function in C. For kernels that need none, as ours do, that function is called at once, as Triton calls it.
 
     Attributes:
-        launch: The launcher.
-        function: The kernel, a CUfunction.
-        head: What comes before the kernel's arguments.
-        is_flat: These come one by one; otherwise as one tuple.
+        call: Launches it. It takes the grid and a stream first, and last the kernel's arguments.
+        between: What it takes between these.
+        is_packed: It takes the kernel's arguments in a tuple.
     """
 
-    launch: Callable[..., None]
-    function: int
-    head: tuple[Any, ...]
-    is_flat: bool
-
-    @classmethod
-    def of(cls, compiled: Any) -> Loaded:
-        """A kernel that was compiled, and is loaded now."""
-        run, metadata = compiled.run, compiled.packed_metadata  # `run` loads it
-        has_more = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-        is_known = not has_more and not getattr(run, "gsan_enabled", False)
-        if is_known and hasattr(run, "kernel_signature"):  # Triton 3.7 to 3.9
-            head = (run.launch_cooperative_grid, run.launch_pdl, metadata, *(None,) * 5)
-            return cls(run.launch, compiled.function, (*head, run.arg_annotations, run.kernel_signature), False)
-        if is_known and _VERSION == (3, 6):
-            head = (run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, *(None,) * 3)
-            return cls(run.launch, compiled.function, head, True)
-        return cls(run, compiled.function, (metadata, None, None, None), True)
+    call: Callable[..., None]
+    between: tuple[Any, ...]
+    is_packed: bool
 
     def start(self, num_blocks: int, stream: int, args: tuple[int, ...]) -> None:
         """Launch it, with all its arguments."""
-        if self.is_flat:
-            self.launch(num_blocks, 1, 1, stream, self.function, *self.head, *args)
+        if self.is_packed:
+            self.call(num_blocks, 1, 1, stream, *self.between, args)
         else:
-            self.launch(num_blocks, 1, 1, stream, self.function, *self.head, args)
+            self.call(num_blocks, 1, 1, stream, *self.between, *args)
+
+
+_NO_GRID, _NO_STREAM = 6, 7  # of a launch that cannot happen
+
+
+def find_way(run: Any, function: Any, metadata: Any, num_args: int) -> Loaded:
+    """The way past Triton's launcher to what it calls; where that is not found, the launcher.
+
+    Args:
+        run: Triton's launcher of a kernel.
+        function: What it wants to know of the kernel.
+        metadata: Likewise.
+        num_args: How many arguments the kernel has, its constants included.
+    """
+    usual = Loaded(run, (function, metadata, None, None, None), False)
+    sizes = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
+    if sizes != [0, 0] or not hasattr(run, "launch"):
+        return usual
+    # It is shown a launch that cannot happen: neither kernel nor arguments are any.
+    no_function, args = object(), tuple(object() for _ in range(num_args))
+    seen: list[tuple] = []
+    shown = copy.copy(run)  # other threads may be launching the kernel
+    shown.launch = lambda *given: seen.append(given)
+    try:
+        shown(_NO_GRID, 1, 1, _NO_STREAM, no_function, metadata, None, None, None, *args)
+    except Exception:
+        return usual
+    given = seen[0] if len(seen) == 1 else ()
+    is_packed = given[-1:] == (args,)
+    if given[:5] != (_NO_GRID, 1, 1, _NO_STREAM, no_function) or not (is_packed or given[-num_args:] == args):
+        return usual
+    between = given[5:-1] if is_packed else given[5:-num_args]
+    return Loaded(run.launch, (function, *between), is_packed)
 
 
 class Variant:
@@ -178,7 +196,9 @@ class Variant:
         options = self._options | ({"extern_libs": {library.name: library.find()}} if library else {})
         compiled = self._kernel.warmup(*args, grid=(1,), **options, **self._constants)
         compiled = compiled.result() if hasattr(compiled, "result") else compiled
-        loaded = self._loaded[device] = Loaded.of(compiled)
+        run = compiled.run  # loads it
+        num_args = len(args) + len(self.values)
+        loaded = self._loaded[device] = find_way(run, compiled.function, compiled.packed_metadata, num_args)
         if library:
             library.on_load(compiled.module)
         return loaded
@@ -190,7 +210,7 @@ class Launch:
     Args:
         variant: The kernel.
         types: Of the arguments that change, in order: the type of the memory that the kernel takes an address for;
-            None: the argument says it, a number or a tensor.
+            None: the argument says it, a tensor or a number.
         fixed: The arguments behind them.
     """
 
@@ -202,25 +222,26 @@ class Launch:
         self._loaded: Loaded | None = None
         self._device = -1
 
-    def __call__(self, num_blocks: int, *args: torch.Tensor | int) -> None:
+    def __call__(self, num_blocks: int, tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
         """Launch it on the current stream.
 
         Args:
             num_blocks: The grid; 0: there is nothing to do.
-            args: The arguments that change: numbers, tensors, and, but for the interpreter, addresses.
+            tensors: The arguments that change: those that are tensors come first,
+            numbers: and then those that are numbers.
         """
         if not num_blocks:
             return
         if INTERPRETED:
-            self._variant(num_blocks, *self._seen(args), *self._fixed)
+            self._variant(num_blocks, *self._seen((*tensors, *numbers)), *self._fixed)
             return
-        launch, function, head, is_flat = self._loaded or self._load(args)
-        numbers = [arg if type(arg) is int else arg.data_ptr() for arg in args]  # type: ignore[union-attr]
+        call, between, is_packed = self._loaded or self._load((*tensors, *numbers))
+        args = (*map(_address_of, tensors), *numbers, *self._numbers)
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        if is_flat:  # as in `Loaded.start`, which would be one function more
-            launch(num_blocks, 1, 1, stream, function, *head, *numbers, *self._numbers)
+        if is_packed:  # as in `Loaded.start`, which would be one function more
+            call(num_blocks, 1, 1, stream, *between, args)
         else:
-            launch(num_blocks, 1, 1, stream, function, *head, (*numbers, *self._numbers))
+            call(num_blocks, 1, 1, stream, *between, *args)
 
     def prepare(self) -> None:
         """Compile and load it, without launching it. Arguments without a type must be numbers."""

@@ -49,10 +49,10 @@ def dispatch_layout(
     device = topk_idx.get_device()
     count, tile = _layout_launch(device, topk_idx.dtype, num_topk, num_experts, num_ranks, num_nodes, is_alone)
     if is_alone:
-        count(1, topk_idx, counts, mask, num_tokens)
+        count(1, (topk_idx, counts, mask), (num_tokens,))
     else:
         counts.zero_()
-        count(-(-num_tokens // tile), topk_idx, counts, mask, num_tokens)
+        count(-(-num_tokens // tile), (topk_idx, counts, mask), (num_tokens,))
     per_rank, per_node, per_expert = torch.split_with_sizes(counts, (num_ranks, num_nodes, num_experts))
     return per_rank, per_node, per_expert, mask
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._triton import INTERPRETED, Launch, jit, tl, triton, variant
+from ._triton import Launch, jit, tl, triton, variant
 from .exchange import (
     COUNTS,
     DISAGREE,
@@ -215,7 +215,7 @@ class Handshake:
     def __init__(self, places: Places, terms: Terms, form: Form):
         num_nodes = places.num_nodes if form.has_nodes else 0
         self._num_blocks = places.num_ranks + num_nodes if form.is_numbered else 1
-        self._nothing: Any = places.state if INTERPRETED else 0  # in the place of what there is not
+        self._nothing = places.state  # in the place of what there is not
         num_words = places.num_near // form.word.itemsize
         constants = {
             **_constants(places, form, _NUMBER_WARPS if form.is_numbered and can_share_a_wait(places) else 1),
@@ -256,26 +256,14 @@ class Handshake:
         else:
             of_nodes, sizes = nodes, (nodes.num_tokens.stride(0), nodes.mark.numel())
         num_rows, lane_rows, num_tokens, free_bytes, bases, far_rows, ticket = post
+        if node_numbers is None:
+            node_numbers = nothing
+        if prefix is None:
+            prefix = nothing
         self.launch(
             self._num_blocks,
-            mask,
-            mask,
-            numbers,
-            nothing if node_numbers is None else node_numbers,
-            per_rank,
-            given,
-            per_expert,
-            nothing if prefix is None else prefix,
-            *of_nodes,
-            num_marked,
-            *sizes,
-            num_rows,
-            lane_rows,
-            num_tokens,
-            free_bytes,
-            *bases,
-            far_rows,
-            ticket,
+            (mask, mask, numbers, node_numbers, per_rank, given, per_expert, prefix, *of_nodes),
+            (num_marked, *sizes, num_rows, lane_rows, num_tokens, free_bytes, *bases, far_rows, ticket),
         )
 
 
@@ -313,11 +301,8 @@ class CopyingHandshake:
         num_rows, lane_rows, num_tokens, free_bytes, bases, far_rows, ticket = post
         count = rows.shape[0]
         num_pieces = -(-count * self._row_words // self._block)
-        num_blocks = max(1, min(self._most_blocks, num_pieces))
-        self.launch(
-            num_blocks, target, rows, prefix, num_rows, lane_rows, num_tokens, free_bytes, *bases, far_rows, ticket,
-            count,
-        )  # fmt: skip
+        numbers = (num_rows, lane_rows, num_tokens, free_bytes, *bases, far_rows, ticket, count)
+        self.launch(max(1, min(self._most_blocks, num_pieces)), (target, rows, prefix), numbers)
 
 
 def _constants(places: Places, form: Form, num_warps: int) -> dict[str, Any]:

@@ -76,7 +76,8 @@ class Pull:
         """
         num_tokens = out.shape[0]
         first, second = (*biases, out, out)[:2] if biases else (out, out)
-        self._launch(min(self._most_blocks, num_tokens * self._num_pieces), out, first, second, slots, num_tokens)
+        num_blocks = min(self._most_blocks, num_tokens * self._num_pieces)
+        self._launch(num_blocks, (out, first, second, slots), (num_tokens,))
 
 
 @jit

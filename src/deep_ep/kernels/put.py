@@ -12,12 +12,12 @@ No kernel here waits or signals; all of them do nothing once the buffer has fail
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..sizing import align
-from ._triton import INTERPRETED, Launch, jit, next_power_of_2, tl, triton, variant
+from ._triton import Launch, jit, next_power_of_2, tl, triton, variant
 from .exchange import STATE_FAILED, STATE_HELD, TABLE_ROOMS, TABLE_STARTS, Places
 
 _FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
@@ -118,7 +118,7 @@ class Put:
     """
 
     def __init__(self, places: Places, shape: Shape, rows: Rows, num_local_experts: int = 0):
-        self._nothing: Any = places.state if INTERPRETED else 0  # in the place of what there is not
+        self._nothing = places.state  # in the place of what there is not
         word_bytes = rows.word.itemsize
         row_words = rows.row_bytes // word_bytes
         vector = VECTOR_BYTES if rows.is_aligned else word_bytes
@@ -143,7 +143,7 @@ class Put:
         }
         kernel = variant(dispatch_rows_kernel, num_warps, constants, (rows.idx_dtype,), shape.num_registers)
         int32, float32 = torch.int32, torch.float32
-        types = (rows.word, integer_of(scale_bytes), None, None, int32, int32, rows.idx_dtype, float32, None)
+        types = (rows.word, integer_of(scale_bytes), int32, int32, rows.idx_dtype, float32, None, None, None)
         fixed = (
             row_words * word_bytes // vector,
             rows.num_scales,
@@ -178,18 +178,15 @@ class Put:
         """
         nothing, num_tokens = self._nothing, x.shape[0]
         stride_t, stride_s = (0, 0) if scales is None else scales.stride()
-        self._launch(
-            min(self._most_blocks, num_tokens * self._num_pieces),
-            x,
-            nothing if scales is None else scales,
-            stride_t,
-            stride_s,
-            slots,
-            nothing if send_head is None else send_head,
-            nothing if topk_idx is None else topk_idx,
-            nothing if topk_weights is None else topk_weights,
-            num_tokens,
-        )
+        if scales is None:
+            scales = nothing
+        if send_head is None:
+            send_head = nothing
+        if topk_idx is None or topk_weights is None:
+            topk_idx = topk_weights = nothing
+        num_blocks = min(self._most_blocks, num_tokens * self._num_pieces)
+        tensors = (x, scales, slots, send_head, topk_idx, topk_weights)
+        self._launch(num_blocks, tensors, (stride_t, stride_s, num_tokens))
 
 
 def integer_of(num_bytes: int) -> torch.dtype:
@@ -201,12 +198,12 @@ def integer_of(num_bytes: int) -> torch.dtype:
 def dispatch_rows_kernel(
     x,
     scales,
-    scale_stride_t: tl.int32,
-    scale_stride_s: tl.int32,
     slots,
     send_head,
     topk_idx,
     topk_weights,
+    scale_stride_t: tl.int32,
+    scale_stride_s: tl.int32,
     num_tokens: tl.int32,
     row_vectors: tl.int32,
     num_scales: tl.int32,
@@ -389,7 +386,7 @@ class Unpack:
     """
 
     def __init__(self, places: Places, num_blocks: int, num_topk: int, idx_dtype: torch.dtype, has_ends: bool = False):
-        self._nothing: Any = places.state if INTERPRETED else 0  # in the place of what there is not
+        self._nothing = places.state  # in the place of what there is not
         self._most_blocks, self._has_ends = num_blocks, has_ends
         topk = next_power_of_2(num_topk)
         self._tile = max(1, 4096 // topk)
@@ -428,16 +425,12 @@ class Unpack:
             ends: [R] int32, written: the rows that came from ranks 0..s, which is this rank's column of `prefix`.
         """
         nothing = self._nothing
-        self._launch(
-            max(self._has_ends, min(self._most_blocks, -(-num_rows // self._tile))),
-            records,
-            prefix,
-            sources,
-            nothing if topk_idx is None else topk_idx,
-            nothing if topk_weights is None else topk_weights,
-            nothing if ends is None else ends,
-            num_rows,
-        )
+        if topk_idx is None or topk_weights is None:
+            topk_idx = topk_weights = nothing
+        if ends is None:
+            ends = nothing
+        num_blocks = max(self._has_ends, min(self._most_blocks, -(-num_rows // self._tile)))
+        self._launch(num_blocks, (records, prefix, sources, topk_idx, topk_weights, ends), (num_rows,))
 
 
 @jit

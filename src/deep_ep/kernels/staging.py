@@ -112,20 +112,9 @@ class FinishDispatch:
             rooms: Addresses where its rows, scales and records stay then, [n, ...] each; 0: it does not travel.
         """
         stride_t, stride_s = (0, 0) if scales is None else scales.stride()
-        self.launch(
-            1,
-            slots,
-            prefix,
-            x.shape[0],
-            num_rows,
-            x.data_ptr(),
-            0 if scales is None else scales.data_ptr(),
-            stride_t,
-            stride_s,
-            0 if topk_idx is None else topk_idx.data_ptr(),
-            0 if topk_weights is None else topk_weights.data_ptr(),
-            *rooms,
-        )
+        sent = (0 if scales is None else scales.data_ptr(), stride_t, stride_s)
+        topk = (0, 0) if topk_idx is None or topk_weights is None else (topk_idx.data_ptr(), topk_weights.data_ptr())
+        self.launch(1, (slots, prefix), (x.shape[0], num_rows, x.data_ptr(), *sent, *topk, *rooms))
 
 
 class FinishCombine:
@@ -185,20 +174,10 @@ class FinishCombine:
         """
         has_weights = len(rows) > 1
         first, second = (*(bias.data_ptr() for bias in biases), 0, 0)[:2] if biases else (0, 0)
-        self.launch(
-            1,
-            slots,
-            prefix,
-            recv_src_idx,
-            sums[0].shape[0],
-            rows[0].shape[0],
-            rows[0].data_ptr(),
-            rows[1].data_ptr() if has_weights else 0,
-            sums[0].data_ptr(),
-            sums[1].data_ptr() if has_weights else 0,
-            first,
-            second,
-        )
+        counts = (sums[0].shape[0], rows[0].shape[0])
+        given = (rows[0].data_ptr(), rows[1].data_ptr() if has_weights else 0)
+        summed = (sums[0].data_ptr(), sums[1].data_ptr() if has_weights else 0)
+        self.launch(1, (slots, prefix, recv_src_idx), (*counts, *given, *summed, first, second))
 
 
 def prepare_all(places: Places) -> None:

@@ -370,7 +370,10 @@ class DeviceArena:
 
     def largest_free_bytes(self) -> int:
         """The largest region that could be taken."""
-        self.reclaim()
+        if self._freed:
+            self.reclaim()
+        if len(self._segments) == 1:
+            return self._segments[0].free.largest_bytes()
         return max([segment.free.largest_bytes() for segment in self._segments])
 
     def num_bytes(self) -> dict[str, int]:

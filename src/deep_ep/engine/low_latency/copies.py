@@ -50,16 +50,19 @@ class Carrier(NamedTuple):
     posts: Launch
     num_post_blocks: int
 
-    def launch(self, layout_range: torch.Tensor, *rows_arguments: torch.Tensor | int) -> None:
+    def launch(self, layout_range: torch.Tensor, zero_copy_offset: int | None = None) -> None:
         """Carry a call to the far ranks.
 
         Args:
             layout_range: Of a combine's handle; otherwise any tensor of words.
-            rows_arguments: Of the kernel for the rows.
+            zero_copy_offset: Of a combine: where its zero-copy tensor begins, -1 if it has none.
         """
         if self.rows is not None:
-            self.rows(self.num_row_blocks, *rows_arguments)
-        self.posts(self.num_post_blocks, layout_range)
+            if zero_copy_offset is None:
+                self.rows(self.num_row_blocks, ())
+            else:
+                self.rows(self.num_row_blocks, (layout_range,), (zero_copy_offset,))
+        self.posts(self.num_post_blocks, (layout_range,))
 
 
 class Copies:

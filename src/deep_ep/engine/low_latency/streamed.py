@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...event import EventHandle
+from ...kernels._triton import Launch
 from ...kernels.low_latency import combine, dispatch, words
-from ...kernels.low_latency.launching import DirectLaunch
 from ...kernels.low_latency.words import Call, Patience, Spots
+from ...kernels.notify import can_share_a_wait
 from ...stream import LaunchStream
 from ...transport import MAX_EXPERTS
 from ...transport.device import DeviceWindow
@@ -72,9 +73,9 @@ class Kernels(NamedTuple):
     operation: str
     way: Way
     setup: _Setup
-    send: DirectLaunch
-    wait: DirectLaunch
-    receive: DirectLaunch
+    send: Launch
+    wait: Launch
+    receive: Launch
     num_send_blocks: int
     num_receive_blocks: int
     carrier: Carrier | None
@@ -118,6 +119,8 @@ class StreamedLowLatency:
         self._can_mask = enable_shrink
         self._board_bytes = Spots.board_bytes(num_ranks, MAX_EXPERTS)
         self._copies = Copies(far, self._board_bytes, num_bytes, MAX_EXPERTS) if far is not None else None
+        # Far ranks have first to be carried what they wait for themselves; and the block of a send has several warps.
+        self._can_send_wait = self._copies is None and can_share_a_wait(signals.places)
         self._part = window.set_aside(self._copies.room if self._copies is not None else self._board_bytes + num_bytes)
         addresses, base = list(self._part.addresses), self._part.memory.data_ptr()
         if self._copies is not None:
@@ -208,7 +211,7 @@ class StreamedLowLatency:
             num_tokens * kernels.num_receive_blocks,
             (combined, topk_idx, topk_weights, earlier),
         )
-        event, hook = self._make(kernels, work, (layout_range, layout_range, offset if kind.zero_copy else -1))
+        event, hook = self._make(kernels, work, (layout_range, offset if kind.zero_copy else -1))
         return combined, event, hook
 
     def clean(self) -> None:
@@ -308,11 +311,11 @@ class StreamedLowLatency:
         return Patience(self.spots.state if kind.has_wait_stats else None, self._can_mask)
 
     def _waiting(self, way: Way, patience: Patience) -> Patience | None:
-        """How a send waits, if it does: far ranks have first to be carried what they wait for themselves."""
-        return None if way.has_hook or self._copies is not None else patience
+        """How a send waits, if it does."""
+        return patience if self._can_send_wait and not way.has_hook else None
 
     def _is_plain(self, way: Way) -> bool:
-        return not any(way) and self._copies is None
+        return not any(way) and self._can_send_wait
 
     def _dispatch_setup(self, geometry: Geometry, form: Form) -> _Setup:
         setup = self._setups.get((geometry, form))
@@ -372,8 +375,8 @@ class StreamedLowLatency:
             try:
                 if kernels.is_plain and signals.marks is None:
                     num_send_blocks, sent, numbers, num_receive_blocks, received = work
-                    kernels.send.launch(num_send_blocks, sent, numbers)
-                    kernels.receive.launch(num_receive_blocks, received, _NO_AGE)
+                    kernels.send(num_send_blocks, sent, numbers)
+                    kernels.receive(num_receive_blocks, received, _NO_AGE)
                 else:
                     self._launch(kernels, work, carried)
             finally:
@@ -401,13 +404,14 @@ class StreamedLowLatency:
         num_send_blocks, sent, numbers, num_receive_blocks, received = work
         if marks is not None:
             marks.step("send")
-        kernels.send.launch(num_send_blocks, sent, numbers)
+        kernels.send(num_send_blocks, sent, numbers)
         if carrier is not None:
             if marks is not None:
                 marks.step("carry")
             carrier.launch(*carried)
         if not has_hook:
-            self._launch_receive(kernels, num_receive_blocks, received, sent[-1] if carrier is not None else None, 0)
+            stats = None if self._can_send_wait else sent[-1]
+            self._launch_receive(kernels, num_receive_blocks, received, stats, 0)
 
     def _launch_receive(
         self, kernels: Kernels, num_blocks: int, received: _Tensors, stats: torch.Tensor | None, age: int
@@ -425,10 +429,10 @@ class StreamedLowLatency:
         if stats is not None:
             if marks is not None:
                 marks.step("wait")
-            kernels.wait.launch(1, (stats,), (age,))
+            kernels.wait(1, (stats,), (age,))
         if marks is not None:
             marks.step("receive")
-        kernels.receive.launch(num_blocks, received, (age,))
+        kernels.receive(num_blocks, received, (age,))
         self._tell()
 
     def _hook(self, kernels: Kernels, work: _Work, number: int) -> Hook:

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from .._triton import Variant, jit, next_power_of_2, tl, triton
+from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
 from ..primitives import rounded
 from .dispatch import number_tokens, tile_of, valid_ids
-from .launching import DirectLaunch
 from .logfmt import decode, encode_row, unit_of
 from .words import (
     Call,
@@ -71,7 +70,7 @@ def sender(
     is_copied: bool,
     is_aligned: bool,
     patience: Patience | None,
-) -> DirectLaunch:
+) -> Launch:
     """A kernel that publishes the rows of this rank's experts, and whose last block signals; see `send`.
 
     It takes `x` (or any tensor), `layout_range`, `topk_idx`, `earlier`, what the wait adds to (or any tensor), the
@@ -107,7 +106,7 @@ def sender(
         *call.numbers,
         *awaiting(spots, call, patience is not None and patience.can_mask),
     )
-    return DirectLaunch(variant, (word if is_copied else None, *(None,) * 6), fixed)
+    return Launch(variant, (word if is_copied else None, *(None,) * 6), fixed)
 
 
 def num_send_blocks(sizes: Sizes, is_copied: bool) -> int:
@@ -147,7 +146,7 @@ def send(
     launch = sender(spots, call, sizes, topk_idx.dtype, is_copied, x.data_ptr() % 16 == 0, patience)
     num_blocks, num_tokens = num_send_blocks(sizes, is_copied), topk_idx.size(0)
     stats = spots.state if patience is None or patience.stats is None else patience.stats
-    launch(num_blocks, x, layout_range, topk_idx, earlier, stats, num_tokens, zero_copy_offset or 0)
+    launch(num_blocks, (x, layout_range, topk_idx, earlier, stats), (num_tokens, zero_copy_offset or 0))
 
 
 @functools.cache
@@ -298,7 +297,7 @@ def _copy_rows(
 # Receive -------------------------------------------------------------------------------------------------------------
 
 
-def receiver(spots: Spots, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool) -> tuple[DirectLaunch, int]:
+def receiver(spots: Spots, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool) -> tuple[Launch, int]:
     """A kernel that sums each token's rows, see `receive`, and its blocks for one token.
 
     It takes `out`, `topk_idx`, `topk_weights`, `earlier` and the age of the call: how many calls this rank has sent
@@ -326,7 +325,7 @@ def receiver(spots: Spots, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: boo
         sizes.slot_bytes // 16,
         sizes.ranges_offset,
     )
-    return DirectLaunch(variant, (None,) * 5, fixed), num_pieces
+    return Launch(variant, (None,) * 5, fixed), num_pieces
 
 
 def receive(
@@ -352,7 +351,7 @@ def receive(
         earlier: [T, K] int32, from `send`.
     """
     launch, num_pieces = receiver(spots, sizes, topk_idx.dtype, out.data_ptr() % 16 == 0)
-    launch(out.size(0) * num_pieces, out, topk_idx, topk_weights, earlier, age)
+    launch(out.size(0) * num_pieces, (out, topk_idx, topk_weights, earlier), (age,))
 
 
 @functools.cache

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from .._triton import Variant, jit, next_power_of_2, tl, triton
+from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
 from ..primitives import to_fp8
-from .launching import DirectLaunch
 from .words import (
     Call,
     Patience,
@@ -73,7 +72,7 @@ class Sizes(NamedTuple):
 
 def sender(
     spots: Spots, call: Call, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool, patience: Patience | None
-) -> DirectLaunch:
+) -> Launch:
     """A kernel that publishes a rank's rows, and whose last block signals; see `send`.
 
     It takes `x`, `topk_idx`, what the wait adds to (or any tensor) and the number of tokens.
@@ -107,7 +106,7 @@ def sender(
         *call.numbers,
         *awaiting(spots, call, patience is not None and patience.can_mask),
     )
-    return DirectLaunch(variant, (None,) * 4, fixed)
+    return Launch(variant, (None,) * 4, fixed)
 
 
 def num_send_blocks(sizes: Sizes, num_tokens: int) -> int:
@@ -130,7 +129,7 @@ def send(
     """
     launch = sender(spots, call, sizes, topk_idx.dtype, x.data_ptr() % 16 == 0, patience)
     stats = spots.state if patience is None or patience.stats is None else patience.stats
-    launch(num_send_blocks(sizes, x.size(0)), x, topk_idx, stats, x.size(0))
+    launch(num_send_blocks(sizes, x.size(0)), (x, topk_idx, stats), (x.size(0),))
 
 
 def _whole(sizes: Sizes) -> int:
@@ -345,7 +344,7 @@ def _drop_selections(topk_idx, places, token, num_topk, num_experts, TOPK: tl.co
 # Receive -------------------------------------------------------------------------------------------------------------
 
 
-def receiver(spots: Spots, call: Call, sizes: Sizes, scale_dtype: torch.dtype | None, has_stats: bool) -> DirectLaunch:
+def receiver(spots: Spots, call: Call, sizes: Sizes, scale_dtype: torch.dtype | None, has_stats: bool) -> Launch:
     """A kernel that fetches the rows of this rank's experts.
 
     It takes what `receive` writes, with any tensor in the place of what there is not, and the age of the call: how many
@@ -382,7 +381,7 @@ def receiver(spots: Spots, call: Call, sizes: Sizes, scale_dtype: torch.dtype | 
         call.copy_quarter_bytes,
         call.copy_set_bytes,
     )
-    return DirectLaunch(variant, (word, None, None, None, None, None, None), fixed)
+    return Launch(variant, (word, None, None, None, None, None, None), fixed)
 
 
 def num_receive_blocks(sizes: Sizes, num_ranks: int) -> int:
@@ -419,7 +418,7 @@ def receive(
     launch = receiver(spots, call, sizes, scales.dtype if scales is not None else None, stats is not None)
     some_scales, some_stats = (count if one is None else one for one in (scales, stats))
     num_blocks = num_receive_blocks(sizes, spots.places.num_ranks)
-    launch(num_blocks, x, some_scales, count, src_info, layout_range, some_stats, age)
+    launch(num_blocks, (x, some_scales, count, src_info, layout_range, some_stats), (age,))
 
 
 @functools.cache

@@ -20,10 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-from .._triton import Variant, jit, next_power_of_2, prepare, tl, triton
+from .._triton import Launch, Variant, jit, next_power_of_2, prepare, tl, triton
 from ..exchange import LOW_LATENCY, STATE_FAILED, Places, fail, mask_of, must_stop, refuse
 from ..primitives import clock_ns, load_acquire, store_release, tell_host, words_at
-from .launching import DirectLaunch
 
 NUM_KEPT = 8  # calls whose posts and tables are kept
 _POST_WORDS = 8
@@ -122,7 +121,7 @@ class Patience(NamedTuple):
     can_mask: bool = False
 
 
-def waiter(spots: Spots, call: Call, patience: Patience) -> DirectLaunch:
+def waiter(spots: Spots, call: Call, patience: Patience) -> Launch:
     """A kernel of one block that waits until every rank that is not masked has sent a call, and compares what they say.
 
     It takes what the nanoseconds waited are added to (or any tensor) and the age of the call: how many calls this rank
@@ -134,13 +133,13 @@ def waiter(spots: Spots, call: Call, patience: Patience) -> DirectLaunch:
         patience: How to wait.
     """
     variant = _wait_variant(patience.stats is not None, spots.num_lanes)
-    return DirectLaunch(variant, (None, None), _fixed(spots, call, patience))
+    return Launch(variant, (None, None), _fixed(spots, call, patience))
 
 
 def wait_for(spots: Spots, call: Call, age: int, patience: Patience) -> None:
     """As `waiter` says, once."""
     stats = spots.state if patience.stats is None else patience.stats
-    waiter(spots, call, patience)(1, stats, age)
+    waiter(spots, call, patience)(1, (stats,), (age,))
 
 
 def _fixed(spots: Spots, call: Call, patience: Patience) -> tuple[torch.Tensor | int, ...]:
