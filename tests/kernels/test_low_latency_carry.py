@@ -114,7 +114,7 @@ def publish(heaps: Heaps, num_tokens: int) -> torch.Tensor:
 
 def post(couriers: Couriers, kind: int, sizes: dispatch.Sizes | combine.Sizes | None, *ranges: torch.Tensor) -> None:
     launch, num_blocks = carry.poster(couriers, CALL, kind, sizes)
-    launch(num_blocks, *(ranges or (couriers.spots.state,)))
+    launch(num_blocks, ranges or (couriers.spots.state,))
 
 
 @pytest.mark.parametrize("num_blocks", [1, 7])
@@ -131,7 +131,7 @@ def test_a_token_goes_once_to_each_far_rank_that_has_an_expert_of_it(
                 source, place = set_start(OWN) + token * ROW, copy_start(target) + set_start(COPIED) + token * ROW
                 expected[target][place : place + ROW] = expected[RANK][source : source + ROW]
                 num_rows += 1
-    carry.dispatch_carrier(couriers, CALL, DISPATCHED)[0](num_blocks)
+    carry.dispatch_carrier(couriers, CALL, DISPATCHED)[0](num_blocks, ())
     require(heaps, expected)
     assert [call[0] for call in heaps.calls] == ["put"] * num_rows
 
@@ -177,7 +177,7 @@ def test_rows_of_a_combine_are_found_by_the_table_that_comes_with_them(
     monkeypatch.setattr(carry, "_MOST_BLOCKS", num_shares * num_pairs)
     launch, num_blocks = carry.combine_carrier(couriers, CALL, COMBINED)
     assert num_blocks == num_shares * num_pairs
-    launch(num_blocks, layout_range, -1 if zero_copy_offset is None else zero_copy_offset)
+    launch(num_blocks, (layout_range,), (-1 if zero_copy_offset is None else zero_copy_offset,))
     assert {call[0] for call in heaps.calls} <= {"put"}
     post(couriers, carry.COMBINE, COMBINED, layout_range)
     for target in far_ranks():
@@ -198,8 +198,8 @@ def test_rows_of_a_combine_are_found_by_the_table_that_comes_with_them(
 def test_a_buffer_that_failed_carries_nothing(heaps: Heaps, couriers: Couriers) -> None:
     publish(heaps, M)
     couriers.spots.places.state[STATE_FAILED] = 1
-    carry.dispatch_carrier(couriers, CALL, DISPATCHED)[0](2)
+    carry.dispatch_carrier(couriers, CALL, DISPATCHED)[0](2, ())
     launch, num_blocks = carry.combine_carrier(couriers, CALL, COMBINED)
-    launch(num_blocks, torch.ones(L, R, dtype=torch.int64), -1)
+    launch(num_blocks, (torch.ones(L, R, dtype=torch.int64),), (-1,))
     post(couriers, carry.DISPATCH, DISPATCHED)
     assert heaps.calls == []

@@ -205,7 +205,7 @@ def test_sums_are_to_the_bit_those_of_one_node(
                 )
                 if isinstance(group, FarGroup):
                     carrier = group.copies[rank].for_combine(call, sizes)
-                    group.carried(rank, carrier, ranges, ranges, -1 if offset is None else offset)
+                    group.carried(rank, carrier, ranges, -1 if offset is None else offset)
             sums = []
             for rank, one in enumerate(every):
                 words.wait_for(group.spots[rank], call, 0, Patience())

@@ -23,7 +23,6 @@ from ..mps import shared_gpu
 from .core import ADD, FROM_IDLE, HOST, IN_A_ROW, PRODUCT, HostStopwatch, Stopwatch, Variant
 
 _AHEAD_CYCLES = 6_000_000  # about 3 ms that the device sleeps, so that the host has launched all before it is timed
-_FLUSH_BYTES = 256 * 10**6  # more than the L2 cache of any GPU so far; as `deep_ep.utils.testing` has it
 
 
 @contextmanager
@@ -181,10 +180,9 @@ def caller_variants(call: Callable[[], Any], num_in_row: int, device: torch.devi
 
 
 def script_stopwatch(num_in_row: int, device: torch.device) -> Stopwatch:
-    """Measures as DeepEP's own script does (`deep_ep.utils.testing.bench`): a loop that waits for nothing.
+    """Measures as DeepEP's own script does: a loop that waits for nothing, with an event before and after each call.
 
-    An event is recorded before and after each call, and the L2 cache is flushed in between. Where the host is slower
-    than the device, the time of a call is the host's.
+    Where the host is slower than the device, the time of a call is the host's.
 
     Args:
         num_in_row: Calls that count; one more comes first.
@@ -197,8 +195,6 @@ def script_stopwatch(num_in_row: int, device: torch.device) -> Stopwatch:
         dist.barrier()
         read_all = []
         for _ in range(num_in_row + 1):
-            if is_cuda:
-                torch.zeros(_FLUSH_BYTES, dtype=torch.uint8, device=device)
             read_all.append(_between_events(call) if is_cuda else _between_clocks(call))
         wait()
         return statistics.fmean(read() for read in read_all[1:])

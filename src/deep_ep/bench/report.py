@@ -36,8 +36,7 @@ _GPU_CAPTION = (
 _GPU_CASES_CAPTION = (
     "Layer: get_dispatch_layout, dispatch, and combine of the received rows as they are; its device time is between "
     "events around all three. Script loop: cached dispatch as DeepEP's own script times it, in a loop that waits for "
-    "nothing, with the L2 cache flushed before each call; its device time is the mean distance of the events around a "
-    "call."
+    "nothing; its device time is the mean distance of the events around a call."
 )
 _LOW_LATENCY = "low-latency"
 _TAIL_CAPTION = "p50, p99: over all ranks and rounds."
