@@ -139,7 +139,6 @@ def _relayed(
 ) -> tuple[Engine, str]:
     """The engine across nodes whose kernels do the waiting: a window inside the node, and a courier between nodes."""
     # Not before a buffer needs them: they import Triton, and importing us must not.
-    from ..engine.low_latency.absent import AbsentLowLatency
     from ..engine.low_latency.copies import FarRanks
     from ..engine.low_latency.streamed import StreamedLowLatency
     from ..engine.memory import Memory
@@ -181,7 +180,7 @@ def _relayed(
         ranks = FarRanks(topology, pes, courier.tell_failure)
         engine.low_latency = StreamedLowLatency(signals, window, stream, num_bytes, enable_shrink, ranks)
     elif num_bytes:
-        engine.low_latency = AbsentLowLatency(why)
+        engine.why_no_low_latency = why
     if whole is not None:
         how = (
             "its puts and signals between nodes" if courier.boards is None else "one memory, in which rows are fetched"

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from .. import env
 from ..engine.low_latency.calls import Combining, Dispatching, Hook, LowLatency, Rows, Way
 from ..engine.low_latency.geometry import MOST_TOKENS, Form, Geometry
+from ..errors import EPUnsupported
 from ..event import EventOverlap
 from ..tensors import is_lazy
 from ..trace import Trace
@@ -321,6 +323,11 @@ class LowLatencyMethods:
         engine = self._engine
         engine.require_working()
         if engine.low_latency is None:
+            if why := engine.why_no_low_latency:
+                raise EPUnsupported(
+                    f"{where}: across nodes on GPUs low latency needs NVSHMEM, which is not there ({why}). "
+                    f"Set {env.TRANSPORT.name}=nvshmem where torch comes with it, or use normal mode"
+                )
             raise ValueError(
                 f"{where}: the buffer must be made with low_latency_mode=True and num_rdma_bytes from "
                 "Buffer.get_low_latency_rdma_size_hint(...)"

@@ -67,6 +67,7 @@ class DirectEngine:
     """
 
     low_latency: DirectLowLatency | None = None
+    why_no_low_latency = ""  # they can be made wherever there is memory for them
 
     def __init__(self, window: Window, stream: CommStream):
         self.window = window

@@ -67,10 +67,12 @@ class StreamedEngine:
         num_local_bytes: What the caller may see of the raw buffer.
 
     Attributes:
-        low_latency: Low-latency calls; None: the buffer has no memory for them.
+        low_latency: Low-latency calls; None: the buffer has no memory for them, or they cannot be made.
+        why_no_low_latency: Why they cannot: there is no NVSHMEM. Empty: nobody asked for them, or they can.
     """
 
     low_latency: LowLatency | None = None
+    why_no_low_latency = ""
 
     def __init__(
         self,
@@ -187,9 +189,8 @@ class StreamedEngine:
             else:
                 sections = self._sections(scope, steps.columns, num_rows)
             routes = steps.follow(handle) if routing is None else steps.route(scope, routing, num_channels, num_rows)
-            _, _, _, num_offered, lane_rows, bases = sections
-            post = make_post((num_offered, lane_rows, num_tokens, free_bytes, bases, 0, ticket))
-            steps.notify(scope, post, payload, routing, routes)
+            offer = (sections.num_rows, sections.lane_rows, num_tokens, free_bytes, sections.bases, 0, ticket)
+            steps.notify(scope, make_post(offer), payload, routing, routes)
             if signals.marks is not None:
                 self._note_dispatch(steps.columns, routing, handle)
             steps.move(scope, payload, routing, routes, NO_SECTIONS if is_full else sections)
