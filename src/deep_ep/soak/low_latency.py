@@ -360,6 +360,7 @@ def masked_rounds(state: State, call: Call) -> None:
     for index in range(draw.randint(1, 3)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nobody else is masked
+            warnings.filterwarnings("ignore", module="triton")  # its interpreter warns of the logarithm of 0
             _play(_Round(state, data, _Sizes(draw, state.num_ranks, state.limits.palette), index, masked))
     state.meet()  # until all have made as many calls
     buffer.low_latency_clean_mask_buffer()
