@@ -77,6 +77,21 @@ class Routes(NamedTuple):
     prefix: torch.Tensor
 
 
+class Unpacked(NamedTuple):
+    """What came beside the rows of a dispatch, with as many rows as there is room for.
+
+    Attributes:
+        handle: The handle.
+        topk_idx: [n, K], local ids, or None.
+        topk_weights: [n, K] float32, or None.
+    """
+
+    handle: Any
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+
+
+_make_unpacked: Callable[[tuple], Unpacked] = partial(tuple.__new__, Unpacked)
 _make_handle: Callable[[tuple], Handle] = partial(tuple.__new__, Handle)
 _make_routes: Callable[[tuple], Routes] = partial(tuple.__new__, Routes)  # see `notify.make_post`
 
@@ -194,21 +209,10 @@ class OneHopDispatch:
         del scope, told, routing
         return routes
 
-    def receive(
-        self,
-        scope: Scope,
-        routing: Routing,
-        routes: Routes,
-        sections: Sections,
-        num_rows: int,
-        num_channels: int,
-        told: Counts | None,
-    ) -> Received:
-        """Take the records apart, and make the handle."""
-        del told
+    def unpack(self, scope: Scope, routing: Routing, routes: Routes, sections: Sections, num_channels: int) -> Unpacked:
+        """Take the records apart."""
         assert sections.records is not None
-        assert routes.send_head is not None
-        topk_idx = topk_weights = None
+        num_rows, topk_idx, topk_weights = sections.num_rows, None, None
         with scope.outputs:
             source_idx = routes.prefix.new_empty(num_rows)
             if routing.topk_idx is not None and routing.topk_weights is not None:
@@ -216,7 +220,25 @@ class OneHopDispatch:
                 topk_idx, topk_weights = routing.topk_idx.new_empty(shape), routing.topk_weights.new_empty(shape)
         self._unpack(sections.records, num_rows, routes.prefix, source_idx, topk_idx, topk_weights)
         nothing = self._ops.memory.no_channels(num_channels)
-        handle = _make_handle((routes.prefix, nothing, nothing, source_idx, routing.is_token_in_rank, routes.send_head))
+        assert routes.send_head is not None
+        handle = (routes.prefix, nothing, nothing, source_idx, routing.is_token_in_rank, routes.send_head)
+        return _make_unpacked((_make_handle(handle), topk_idx, topk_weights))
+
+    def received(
+        self,
+        routing: Routing,
+        routes: Routes,
+        sections: Sections,
+        unpacked: Unpacked,
+        num_rows: int,
+        told: Counts | None,
+    ) -> Received:
+        """As many rows as came, of what was unpacked."""
+        del routing, routes, told
+        handle, topk_idx, topk_weights = unpacked
+        if num_rows != sections.num_rows:
+            prefix, nothing, none, source_idx, mask, send_head = handle
+            handle = _make_handle((prefix, nothing, none, source_idx[:num_rows], mask, send_head))
         return received_of(sections, num_rows, topk_idx, topk_weights, handle)
 
 
@@ -227,11 +249,13 @@ def received_of(
     topk_weights: torch.Tensor | None,
     handle: Any,
 ) -> Received:
-    """What a dispatch returns, of whose sections `num_rows` rows are the caller's."""
+    """What a dispatch returns: `num_rows` rows of what there is room for are the caller's."""
     x, scales, _, num_there, lane_rows, _ = sections
     assert x is not None
     if num_rows != num_there:
         x, scales = x[:num_rows], scales[:num_rows] if scales is not None else None
+        if topk_idx is not None and topk_weights is not None:
+            topk_idx, topk_weights = topk_idx[:num_rows], topk_weights[:num_rows]
     return Received(x, scales, None, topk_idx, topk_weights, handle, lane_rows > 0)
 
 

@@ -82,7 +82,7 @@ class Supply(NamedTuple):
 
 
 class DispatchSteps(Protocol):
-    """The steps of dispatches with one signature. All but the first two launch kernels in the current stream.
+    """The steps of dispatches with one signature: in the order of a call, and some of them launch kernels.
 
     Attributes:
         columns: What the rows consist of, for whoever makes room for them.
@@ -118,17 +118,14 @@ class DispatchSteps(Protocol):
         """The routes with exact memory, after a guess that did not fit."""
         ...
 
-    def receive(
-        self,
-        scope: Any,
-        routing: Routing,
-        routes: Any,
-        sections: Sections,
-        num_rows: int,
-        num_channels: int,
-        told: Counts | None,
+    def unpack(self, scope: Any, routing: Routing, routes: Any, sections: Sections, num_channels: int) -> Any:
+        """Take the records apart, into memory for as many rows as there is room for."""
+        ...
+
+    def received(
+        self, routing: Routing, routes: Any, sections: Sections, unpacked: Any, num_rows: int, told: Counts | None
     ) -> Received:
-        """Take the records apart, and make the handle. Counts are told of a full dispatch alone."""
+        """What a dispatch returns: so many rows, and the handle. Counts are told of a full dispatch alone."""
         ...
 
 

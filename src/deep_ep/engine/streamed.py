@@ -4,9 +4,9 @@ The protocol is that of `direct.py`, with the words and the waiting in kernels: 
 dispatch waits, for its counts. There is one script for all dispatches and one for all combines; what is launched in
 each step, inside one node or across nodes, is said by `one_hop.py` and `relays/two_hops.py`:
 
-    dispatch, full        notify (counts, a guessed offer), move | the host waits | receive
-                          if the guess was too small somewhere: offer (exact), move, receive
-    dispatch, worst case  notify (counts and offers), move, receive
+    dispatch, full        notify (counts, a guessed offer), move, unpack | the host waits
+                          if the guess was too small somewhere: offer (exact), move, unpack
+    dispatch, worst case  notify (counts and offers), move, unpack
     dispatch, cached      notify (offers), move
     combine               notify (offers), sum
 
@@ -194,6 +194,9 @@ class StreamedEngine:
             if signals.marks is not None:
                 self._note_dispatch(steps.columns, routing, handle)
             steps.move(scope, payload, routing, routes, NO_SECTIONS if is_full else sections)
+            unpacked = None
+            if routing is not None and sections.x is not None:  # all that needs no counts, before they are waited for
+                unpacked = self._unpack(scope, steps, routing, routes, sections, num_channels)
             if is_full:
                 assert routing is not None
                 told = signals.wait_for_counts(routing.num_experts)
@@ -201,8 +204,8 @@ class StreamedEngine:
                 if signals.marks is not None:
                     signals.marks.note(experts=expert_counts)
                 self._guessed_rows = num_rows + num_rows // 16 + 64
-                if not told.fits:
-                    sections = NO_SECTIONS  # too small, here or elsewhere: it goes back before more is taken
+                if not told.fits:  # too small, here or elsewhere: it goes back before more is taken
+                    sections, unpacked = NO_SECTIONS, None
                 steps.grow(told, payload, routing)
                 if sections.x is None:  # also where nothing was offered, because nothing comes
                     sections = self._sections(scope, steps.columns, num_rows)
@@ -214,9 +217,11 @@ class StreamedEngine:
             if routing is None:
                 received = received_of(sections, num_rows, None, None, handle)
             else:
-                received = steps.receive(scope, routing, routes, sections, num_rows, num_channels, told)
+                if unpacked is None:
+                    unpacked = self._unpack(scope, steps, routing, routes, sections, num_channels)
+                received = steps.received(routing, routes, sections, unpacked, num_rows, told)
             if scope.is_elsewhere:
-                scope.hold_outputs(_made(received, routing))
+                scope.hold_outputs((received.x, received.scales))
         self.stats.count_path("dispatch/staged" if received.is_staged else "dispatch/direct")
         return received, expert_counts, scope.event() if scope.is_elsewhere or order.is_async else None
 
@@ -302,6 +307,17 @@ class StreamedEngine:
             self._require_staging("dispatch")
             sections = self._memory.staged_sections(scope, columns, num_rows)
         return sections
+
+    def _unpack(
+        self, scope: Scope, steps: DispatchSteps, routing: Routing, routes: Any, sections: Sections, num_channels: int
+    ) -> Any:
+        """Take the records apart, and hold what is written: it may be dropped before the device has come here."""
+        unpacked = steps.unpack(scope, routing, routes, sections, num_channels)
+        if scope.is_elsewhere:
+            handle, topk_idx, topk_weights = unpacked
+            made = [item for item in handle if item is not routing.is_token_in_rank]
+            scope.hold_outputs((topk_idx, topk_weights, *made))
+        return unpacked
 
     def _supply(self, parts: list[torch.Tensor], num_tokens: int) -> Supply:
         """The rows to give: found in the arena, or to be copied there, or, where it has no room, by way of staging."""
@@ -482,14 +498,6 @@ def check_scales(payload: Payload) -> None:
             f"dispatch: `scales` must have elements of at most {_MOST_SCALE_BYTES} bytes on a GPU, they are "
             f"{payload.scales.dtype}. Pass them as two columns of a smaller type each"
         )
-
-
-def _made(received: Received, routing: Routing | None) -> list[torch.Tensor | None]:
-    """The tensors of a dispatch that the call has made."""
-    if routing is None:
-        return [received.x, received.scales]
-    made = [item for item in received.handle if item is not routing.is_token_in_rank]
-    return [received.x, received.scales, received.topk_idx, received.topk_weights, *made]
 
 
 def _dispatch_key(operation: str, payload: Payload, routing: Routing | None, num_sms: int | None) -> tuple:

@@ -34,7 +34,7 @@ from ...kernels.staging import FinishCombine, FinishDispatch
 from ...topology import Topology
 from ..call import ANNOUNCED, OFFERED, READY
 from ..memory import Columns, Memory, Sections
-from ..one_hop import combine_terms, received_of, rows_of, terms_of
+from ..one_hop import Unpacked, combine_terms, received_of, rows_of, terms_of
 from ..ops import CombineSignature, DispatchSignature, Supply
 from ..parcel import Payload, Received, Routing
 from ..scope import Scope
@@ -241,22 +241,11 @@ class TwoHopDispatch:
         num_passed_on = told.far_rows[self._ops.topology.rank]
         return routes.with_passed_on(self._ops.router.empty_passed_on(scope, routing.is_token_in_rank, num_passed_on))
 
-    def receive(
-        self,
-        scope: Any,
-        routing: Routing,
-        routes: Any,
-        sections: Sections,
-        num_rows: int,
-        num_channels: int,
-        told: Counts | None,
-    ) -> Received:
-        """Take the records apart, and make the handle."""
+    def unpack(self, scope: Scope, routing: Routing, routes: Routes, sections: Sections, num_channels: int) -> Unpacked:
+        """Take the records apart."""
         assert routes.prefix is not None
         assert sections.records is not None
-        if told is not None:  # as many rows as this rank passes on
-            routes = routes.with_passed_on(routes.course.passed_on[: told.far_rows[self._ops.topology.rank]])
-        topk_idx = topk_weights = None
+        num_rows, topk_idx, topk_weights = sections.num_rows, None, None
         with scope.outputs:
             handle = self._ops.router.empty_handle(routing, routes, num_rows, num_channels)
             if routing.topk_idx is not None and routing.topk_weights is not None:
@@ -264,7 +253,24 @@ class TwoHopDispatch:
                 topk_idx, topk_weights = routing.topk_idx.new_empty(shape), routing.topk_weights.new_empty(shape)
         sources, ends = handle.recv_src_meta.view(torch.int32), handle.recv_gbl_rank_prefix_sum
         self._unpack(sections.records, num_rows, routes.prefix, sources, topk_idx, topk_weights, ends)
-        return received_of(sections, num_rows, topk_idx, topk_weights, handle)
+        return Unpacked(handle, topk_idx, topk_weights)
+
+    def received(
+        self,
+        routing: Routing,
+        routes: Routes,
+        sections: Sections,
+        unpacked: Unpacked,
+        num_rows: int,
+        told: Counts | None,
+    ) -> Received:
+        """As many rows as came, and as this rank passes on."""
+        del routing
+        handle, passed_on = unpacked.handle, routes.course.passed_on
+        if told is not None:
+            passed_on = passed_on[: told.far_rows[self._ops.topology.rank]]
+        handle = handle._replace(recv_src_meta=handle.recv_src_meta[:num_rows], send_nvl_head=passed_on)
+        return received_of(sections, num_rows, unpacked.topk_idx, unpacked.topk_weights, handle)
 
 
 class TwoHopCombine:
