@@ -11,11 +11,26 @@ from windows import Boards, synchronize
 from deep_ep.kernels.exchange import NUM_SECTIONS, STATE_ENDED, STATE_FAILED, Places
 from deep_ep.kernels.notify import CopyingHandshake, Counted, Form, Handshake, Nodes, Numbered, Post, Terms, node_word
 from deep_ep.kernels.pull import Pull
-from deep_ep.kernels.put import Put, Shape, Unpack, rows_of, word_of
+from deep_ep.kernels.put import Put, Rows, Shape, Unpack, word_of
 from deep_ep.kernels.staging import FinishCombine, FinishDispatch
 
 ANNOUNCED, OFFERED = 1, 2
 SAME = (17, 4)  # what all ranks agree in
+
+
+def rows_of(x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor | None, has_records: bool) -> Rows:
+    """What rows of these tensors are made of."""
+    word, is_aligned = word_of(x)
+    return Rows(
+        x.size(1) * x.element_size(),
+        word,
+        is_aligned,
+        scales.size(1) if scales is not None else 0,
+        scales.element_size() if scales is not None else 0,
+        has_records,
+        topk_idx.size(1) if topk_idx is not None else 0,
+        topk_idx.dtype if topk_idx is not None else torch.int32,
+    )
 
 
 def int32(values: list, device: str) -> torch.Tensor:

@@ -65,7 +65,7 @@ def _is_shaped(shape: torch.Size, wanted: tuple[int | None, ...]) -> bool:
     """Whether a shape is the wanted one; None: any size there. A loop, as every call asks it of every tensor."""
     if len(shape) != len(wanted):
         return False
-    for size, want in zip(shape, wanted, strict=False):  # noqa: SIM110 (`all` of a generator takes twice as long)
+    for size, want in zip(shape, wanted, strict=False):  # noqa: SIM110 (`all` of a generator takes longer)
         if want is not None and size != want:
             return False
     return True

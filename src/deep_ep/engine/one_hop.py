@@ -23,7 +23,7 @@ from .call import ANNOUNCED, OFFERED, OPERATIONS, READY, Agreement
 from .digest import pack
 from .memory import ROOM_TO_SPARE, Columns, Memory, Sections
 from .ops import CombineSignature, DispatchSignature, Supply
-from .parcel import Payload, Received, Routing
+from .parcel import Payload, Received, Routing, empty_topk
 from .scope import Scope
 from .shapes import Shapes
 from .signals import Counts, Signals
@@ -108,6 +108,12 @@ def rows_of(signature: DispatchSignature) -> Rows:
     )
 
 
+def columns_of(signature: DispatchSignature) -> Columns:
+    """The same for whoever makes room for them."""
+    num_words = record_words(signature.num_topk) if signature.num_experts else 0
+    return Columns(signature.hidden, signature.dtype, signature.num_scales, signature.scale_dtype, num_words)
+
+
 def terms_of(signature: DispatchSignature, step: int, num_ranks: int) -> Terms:
     """What a rank says in all dispatches of a signature."""
     operation, hidden, dtype, _, num_scales, scale_dtype, num_topk, idx_dtype, num_experts, _ = signature
@@ -129,13 +135,7 @@ class OneHopDispatch:
         operation, num_topk = signature.operation, signature.num_topk
         has_routing = signature.num_experts > 0
         self._ops, self._num_topk = ops, num_topk
-        self.columns = Columns(
-            signature.hidden,
-            signature.dtype,
-            signature.num_scales,
-            signature.scale_dtype,
-            record_words(num_topk) if has_routing else 0,
-        )
+        self.columns = columns_of(signature)
         self._back_bytes = self.columns.back_bytes(num_topk)
         num_ranks = places.num_ranks
         terms = terms_of(signature, ANNOUNCED if operation == "dispatch" else OFFERED, num_ranks)
@@ -212,12 +212,10 @@ class OneHopDispatch:
     def unpack(self, scope: Scope, routing: Routing, routes: Routes, sections: Sections, num_channels: int) -> Unpacked:
         """Take the records apart."""
         assert sections.records is not None
-        num_rows, topk_idx, topk_weights = sections.num_rows, None, None
+        num_rows = sections.num_rows
         with scope.outputs:
             source_idx = routes.prefix.new_empty(num_rows)
-            if routing.topk_idx is not None and routing.topk_weights is not None:
-                shape = (num_rows, self._num_topk)
-                topk_idx, topk_weights = routing.topk_idx.new_empty(shape), routing.topk_weights.new_empty(shape)
+            topk_idx, topk_weights = empty_topk(routing, num_rows)
         self._unpack(sections.records, num_rows, routes.prefix, source_idx, topk_idx, topk_weights)
         nothing = self._ops.memory.no_channels(num_channels)
         assert routes.send_head is not None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -47,19 +47,8 @@ class Counts(NamedTuple):
     fits: bool
 
 
-class Handshaking(Protocol):
-    """Launches a handshake, see `notify.Handshake`."""
-
-    def __call__(
-        self,
-        post: Post,
-        counted: Counted | tuple | None = None,
-        prefix: torch.Tensor | None = None,
-        nodes: Nodes | None = None,
-        numbered: Numbered | tuple | None = None,
-    ) -> None:
-        """Launch it."""
-        ...
+Handshaking = Callable[..., None]
+"""Launches a handshake, as `notify.Handshake` does."""
 
 
 class Signals:
@@ -257,10 +246,6 @@ class Signals:
             note = exchange.note_words(reason, numbers.device)
             exchange.refuse(self.places, OPERATIONS.index(operation), kind, numbers, refused, note)
         self._stream.leave(False)
-
-    def marked(self, operation: str) -> AbstractContextManager:
-        """Around the launches of a call, inside the stream: a trace shows when the device makes it."""
-        return self.marks.call(operation) if self.marks is not None else nullcontext()
 
     @property
     def noting(self) -> Marks | None:

@@ -64,7 +64,7 @@ STATE_STAGED, STATE_TOKENS, STATE_ROUNDS, STATE_SAID, STATE_RAIL_BYTES, STATE_RE
 STATE_ENDED = 16
 REFUSALS = range(STATE_REFUSED, STATE_REFUSED + 1)
 _FAILED, _RECORD, _REFUSED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_RECORD), tl.constexpr(STATE_REFUSED)
-_ENDED, _SAW = tl.constexpr(STATE_ENDED), tl.constexpr(STATE_WORDS)
+_SAW = tl.constexpr(STATE_WORDS)
 
 # Rows of the table, behind the addresses of the sections. Of a staged rank `put` and `pull` see no room at all.
 TABLE_ROOMS, TABLE_STARTS, TABLE_LANES, TABLE_ROWS = (NUM_SECTIONS + row for row in range(4))
@@ -370,18 +370,21 @@ def wait(
 
 
 @triton.jit
-def is_last_block(state):
+def is_last_block(ended):
     """End a block of a kernel of several: whether all others have ended.
 
     The last one acquires what the others released, so that its own release, a signal, carries all of it. Blocks of one
     kernel need no more than the GPU's scope for that: what they have written lies in this GPU's memory, or was written
     before they ended, and order is transitive (PTX: causality order), so that whoever acquires the signal, which is of
     system scope, sees it.
+
+    Args:
+        ended: A word that counts the blocks which have ended; 0 between kernels.
     """
     tl.debug_barrier()
-    is_last = tl.atomic_add(state + _ENDED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    is_last = tl.atomic_add(ended, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
     if is_last:
-        tl.store(state + _ENDED, 0)
+        tl.store(ended, 0)
     return is_last
 
 

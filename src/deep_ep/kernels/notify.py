@@ -32,6 +32,7 @@ from .exchange import (
     PLAN_TARGET_START,
     PLAN_WORDS,
     SEGMENT_BITS,
+    STATE_ENDED,
     STATE_FAILED,
     STATE_HELD,
     STATE_SAID,
@@ -63,6 +64,7 @@ _OFFSET_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
 _NUM_SECTIONS = tl.constexpr(NUM_SECTIONS)
 _DISAGREE, _OVERFLOW, _COUNTS = tl.constexpr(DISAGREE), tl.constexpr(OVERFLOW), tl.constexpr(COUNTS)
 _FAR_OVERFLOW = tl.constexpr(FAR_OVERFLOW)
+_ENDED = tl.constexpr(STATE_ENDED)
 _FAILED, _HELD, _SAID = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_SAID)
 _STAGED, _MOST_TOKENS, _STATE = tl.constexpr(STATE_STAGED), tl.constexpr(STATE_TOKENS), tl.constexpr(STATE_WORDS)
 _ROOMS, _STARTS, _LANE_ROWS = tl.constexpr(TABLE_ROOMS), tl.constexpr(TABLE_STARTS), tl.constexpr(TABLE_LANES)
@@ -124,7 +126,7 @@ class Post(NamedTuple):
 
 
 make_post: Callable[[tuple], Post] = partial(tuple.__new__, Post)
-"""A post of all its values. Its class's own way is a function of Python, and takes three times as long."""
+"""A post of all its values. Its class's own way is a function of Python, which takes longer."""
 
 
 class Counted(NamedTuple):
@@ -466,7 +468,7 @@ def _notify_kernel(
             num_words = num_nodes * NODE_WORDS
             node = program - num_ranks
             _number(words, node_numbers, node_tokens, node, num_marked, num_words, node_stride, NODE_WORDS, TILE)
-        if is_last_block(state):
+        if is_last_block(state + _ENDED):
             _handshake(
                 posted, places, terms, counted, nodes, SAYS, HEARS, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX,
                 LANES, CHUNK, NUM_WARPS,
@@ -523,7 +525,7 @@ def _notify_copied_kernel(
 ):
     """Copy the rows that came, piece by piece; the last block says that they are there, and hears the others."""
     copy_pieces(target, rows, prefix, state, num_copied, row_vectors, num_ranks, rank, VECTOR, BLOCK)
-    if is_last_block(state):
+    if is_last_block(state + _ENDED):
         _handshake(
             (num_rows, lane_rows, num_tokens, free_bytes, base_0, base_1, base_2, far_rows, ticket),
             (windows, state, table, host, homes, num_ranks, rank, num_nodes, header_words, limit_ns),

@@ -92,21 +92,6 @@ class Rows(NamedTuple):
     idx_dtype: torch.dtype = torch.int32
 
 
-def rows_of(x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor | None, has_records: bool) -> Rows:
-    """What rows of these tensors are made of."""
-    word, is_aligned = word_of(x)
-    return Rows(
-        x.size(1) * x.element_size(),
-        word,
-        is_aligned,
-        scales.size(1) if scales is not None else 0,
-        scales.element_size() if scales is not None else 0,
-        has_records,
-        topk_idx.size(1) if topk_idx is not None else 0,
-        topk_idx.dtype if topk_idx is not None else torch.int32,
-    )
-
-
 class Put:
     """Writes each token's rows to every peer that takes it: one read, one write for each destination.
 

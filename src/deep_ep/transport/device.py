@@ -140,10 +140,6 @@ class DeviceWindow:
         """A region that is used first on `stream`, which must be the current one; None where there is no room."""
         return self.arena.allocate(shape, dtype, stream, self.is_capturing())
 
-    def records(self, num_bytes: int, stream: Any) -> torch.Tensor | None:
-        """[num_bytes] uint8 for the records of a call, likewise."""
-        return self.arena.records(num_bytes, stream, self.is_capturing())
-
     def _add(self, part: Part, reserved_bytes: int) -> None:
         addresses = torch.tensor(part.addresses, dtype=torch.int64, device="cpu")
         self.windows[self._num_segments].copy_(addresses)

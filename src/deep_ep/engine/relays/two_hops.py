@@ -28,15 +28,15 @@ from ...kernels import notify, relay, relay_sums, staging, steer
 from ...kernels.exchange import STATE_RAIL_BYTES
 from ...kernels.notify import Counted, Form, Numbered, Post
 from ...kernels.pull import copy_in
-from ...kernels.put import Put, Unpack, record_words
+from ...kernels.put import Put, Unpack
 from ...kernels.rail import FarRows
 from ...kernels.staging import FinishCombine, FinishDispatch
 from ...topology import Topology
 from ..call import ANNOUNCED, OFFERED, READY
-from ..memory import Columns, Memory, Sections
-from ..one_hop import Unpacked, combine_terms, received_of, rows_of, terms_of
+from ..memory import Memory, Sections
+from ..one_hop import Unpacked, columns_of, combine_terms, received_of, rows_of, terms_of
 from ..ops import CombineSignature, DispatchSignature, Supply
-from ..parcel import Payload, Received, Routing
+from ..parcel import Payload, Received, Routing, empty_topk
 from ..scope import Scope
 from ..shapes import Shapes
 from ..signals import Counts, Handshaking, Signals
@@ -122,13 +122,7 @@ class TwoHopDispatch:
         operation, num_topk = signature.operation, signature.num_topk
         self._has_routing = signature.num_experts > 0
         self._ops, self._num_topk = ops, num_topk
-        self.columns = Columns(
-            signature.hidden,
-            signature.dtype,
-            signature.num_scales,
-            signature.scale_dtype,
-            record_words(num_topk) if self._has_routing else 0,
-        )
+        self.columns = columns_of(signature)
         row_bytes, scale_bytes, _ = self.columns.widths()
         num_words = relay.relay_record_words(topology.ranks_per_node, num_topk) if self._has_routing else 0
         self._widths = [row_bytes, scale_bytes, 4 * num_words]  # as rows cross
@@ -245,12 +239,10 @@ class TwoHopDispatch:
         """Take the records apart."""
         assert routes.prefix is not None
         assert sections.records is not None
-        num_rows, topk_idx, topk_weights = sections.num_rows, None, None
+        num_rows = sections.num_rows
         with scope.outputs:
             handle = self._ops.router.empty_handle(routing, routes, num_rows, num_channels)
-            if routing.topk_idx is not None and routing.topk_weights is not None:
-                shape = (num_rows, self._num_topk)
-                topk_idx, topk_weights = routing.topk_idx.new_empty(shape), routing.topk_weights.new_empty(shape)
+            topk_idx, topk_weights = empty_topk(routing, num_rows)
         sources, ends = handle.recv_src_meta.view(torch.int32), handle.recv_gbl_rank_prefix_sum
         self._unpack(sections.records, num_rows, routes.prefix, sources, topk_idx, topk_weights, ends)
         return Unpacked(handle, topk_idx, topk_weights)

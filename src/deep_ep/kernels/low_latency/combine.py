@@ -13,16 +13,17 @@ from typing import NamedTuple
 import torch
 
 from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
+from ..exchange import is_last_block
 from ..primitives import rounded
 from .dispatch import number_tokens, tile_of, valid_ids
 from .logfmt import decode, encode_row, unit_of
 from .words import (
+    ARRIVED,
     Call,
     Patience,
     Spots,
     await_all,
     awaiting,
-    is_last_block,
     is_working,
     memories_of,
     one_of,
@@ -269,7 +270,7 @@ def _send_kernel(
         # From the last block on: those beyond the pairs have nothing else to do.
         for expert in range(tl.num_programs(0) - 1 - block, num_experts, tl.num_programs(0)):
             number_tokens(topk_idx, earlier, expert, num_tokens, num_topk, num_experts, False, TOPK, TOKENS)
-        if is_last_block(ll):
+        if is_last_block(ll + ARRIVED):
             signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, num_tokens, LANES)
             if WAITS:
                 await_all(

@@ -16,14 +16,15 @@ from typing import NamedTuple
 import torch
 
 from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
+from ..exchange import is_last_block
 from ..primitives import to_fp8
 from .words import (
+    ARRIVED,
     Call,
     Patience,
     Spots,
     await_all,
     awaiting,
-    is_last_block,
     is_working,
     memories_of,
     one_of,
@@ -244,7 +245,7 @@ def _send_kernel(
             for expert in range(token - num_tokens, num_experts, tl.num_programs(0) - num_tokens):
                 count = number_tokens(topk_idx, places, expert, num_tokens, num_topk, num_experts, True, TOPK, TOKENS)
                 tl.store(table + expert, count.to(tl.int64))
-        if is_last_block(ll):
+        if is_last_block(ll + ARRIVED):
             signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, num_tokens, LANES)
             if WAITS:
                 await_all(

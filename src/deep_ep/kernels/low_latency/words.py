@@ -35,7 +35,7 @@ _ASTRAY, _DISAGREE, _TIMEOUT = tl.constexpr(5), tl.constexpr(2), tl.constexpr(1)
 _FAILED = tl.constexpr(STATE_FAILED)
 _LINE = tl.constexpr(8)
 _KEPT, _POST = tl.constexpr(NUM_KEPT), tl.constexpr(_POST_WORDS)
-_ARRIVED, _REFUSED = tl.constexpr(STATE_ARRIVED), tl.constexpr(STATE_REFUSED)
+ARRIVED, _REFUSED = tl.constexpr(STATE_ARRIVED), tl.constexpr(STATE_REFUSED)
 _LOW_LATENCY = tl.constexpr(LOW_LATENCY)
 _SAW = tl.constexpr(STATE_WORDS)  # what a wait saw at last, [2, R]
 # Words of a post.
@@ -229,21 +229,6 @@ def set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_pe
 def sets_at(num_ranks, max_experts):
     """Where the first set begins."""
     return tl.zeros((), tl.int64) + 8 * (_LINE * num_ranks + _KEPT * (_POST + max_experts))
-
-
-@triton.jit
-def is_last_block(ll):
-    """End a block of a send: whether all others have ended.
-
-    The last one acquires what the others released, so that its own release, the signal, carries all of it. Blocks of
-    one kernel need no more than the GPU's scope for that: what they have written lies in this GPU's memory, and order
-    is transitive (PTX: causality order), so that whoever acquires the signal, which is of system scope, sees it.
-    """
-    tl.debug_barrier()
-    is_last = tl.atomic_add(ll + _ARRIVED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
-    if is_last:
-        tl.store(ll + _ARRIVED, 0)
-    return is_last
 
 
 @triton.jit
