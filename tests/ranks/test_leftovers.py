@@ -117,10 +117,18 @@ def threads_of_ours() -> list[str]:
 
 
 def children(pid: int | str = "self") -> set[str]:
-    found: set[str] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found.update((task / "children").read_text().split())
-    return found
+    """Children of all threads. Where one ends meanwhile, its children are another's: all are asked again."""
+    for _ in range(100):
+        found: set[str] = set()
+        try:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                found.update((task / "children").read_text().split())
+        except (FileNotFoundError, ProcessLookupError):
+            if not Path(f"/proc/{pid}").exists():
+                raise
+            continue
+        return found
+    raise AssertionError(f"the threads of process {pid} do not settle")
 
 
 def eventually(condition: Callable[[], bool], secs: float = 10.0) -> bool:
