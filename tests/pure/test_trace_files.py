@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common import OneRank
-from deep_ep import Buffer
+from deep_ep import Buffer, reaper
 from deep_ep.control import Control
 from deep_ep.trace import COMM, NO_SLICE, SEND, Clock, Trace
 from deep_ep.trace.clock import compare_clocks, estimate
@@ -159,6 +159,7 @@ def test_a_forgotten_buffer_closes_its_file(tmp_path):
     buffer = Buffer(None, comm=OneRank(), device="cpu", trace=tmp_path)
     del buffer
     gc.collect()
+    reaper.close_all()  # waits for what was handed over
     events = events_of(tmp_path / "rank0.json")
     assert any("stats" in event["args"] for event in events)
 
