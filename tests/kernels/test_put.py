@@ -10,7 +10,7 @@ from calls import positions, put_rows, unpack
 from windows import fail, make_places, offer
 
 from deep_ep import layout
-from deep_ep.engine.parcel import Payload, Received, Routing, empty_handle, empty_topk, outgoing_parts, unpack_records
+from deep_ep.engine.parcel import Payload, Routing, Unpacked, empty_topk, outgoing_parts, unpack_records
 from deep_ep.kernels import _triton, put, rows
 from deep_ep.kernels.put import Shape
 
@@ -183,16 +183,12 @@ def test_what_arrives_is_what_the_twins_deliver(device: str, name: str) -> None:
     for rank, (_, routing) in enumerate(inputs):
         assert same(x[rank], twin_x[rank])
         assert scales is None or twin_scales is None or same(scales[rank], twin_scales[rank])
-        no_channels = torch.zeros(num_ranks, 1, dtype=torch.int32, device=device)
-        twin = Received(
-            twin_x[rank], None, twin_records[rank], *empty_topk(routing, num_rows[rank]),
-            empty_handle(routing, num_rows[rank], no_channels), False,
-        )  # fmt: skip
-        unpack_records(twin, came[rank], rank, case.experts_per_rank)
-        source = torch.empty(num_rows[rank], dtype=torch.int32, device=device)
+        twin = Unpacked(None, *empty_topk(routing, num_rows[rank]))
+        source, twin_source = torch.empty(2, num_rows[rank], dtype=torch.int32, device=device)
+        unpack_records(twin_records[rank], came[rank], twin_source, twin, rank, case.experts_per_rank)
         ids, weights = empty_topk(routing, num_rows[rank])
         unpack(places[rank], 2, records[rank], prefix, source, ids, weights)
-        assert torch.equal(source[: came[rank]], twin.handle.recv_src_idx[: came[rank]])
+        assert torch.equal(source[: came[rank]], twin_source[: came[rank]])
         if ids is not None and weights is not None:
             assert torch.equal(ids, twin.topk_idx)
             assert torch.equal(weights[: came[rank]], twin.topk_weights[: came[rank]])

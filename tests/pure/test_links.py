@@ -18,8 +18,8 @@ import torch
 from deep_ep import EPError, layout
 from deep_ep.config import Config
 from deep_ep.engine.call import Agreement, Header
-from deep_ep.engine.rails.announce import receive_announcements
-from deep_ep.engine.rails.traffic import ChunkForm, Chunks, Traffic
+from deep_ep.engine.cpu.nodes.announce import receive_announcements
+from deep_ep.engine.cpu.nodes.traffic import ChunkForm, Chunks, Traffic
 from deep_ep.errors import MOST_TEXT_BYTES, EPTransportError
 from deep_ep.topology import Topology
 from deep_ep.transport.links import (

@@ -165,7 +165,7 @@ ONE_NODE = [
     "transport.window:Segment",
     "transport.window:SparseSegment",
     "buffers.engines:CommStream",
-    "buffers.engines:DirectEngine",
+    "buffers.engines:CpuEngine",
     "buffers.engines:DirectLowLatency",
     "buffers.legacy:Runtime",
     "buffers.legacy:registry.register",
@@ -198,7 +198,7 @@ ACROSS_NODES = [
     "transport.mesh:connect",
     "transport.mesh:Link",
     "transport.mesh:Mesh",
-    "engine.rails.engine:RailChain",
+    "engine.cpu.nodes.engine:RailChain",
     "buffers.engines:DirectLowLatency",
     "buffers.legacy:registry.register",
 ]

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from deep_ep.engine import combine, dispatch, parcel, posted
+from deep_ep.engine import parcel
 from deep_ep.engine.call import READY, Call, Chain, Header, step_name
+from deep_ep.engine.cpu import combine, dispatch, posted
 from deep_ep.engine.low_latency.direct import DirectLowLatency
 from deep_ep.soak import parent
 from deep_ep.soak.plan import Goal
@@ -97,11 +98,11 @@ def stale_id_behind_the_worst_case() -> None:
     """Behind the rows that came, ids stay what they were."""
     make_local = parcel.make_local
 
-    def make_less_local(received: parcel.Received, num_rows: int, *sizes: int) -> None:
-        before = None if received.topk_idx is None else received.topk_idx[num_rows:].clone()
-        make_local(received, num_rows, *sizes)
-        if received.topk_idx is not None and before is not None:
-            received.topk_idx[num_rows:] = before
+    def make_less_local(unpacked: parcel.Unpacked, num_rows: int, *sizes: int) -> None:
+        before = None if unpacked.topk_idx is None else unpacked.topk_idx[num_rows:].clone()
+        make_local(unpacked, num_rows, *sizes)
+        if unpacked.topk_idx is not None and before is not None:
+            unpacked.topk_idx[num_rows:] = before
 
     for module in (parcel, dispatch):
         if hasattr(module, "make_local"):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..buffers.legacy import Buffer
-from ..engine.direct import DirectEngine
+from ..engine.cpu.engine import CpuEngine
 from ..errors import EPError
 from ..terminal import teller
 from .cases import Note, RankMeasured
@@ -90,7 +90,7 @@ class _Rank:
         self._work = work
         self._gpu, self._copy_bytes = gpu, copy_bytes
         self._calls = Calls(work)
-        self._has_kernels = not isinstance(work.buffer._engine, DirectEngine)
+        self._has_kernels = not isinstance(work.buffer._engine, CpuEngine)
         self._stopwatch: Stopwatch
         if self._has_kernels:
             pair = [torch.ones(copy_bytes, dtype=torch.uint8, device=work.buffer.device) for _ in range(2)]

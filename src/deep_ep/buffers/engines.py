@@ -6,14 +6,15 @@ import secrets
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .. import env
 from ..control import Control, NodeControl
-from ..engine.direct import DirectEngine
+from ..engine.cpu.engine import CpuEngine
+from ..engine.engine import Engine
 from ..engine.low_latency.direct import DirectLowLatency
 from ..errors import EPUnsupported
 from ..stream import CommStream, CudaStream, LaunchStream
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 NVSHMEM = "nvshmem"
 INTERPRETED = "interpreted"  # the name of the transport of CPU ranks that run the GPU's kernels
 INTERPRETED_MEMORY = "interpreted-memory"  # the same, where nodes share the memory of a host
-
-Engine: TypeAlias = "DirectEngine | StreamedEngine"
 
 _LEAST_ARENA_BYTES = 16 << 20  # room for small calls of a buffer that was made with no size at all
 _LEAST_FAR_BYTES = 2 << 20  # likewise, between nodes
@@ -98,7 +97,7 @@ def make_engine(
         memory, how = InterpretedMemory(control), f"{INTERPRETED} ({env.TRANSPORT.name}={wish})"
         return _streamed(control, memory, LaunchStream(), sizes, device_limit_secs, enable_shrink), how
     choice = choose(control.num_ranks)
-    engine = DirectEngine(choice.make_window(control, sizes), CommStream(f"deep_ep-comm-{control.rank}"))
+    engine = CpuEngine(choice.make_window(control, sizes), CommStream(f"deep_ep-comm-{control.rank}"))
     if sizes.low_latency_bytes:
         engine.low_latency = DirectLowLatency(engine.chain, engine.stream, sizes.low_latency_bytes, enable_shrink)
     return engine, f"{choice.name} ({choice.reason})"
@@ -107,7 +106,7 @@ def make_engine(
 def _rails(control: Control, topology: Topology, sizes: WindowSizes, enable_shrink: bool) -> tuple[Engine, str]:
     """The engine across nodes: a window inside the node, messages on the rail, and on the mesh for low latency."""
     # Not before a buffer needs them: other systems have no such sockets.
-    from ..engine.rails.engine import RailsEngine
+    from ..engine.cpu.nodes.engine import RailsEngine
     from ..transport.mesh import make_mesh
     from ..transport.message import make_rail
 
@@ -165,7 +164,8 @@ def _relayed(
         words = torch.zeros(layout.num_words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     far = Far(layout, words, max(_LEAST_FAR_BYTES, shared.far_bytes))
     stream: LaunchStream = LaunchStream() if device.type == "cpu" else CudaStream(device)
-    signals, memory = Signals(window, stream, limit_secs, MAX_EXPERTS, num_nodes), Memory(window, stream)
+    signals = Signals(window, stream, limit_secs, MAX_EXPERTS, num_nodes)
+    memory = Memory(window, stream, can_stage=False)
     places = signals.places
     if whole is not None:
         courier: Courier = make_nvshmem_courier(control, whole, part, layout, topology, places, far.places, pes)
@@ -174,7 +174,7 @@ def _relayed(
     far.start(courier)
     control.renew_deadline("compiling kernels")
     ops = TwoHops(topology, far, signals, memory, load_shapes(size))
-    engine = StreamedEngine(window, stream, signals, memory, ops, sizes.scratch_bytes)
+    engine = StreamedEngine(window, stream, signals, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
     if num_bytes and pes:
         ranks = FarRanks(topology, pes, courier.tell_failure)
@@ -316,7 +316,7 @@ def _streamed(
     control.renew_deadline("compiling kernels")
     for kernels in (notify, staging):
         kernels.prepare_all(signals.places)
-    engine = StreamedEngine(window, stream, signals, rooms, ops, sizes.scratch_bytes)
+    engine = StreamedEngine(window, stream, signals, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
     if num_bytes:
         engine.low_latency = StreamedLowLatency(signals, window, stream, num_bytes, enable_shrink)

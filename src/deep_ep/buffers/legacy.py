@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .. import env
 from ..config import Config, combine_config, dispatch_config
 from ..control import Comm, Control
-from ..engine.direct import Order
+from ..engine.ops import Order
 from ..errors import EPClosed, EPUnsupported, account
 from ..event import EventHandle, EventOverlap
 from ..handle import parse_handle

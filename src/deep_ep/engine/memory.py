@@ -10,14 +10,16 @@ import torch
 
 from ..errors import EPTransportError
 from ..kernels.exchange import NUM_SECTIONS, SEGMENT_BITS
+from ..kernels.notify import Post, make_post
 from ..kernels.put import VECTOR_BYTES
 from ..sizing import align
 from ..stream import LaunchStream
 from ..transport.arena import GROWTH_BYTES
 from ..transport.device import DeviceWindow
 from ..transport.spans import UNIT_BYTES, whole_units
+from .call import warn_staged
+from .ops import NO_SECTIONS, Counts, Sections, make_sections
 from .scope import Scope
-from .signals import Counts
 from .staging import MOST_BYTES, lane_rows
 
 _SPARE_BYTES = 128 << 10  # regions are whole pages, and records at least half of this
@@ -56,32 +58,21 @@ class Columns(NamedTuple):
         return align(row_bytes, VECTOR_BYTES) + align(4 * num_topk, VECTOR_BYTES)
 
 
-class Sections(NamedTuple):
-    """Room for the rows of a dispatch.
+class Supply(NamedTuple):
+    """How a rank gives its rows in a combine.
 
     Attributes:
-        x: [n, H]; None: there is no room yet.
-        scales: [n, S], or None.
-        records: Memory for n records, or None.
-        num_rows: n.
-        lane_rows: If the room is not in the window: rows of a source that fit into its lane of the staging; else 0.
-        bases: Where peers write, a base for each section; -1: nothing there.
+        path: `combine/pulled`, `combine/copied_in` or `combine/staged`.
+        post: What it says of them.
+        copies: Pairs of a region and the rows that are copied into it first.
     """
 
-    x: torch.Tensor | None
-    scales: torch.Tensor | None
-    records: torch.Tensor | None
-    num_rows: int
-    lane_rows: int
-    bases: tuple[int, int, int]
-
-    def rooms(self) -> tuple[int, ...]:
-        """Addresses of the sections; 0: it does not travel."""
-        return tuple(0 if part is None else part.data_ptr() for part in (self.x, self.scales, self.records))
+    path: str
+    post: Post
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
 
 
-_make_sections: Callable[[tuple], Sections] = partial(tuple.__new__, Sections)  # see `notify.make_post`
-NO_SECTIONS = Sections(None, None, None, 0, 0, (-1, -1, -1))
+_make_supply: Callable[[tuple], Supply] = partial(tuple.__new__, Supply)  # see `notify.make_post`
 
 
 class Memory:
@@ -90,12 +81,17 @@ class Memory:
     Args:
         window: The window.
         stream: Where calls are launched.
+        can_stage: Rows without room in the window may go through the staging.
     """
 
-    def __init__(self, window: DeviceWindow, stream: LaunchStream):
+    def __init__(self, window: DeviceWindow, stream: LaunchStream, can_stage: bool = True):
         self._window = window
         self._arena = window.arena
         self._stream = stream
+        self._can_stage = can_stage
+        self._has_warned = False
+        self._guessed_rows = 0
+        self.largest_free_bytes = window.arena.largest_free_bytes
         self._zeros: dict[int, torch.Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.int32, device=window.device)
 
@@ -111,7 +107,28 @@ class Memory:
         if not self._stream.is_capturing:
             self._arena.reclaim(self._stream.current)
 
-    def sections(self, columns: Columns, num_rows: int) -> Sections | None:
+    def guess(self, columns: Columns) -> Sections:
+        """Room for a few rows more than the last dispatch received; `NO_SECTIONS` where there is none."""
+        sections = self._sections(columns, self._guessed_rows) if self._guessed_rows else None
+        return sections if sections is not None else NO_SECTIONS
+
+    def guess_from(self, num_rows: int) -> None:
+        """So many rows came with the last dispatch."""
+        self._guessed_rows = num_rows + num_rows // 16 + 64
+
+    def exact(self, scope: Scope, columns: Columns, num_rows: int) -> Sections:
+        """Room for exactly so many rows: in the window, or elsewhere, by way of the staging.
+
+        Raises:
+            EPTransportError: There is no room, and no staging, or the staging cannot hold a row of every rank.
+        """
+        sections = self._sections(columns, num_rows)
+        if sections is None:
+            self._require_staging("dispatch")
+            sections = self._staged_sections(scope, columns, num_rows)
+        return sections
+
+    def _sections(self, columns: Columns, num_rows: int) -> Sections | None:
         """Room for `num_rows` rows; None where there is none."""
         hidden, dtype, num_scales, scale_dtype, record_words = columns
         x = self.region((num_rows, hidden), dtype)
@@ -134,16 +151,16 @@ class Memory:
                 return None
         scale_base = -1 if scales is None else self.base(scales)
         record_base = -1 if records is None else self.base(records)
-        return _make_sections((x, scales, records, num_rows, 0, (self.base(x), scale_base, record_base)))
+        return make_sections((x, scales, records, num_rows, 0, (self.base(x), scale_base, record_base)))
 
-    def staged_sections(self, scope: Scope, columns: Columns, num_rows: int) -> Sections:
+    def _staged_sections(self, scope: Scope, columns: Columns, num_rows: int) -> Sections:
         """The same in ordinary memory, which rows reach through the staging.
 
         Raises:
             EPTransportError: The staging cannot hold a row of every rank.
         """
         hidden, dtype, num_scales, scale_dtype, record_words = columns
-        num_lane_rows, bases = self.lanes(columns.widths())
+        num_lane_rows, bases = self._lanes(columns.widths())
         device = self._window.device
         scales = records = None
         with scope.outputs:
@@ -154,7 +171,7 @@ class Memory:
             records = torch.empty(num_rows, record_words, dtype=torch.int32, device=device)
         return Sections(x, scales, records, num_rows, num_lane_rows, bases)
 
-    def lanes(self, row_bytes: Sequence[int]) -> tuple[int, tuple[int, int, int]]:
+    def _lanes(self, row_bytes: Sequence[int]) -> tuple[int, tuple[int, int, int]]:
         """Cut the staging into lanes.
 
         Args:
@@ -182,6 +199,48 @@ class Memory:
         """Where a region is, as an offer says it; -1: it has no bytes, or is none."""
         base = self._arena.base_of(region) if region.numel() else None
         return -1 if base is None else base[0] << SEGMENT_BITS | base[1]
+
+    def supply(self, parts: Sequence[torch.Tensor], num_tokens: int) -> Supply:
+        """The rows to give: found in the arena, or to be copied there, or, where it has no room, by way of staging."""
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        bases = [-1, -1, -1]
+        for section, part in enumerate(parts):
+            bases[section] = self.base(part)
+            # Peers read vectors: a view that begins between two of them is copied like anything outside the window.
+            if bases[section] % VECTOR_BYTES and part.numel():
+                region = self.region(part.shape, part.dtype)
+                if region is None:
+                    return self._staged_supply(parts, [taken for taken, _ in copies], num_tokens)
+                copies.append((region, part))
+                bases[section] = self.base(region)
+        path = "combine/copied_in" if copies and copies[0][1] is parts[0] else "combine/pulled"
+        post = make_post((parts[0].shape[0], 0, num_tokens, 0, (bases[0], bases[1], bases[2]), 0, 0))
+        return _make_supply((path, post, copies))
+
+    def _staged_supply(self, parts: Sequence[torch.Tensor], taken: list[torch.Tensor], num_tokens: int) -> Supply:
+        """All parts by way of the staging: what was taken for some of them goes back."""
+        self._require_staging("combine")
+        for region in taken:
+            self._arena.give_up(region)
+        num_lane_rows, bases = self._lanes([part.shape[1] * part.element_size() for part in parts])
+        return Supply("combine/staged", Post(parts[0].shape[0], num_lane_rows, num_tokens, bases=bases), [])
+
+    def _require_staging(self, operation: str) -> None:
+        """Say once that calls are slower than they could be.
+
+        Raises:
+            EPTransportError: Across nodes there is no staging.
+        """
+        sizes, rank, num_ranks = self._arena.num_bytes(), self._window.rank, self._window.num_ranks
+        if not self._can_stage:
+            raise EPTransportError(
+                f"{operation}: the arena has no room for the rows ({sizes['used']} of {sizes['reserved']} bytes are in "
+                f"use, rank {rank}/{num_ranks}). Drop received tensors, or make the buffer "
+                "with a larger num_nvl_bytes; it grows by itself only in a dispatch without handle or num_worst_tokens"
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            warn_staged(operation, sizes["used"], rank, num_ranks)
 
     def _lack(self, num_bytes: int) -> EPTransportError:
         """The error where neither a region can be had nor staging will do."""

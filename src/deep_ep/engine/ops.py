@@ -1,176 +1,239 @@
-"""The steps of a call, as the scripts of `streamed.py` take them: one set for one hop, one for two.
+"""The steps of a call, as the scripts of `engine.py` take them, and what passes between them.
 
-A call has a *signature*: everything about it but its tensors' memory and the number of its tokens. What follows from it
-(which kernels, how they are launched, the words that must agree, the widths of rows) is found once, and kept: the steps
-of a signature. A call then checks little, takes memory, and hands addresses to launches that are bound already.
+There are four sets of steps, for one node and for several, on the CPU and on a GPU. Those of a GPU hold nothing of a
+call: they are made once for each signature. Those of the CPU are made for each call, and keep what the call learns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ..kernels.notify import Post
-from .memory import Columns, Sections
-from .parcel import Payload, Received, Routing
-from .shapes import Shapes
-from .signals import Counts
+from ..event import EventHandle
+from .parcel import Combined, Payload, Received, Routing
+
+T = TypeVar("T")
 
 
-class DispatchSignature(NamedTuple):
-    """What tells dispatches apart.
-
-    Attributes:
-        operation: One of `call.OPERATIONS`.
-        hidden: H.
-        dtype: Of the payload.
-        alignment: The payload begins at a multiple of so many bytes, at most 16.
-        num_scales: Scales of a row.
-        scale_dtype: Their type; None: there are none.
-        num_topk: K; 0: ids and weights do not travel.
-        idx_dtype: Type of the ids; None: there are none.
-        num_experts: E; 0: there is a handle.
-        num_sms: Most blocks of a kernel; None: nothing bounds them.
-    """
-
-    operation: str
-    hidden: int
-    dtype: torch.dtype
-    alignment: int
-    num_scales: int
-    scale_dtype: torch.dtype | None
-    num_topk: int
-    idx_dtype: torch.dtype | None
-    num_experts: int
-    num_sms: int | None
-
-
-class CombineSignature(NamedTuple):
-    """What tells combines apart.
+@dataclass(frozen=True)
+class Order:
+    """How a call stands to the caller's stream.
 
     Attributes:
-        hidden: H.
-        dtype: Of the rows.
-        num_topk: K, of the weights that come back with the rows; 0: none do.
-        num_biases: At most two.
-        is_aligned: Sums and biases begin at multiples of 16 bytes.
-        num_sms: Most blocks of a kernel; None: nothing bounds them.
+        after: What the call waits for on the comm stream; None: nothing.
+        is_async: The caller does not wait for the call.
     """
 
-    hidden: int
-    dtype: torch.dtype
-    num_topk: int
-    num_biases: int
-    is_aligned: bool
-    num_sms: int | None
+    after: EventHandle | None
+    is_async: bool
+
+    def is_due(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+        return self.after is None or self.after.query()
+
+    def begin(self, work: Callable[[], T]) -> T:
+        """On the comm stream: wait, then do the work."""
+        if self.after is not None:
+            self.after.current_stream_wait()
+        return work()
 
 
-class Supply(NamedTuple):
-    """How a rank gives its rows in a combine.
+class Counts(NamedTuple):
+    """What the ranks told each other in a full dispatch.
 
     Attributes:
-        path: `pulled`, `copied_in` or `staged`.
-        post: What it says of them.
-        copies: Pairs of a region and the rows that are copied into it first.
+        num_rows: Rows that each rank receives (on the CPU across nodes: each rank of this node).
+        expert_counts: Selections of each expert of this rank.
+        fits: The rows fit into what was offered, on all ranks.
+        num_tokens: Tokens that each rank has; the CPU needs none of what follows.
+        free_bytes: The largest region that each rank could take.
+        far_rows: Rows that each rank relays, its own ones for its node included; on one node anything.
     """
 
-    path: str
-    post: Post
-    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    num_rows: list[int]
+    expert_counts: list[int]
+    fits: bool
+    num_tokens: Sequence[int] = ()
+    free_bytes: Sequence[int] = ()
+    far_rows: Sequence[int] = ()
+
+
+class Sections(NamedTuple):
+    """Memory for the rows of a dispatch.
+
+    Attributes:
+        x: [n, H]; None: there is none yet.
+        scales: [n, S], or None.
+        records: Memory for n records, or None.
+        num_rows: n.
+        lane_rows: If the memory is not in the window: rows of a source that its part of the staging holds; else 0.
+        bases: Where peers write, a base for each section, as the device's offers have it.
+    """
+
+    x: torch.Tensor | None
+    scales: torch.Tensor | None
+    records: torch.Tensor | None
+    num_rows: int
+    lane_rows: int
+    bases: tuple[Any, ...]
+
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of the sections; 0: it does not travel."""
+        return tuple(0 if part is None else part.data_ptr() for part in (self.x, self.scales, self.records))
+
+    def parts(self) -> list[torch.Tensor]:
+        """The sections that travel."""
+        return [part for part in (self.x, self.scales, self.records) if part is not None]
+
+
+make_sections: Callable[[tuple], Sections] = partial(tuple.__new__, Sections)  # see `notify.make_post`
+NO_SECTIONS = Sections(None, None, None, 0, 0, (-1, -1, -1))
+
+
+def received_of(
+    sections: Sections,
+    num_rows: int,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    handle: Any,
+) -> Received:
+    """What a dispatch returns: `num_rows` rows of what there is memory for are the caller's."""
+    x, scales, _, num_there, lane_rows, _ = sections
+    assert x is not None
+    if num_rows != num_there:
+        x, scales = x[:num_rows], scales[:num_rows] if scales is not None else None
+        if topk_idx is not None and topk_weights is not None:
+            topk_idx, topk_weights = topk_idx[:num_rows], topk_weights[:num_rows]
+    return Received(x, scales, topk_idx, topk_weights, handle, lane_rows > 0)
+
+
+class Scope(Protocol):
+    """Around a call: it comes after the caller's work (or just after an event) and after earlier calls.
+
+    Autograd does not watch, and the peers learn of whatever exception leaves it.
+    """
+
+    def __enter__(self) -> Any:
+        """Begin."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End: on the CPU, run what the steps have handed over, or queue it."""
+        ...
+
+    def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
+        """Keep what a call reads until the device has read it. Before the first step, however the call ends.
+
+        Args:
+            tensors: Those that may lie in the window.
+            ordinary: Those that do not.
+        """
+        ...
+
+    def hold_received(self, received: Received) -> Received:
+        """Keep what a dispatch returns until the streams that use it are done. Returns what the caller gets."""
+        ...
+
+    def hold_combined(self, sums: Sequence[torch.Tensor]) -> Combined:
+        """The same of a combine."""
+        ...
+
+    def event(self) -> EventHandle | None:
+        """After the call: its event if it is asynchronous."""
+        ...
 
 
 class DispatchSteps(Protocol):
-    """The steps of dispatches with one signature: in the order of a call, and some of them launch kernels.
-
-    Attributes:
-        columns: What the rows consist of, for whoever makes room for them.
-    """
-
-    columns: Columns
+    """The steps of a dispatch, in the order in which a call takes them."""
 
     def route(self, scope: Any, routing: Routing, num_channels: int, num_rows: int) -> Any:
-        """Memory for the routes of a dispatch that has routing; `num_rows` is what it made room for, 0: it guesses."""
+        """Memory for the routes of a dispatch that has routing; `num_rows` is what it has memory for, 0: not known."""
         ...
 
-    def follow(self, handle: Any) -> Any:
+    def follow(self, scope: Any, handle: Any) -> Any:
         """The routes of a dispatch that follows a handle."""
         ...
 
-    def notify(self, scope: Any, post: Post, payload: Payload, routing: Routing | None, routes: Any) -> None:
-        """Number the tokens, if there is routing; say what this rank brings and offers, and hear all others."""
+    def guess(self) -> Sections:
+        """Memory to offer before the counts are known; `NO_SECTIONS`: none."""
         ...
 
-    def offer(self, scope: Any, post: Post, payload: Payload, routes: Any) -> None:
-        """Say and hear again, with exact offers, after a guess that did not fit everywhere."""
+    def memory(self, scope: Any, num_rows: int) -> Sections:
+        """Memory for exactly so many rows: in the window, or elsewhere, by way of the staging.
+
+        Raises:
+            EPTransportError: There is none, and no staging, or the staging cannot hold a row of every rank.
+        """
+        ...
+
+    def notify(self, scope: Any, payload: Payload, routing: Routing | None, routes: Any, sections: Sections) -> None:
+        """Tell the peers what this rank brings and offers, and learn the same of them."""
         ...
 
     def move(self, scope: Any, payload: Payload, routing: Routing | None, routes: Any, sections: Sections) -> None:
-        """Move the rows, and wait for the peers' to be there. Does nothing while a call is held."""
-        ...
-
-    def grow(self, told: Counts, payload: Payload, routing: Routing) -> None:
-        """Make room, on all ranks alike, where some rank lacks it for this call or for its combine."""
-        ...
-
-    def rerouted(self, scope: Any, routes: Any, told: Counts, routing: Routing) -> Any:
-        """The routes with exact memory, after a guess that did not fit."""
+        """Move the rows, and wait for the peers' to be there. Does nothing while nothing, or too little, is offered."""
         ...
 
     def unpack(self, scope: Any, routing: Routing, routes: Any, sections: Sections, num_channels: int) -> Any:
-        """Take the records apart, into memory for as many rows as there is room for."""
+        """Take the records apart, into memory for as many rows as there is memory for."""
         ...
 
-    def received(
-        self, routing: Routing, routes: Any, sections: Sections, unpacked: Any, num_rows: int, told: Counts | None
-    ) -> Received:
-        """What a dispatch returns: so many rows, and the handle. Counts are told of a full dispatch alone."""
+    def counts(self, scope: Any, routing: Routing) -> Counts:
+        """Wait, on the host, for what the ranks told each other.
+
+        Raises:
+            ValueError: The caller's counts are wrong; nothing was announced.
+            EPError: A peer failed, was silent, or makes another call.
+        """
+        ...
+
+    def grow(self, told: Counts) -> None:
+        """Add memory to the window, on all ranks alike, where some rank lacks it for this call or for its combine."""
+        ...
+
+    def rerouted(self, scope: Any, routes: Any, told: Counts, routing: Routing) -> Any:
+        """The routes with exact memory, now that the counts are known."""
+        ...
+
+    def offer(self, scope: Any, payload: Payload, routes: Any, sections: Sections) -> None:
+        """Tell the peers where this rank takes its rows, and learn the same of them, now that the counts are known."""
+        ...
+
+    def received(self, routes: Any, sections: Sections, unpacked: Any, num_rows: int, told: Counts | None) -> Received:
+        """What a dispatch returns: so many rows, and the handle. Only a full dispatch has counts."""
         ...
 
 
 class CombineSteps(Protocol):
-    """The steps of combines with one signature."""
+    """The steps of a combine, in the order in which a call takes them."""
 
-    def notify(self, scope: Any, supply: Supply, handle: Any) -> None:
-        """Copy in what must be, say where this rank's rows are, and hear all others."""
+    def outputs(self, scope: Any, parts: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
+        """Memory for the sums of each part, [T, columns]."""
+        ...
+
+    def notify(self, scope: Any, parts: Sequence[torch.Tensor], handle: Any) -> Any:
+        """Bring the rows to where peers can read them, say where, and learn the same of the peers.
+
+        Returns:
+            How this rank gives its rows, for `sum`.
+        """
         ...
 
     def sum(
         self,
         scope: Any,
+        supply: Any,
         parts: Sequence[torch.Tensor],
         handle: Any,
         sums: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor],
     ) -> None:
         """Sum what the peers have for this rank's tokens, and wait until they have summed what this rank has."""
-        ...
-
-
-class Ops(Protocol):
-    """Where steps come from: one hop (`one_hop.py`), or two (`relays/two_hops.py`).
-
-    Attributes:
-        can_stage: Rows without room in the window may go through the staging.
-        shapes: How bulk kernels are launched, of steps that are made from now on.
-    """
-
-    can_stage: bool
-    shapes: Shapes
-
-    def dispatch(self, signature: DispatchSignature) -> DispatchSteps:
-        """The steps of a signature, made anew."""
-        ...
-
-    def combine(self, signature: CombineSignature) -> CombineSteps:
-        """Likewise."""
-        ...
-
-    def numbers(self) -> dict[str, Any]:
-        """What it has counted beside the engine."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what it holds, once everything that was launched is done."""
         ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,12 +79,11 @@ class Routing:
 
 @dataclass(slots=True)
 class Received:
-    """Where the rows of a dispatch arrive. Made by the caller's thread, filled on the comm stream.
+    """What a dispatch returns. On the CPU made by the caller's thread, and filled on the comm stream.
 
     Attributes:
         x: [n, H] in the window (in ordinary memory where the arena cannot hold it).
         scales: [n, S] likewise, or None.
-        records: [n, W] int32, ids, weights and source index side by side; dropped when the call ends.
         topk_idx: [n, K] ordinary memory, or None.
         topk_weights: [n, K] ordinary memory, or None.
         handle: The `Handle`, across nodes the `RailHandle`; its tensors are ordinary memory.
@@ -93,26 +92,36 @@ class Received:
 
     x: torch.Tensor
     scales: torch.Tensor | None
-    records: torch.Tensor | None
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     handle: Any
     is_staged: bool
 
-    def apart(self) -> Received:
-        """The same memory as other tensors, see `apart`."""
-        x, scales, topk_idx, topk_weights = apart((self.x, self.scales, self.topk_idx, self.topk_weights))
-        handle = type(self.handle)(*apart(self.handle))
-        return Received(x, scales, self.records, topk_idx, topk_weights, handle, self.is_staged)
 
-    def parts(self) -> list[torch.Tensor]:
-        """What arrives, a matrix for each section."""
-        return [part for part in (self.x, self.scales, self.records) if part is not None]
+class Combined(NamedTuple):
+    """What a combine returns: private memory, likewise.
 
-    def posted_parts(self, has_routing: bool) -> list[torch.Tensor]:
-        """What arrives of rows that were posted; the same kinds as `posted_parts` makes."""
-        parts = [part for part in (self.x, self.scales, self.topk_idx, self.topk_weights) if part is not None]
-        return [*parts, self.handle.recv_src_idx.view(-1, 1)] if has_routing else parts
+    Attributes:
+        x: [T, H] of the input's dtype.
+        topk_weights: [T, K] float32, or None.
+    """
+
+    x: torch.Tensor
+    topk_weights: torch.Tensor | None
+
+
+class Unpacked(NamedTuple):
+    """What comes beside the rows of a dispatch, with as many rows as there is memory for.
+
+    Attributes:
+        handle: The handle.
+        topk_idx: [n, K], local ids, or None.
+        topk_weights: [n, K] float32, or None.
+    """
+
+    handle: Any
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
 
 
 def apart(tensors: Iterable[Any]) -> list[Any]:
@@ -225,37 +234,39 @@ def _pack_records(routing: Routing, num_tokens: int) -> torch.Tensor:
     return torch.cat([*parts, source_idx.view(-1, 1).expand(-1, num_words)], 1)
 
 
-def unpack_records(received: Received, num_rows: int, rank: int, num_local_experts: int) -> None:
-    """Take the records apart: source indices into the handle, ids and weights, which are made local.
+def unpack_records(
+    records: torch.Tensor, num_rows: int, source_idx: torch.Tensor, unpacked: Unpacked, rank: int, num_local: int
+) -> None:
+    """Take records apart: source indices, ids and weights, which are made local.
 
     Args:
-        received: Holds the records, and what is filled from them.
-        num_rows: Rows that came; there may be room for more.
+        records: [n, W] int32.
+        num_rows: Rows that came; there may be memory for more.
+        source_idx: [n] int32, to be filled.
+        unpacked: Its ids and weights are filled.
         rank: This rank.
-        num_local_experts: Experts of a rank.
+        num_local: Experts of a rank.
     """
-    if received.records is None:
+    records = records[:num_rows]
+    source_idx[:num_rows].copy_(records[:, -1])
+    ids, weights = unpacked.topk_idx, unpacked.topk_weights
+    if ids is None or weights is None:
         return
-    records, received.records = received.records[:num_rows], None
-    received.handle.recv_src_idx[:num_rows].copy_(records[:, -1])
-    if received.topk_idx is None or received.topk_weights is None:
-        return
-    num_topk, dtype = received.topk_idx.size(1), received.topk_idx.dtype
-    id_words = num_topk * dtype.itemsize // 4
-    received.topk_idx[:num_rows].copy_(records.view(dtype)[:, :num_topk])
-    received.topk_weights[:num_rows].copy_(records.view(torch.float32)[:, id_words : id_words + num_topk])
-    make_local(received, num_rows, rank, num_local_experts)
+    num_topk, id_words = ids.size(1), ids.size(1) * ids.element_size() // 4
+    ids[:num_rows].copy_(records.view(ids.dtype)[:, :num_topk])
+    weights[:num_rows].copy_(records.view(torch.float32)[:, id_words : id_words + num_topk])
+    make_local(unpacked, num_rows, rank, num_local)
 
 
-def make_local(received: Received, num_rows: int, rank: int, num_local_experts: int) -> None:
+def make_local(unpacked: Unpacked, num_rows: int, rank: int, num_local: int) -> None:
     """Make ids local: -1 for experts of other ranks, whose weights become 0. Arguments as above."""
-    if received.topk_idx is None or received.topk_weights is None:
+    ids, weights = unpacked.topk_idx, unpacked.topk_weights
+    if ids is None or weights is None:
         return
-    ids, weights = received.topk_idx, received.topk_weights
     if num_rows < ids.size(0):
         ids[num_rows:].fill_(-1)
         ids, weights = ids[:num_rows], weights[:num_rows]
-    ids.sub_(rank * num_local_experts)
-    is_foreign = ids != ids.clamp(0, num_local_experts - 1)
+    ids.sub_(rank * num_local)
+    is_foreign = ids != ids.clamp(0, num_local - 1)
     ids.masked_fill_(is_foreign, -1)
     weights.masked_fill_(is_foreign, 0.0)

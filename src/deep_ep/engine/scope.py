@@ -12,9 +12,11 @@ import torch
 
 from ..stream import LaunchStream
 from ..transport.device import DeviceArena
-from .direct import Order
+from .ops import Order
+from .parcel import Combined, Received, Routing
 from .signals import Signals
 
+_make_combined: Callable[[tuple], Combined] = partial(tuple.__new__, Combined)  # see `notify.make_post`
 _set_grad_enabled = torch._C._set_grad_enabled
 
 
@@ -34,9 +36,11 @@ class Scope:
         outputs: Ordinary tensors that are made inside are the caller's, unless its stream may be behind the call (an
             event came before). Memory only: what is launched inside would be on the caller's stream.
         reach: To be told of each step before it is launched; None: nobody watches.
+        path: How the rows go, which is counted when the call has been launched.
     """
 
     is_elsewhere = False
+    path = ""
     outputs: AbstractContextManager[None] = nullcontext()
     reach: Callable[[str], None] | None = None
     _marked: AbstractContextManager[None] | None = None
@@ -84,21 +88,38 @@ class Scope:
             _set_grad_enabled(self._grad)
             if error is not None:
                 self._signals.spread(self._operation, error)
+            elif self.path:
+                self._signals.stats.count_path(self.path)
 
     def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
-        """The same of a call on another stream. Before anything is launched, however the call ends.
-
-        Args:
-            tensors: Those that may lie in the window.
-            ordinary: Those that do not.
-        """
-        stream = self._stream
+        """Keep what a call reads until the device has read it, see `ops.Scope`."""
+        stream, used_by = self._stream, self._arena.used_by
+        current = stream.current
         for tensor in tensors:
             if tensor is not None:
-                self._arena.used_by(tensor, stream.current)
-        if self._order.is_async:
+                used_by(tensor, current)
+        if self.is_elsewhere and self._order.is_async:
             stream.hold(tensors, stream.raw)
             stream.hold(ordinary, stream.raw)
+
+    def hold_received(self, received: Received) -> Received:
+        """Keep the rows of a dispatch; `hold_unpacked` has kept the rest."""
+        if self.is_elsewhere:
+            self.hold_outputs((received.x, received.scales))
+        return received
+
+    def hold_unpacked(self, routing: Routing, unpacked: Any) -> None:
+        """Keep what comes beside the rows: it may be dropped before the device has come to write it."""
+        if self.is_elsewhere:
+            handle, topk_idx, topk_weights = unpacked
+            made = [item for item in handle if item is not routing.is_token_in_rank]
+            self.hold_outputs((topk_idx, topk_weights, *made))
+
+    def hold_combined(self, sums: Sequence[torch.Tensor]) -> Combined:
+        """Keep the sums of a combine."""
+        if self.is_elsewhere:
+            self.hold_outputs(sums)
+        return _make_combined((sums[0], sums[1] if len(sums) > 1 else None))
 
     def hold_outputs(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Keep what a call returns until the streams that use it are done: the caller's, and the call's.
@@ -116,4 +137,6 @@ class Scope:
 
     def event(self) -> Any:
         """After the call: an event for what was launched; None: the caller's stream waits for it."""
-        return self._stream.leave(self._order.is_async)
+        if self.is_elsewhere or self._order.is_async:
+            return self._stream.leave(self._order.is_async)
+        return None

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -22,29 +21,11 @@ from .call import LOW_LATENCY, OPERATIONS, Agreement, is_refusal
 from .digest import unpack
 from .failure import Record
 from .marks import Marks
+from .ops import Counts
+from .stats import Stats
 
 _NUM_LOOKS = 4000  # how often the host looks for the counts before it pauses: even the shortest pause takes 60 us
 _PAUSE_SECS, _MOST_PAUSE_SECS = 2e-5, 5e-4
-
-
-class Counts(NamedTuple):
-    """What the ranks told each other in a full dispatch.
-
-    Attributes:
-        num_rows: Rows that each rank receives.
-        num_tokens: That each rank has.
-        free_bytes: The largest region that each rank could take.
-        far_rows: Rows that each rank relays, its own ones for its node included; on one node anything.
-        expert_counts: Selections of each expert of this rank.
-        fits: The rows fit into what was offered, on all ranks.
-    """
-
-    num_rows: list[int]
-    num_tokens: list[int]
-    free_bytes: list[int]
-    far_rows: list[int]
-    expert_counts: list[int]
-    fits: bool
 
 
 Handshaking = Callable[..., None]
@@ -69,6 +50,7 @@ class Signals:
         is_announced: Peers may know of the call that is being made: what goes wrong in it goes wrong for all ranks.
         is_calling: The engine answers for the call that is being made: whatever exception leaves it, the peers know.
         marks: Where calls are marked for a trace; None: nowhere.
+        stats: Where calls are counted.
         low_latency_words: [R, 2] int64, what the ranks said in a low-latency call that they disagree in.
         low_latency_state: int64, private words of low-latency calls; None: there are none.
     """
@@ -88,6 +70,7 @@ class Signals:
         self._stream = stream
         self._limit_secs = limit_secs
         self._board = window.board
+        self.stats = Stats(num_ranks)
         self._ticket = 0
         self._failure: str | None = None
         self._is_capturing = window.is_capturing
@@ -168,11 +151,11 @@ class Signals:
         last = first + 3 * num_ranks + num_ranks * num_ranks
         return Counts(
             words[last - num_ranks : last],
+            words[last : last + num_experts // num_ranks],
+            not words[exchange.STATE_HELD],
             words[first + num_ranks : first + 2 * num_ranks],
             words[first : first + num_ranks],
             words[first + 2 * num_ranks : first + 3 * num_ranks],
-            words[last : last + num_experts // num_ranks],
-            not words[exchange.STATE_HELD],
         )
 
     def _wait_for_ticket(self) -> None:

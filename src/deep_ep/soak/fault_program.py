@@ -170,7 +170,7 @@ class Program:
         self._buffer.get_comm_stream().synchronize()
         if self._op.startswith("ll-"):
             assert self._buffer._engine is not None
-            return self._buffer._engine.window.board.sent.load_acquire()  # type: ignore[union-attr]
+            return self._buffer._engine.window.board.sent.load_acquire()
         return sum(self._buffer.stats()["calls"].values())
 
     def check_kept(self) -> None:

@@ -217,7 +217,7 @@ class DirectLowLatency:
         self._stream.run(work, on_abandon=lambda error: self._abandon(error, call))
 
     def _abandon(self, error: BaseException, call: LowLatencyCall) -> bool:
-        """Fail a call that the comm stream may be in the middle of; the answer is that of `DirectEngine._abandon`."""
+        """Fail a call that the comm stream may be in the middle of; the answer is that of `CpuScope._abandon`."""
         self._chain.give_up(error, call.name)
         with suppress(RuntimeError):  # the thread has ended, and has told everybody that this rank leaves
             self._stream.submit(self._chain.tell_failure)  # links are the comm stream's alone

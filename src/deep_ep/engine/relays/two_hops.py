@@ -33,13 +33,21 @@ from ...kernels.rail import FarRows
 from ...kernels.staging import FinishCombine, FinishDispatch
 from ...topology import Topology
 from ..call import ANNOUNCED, OFFERED, READY
-from ..memory import Memory, Sections
-from ..one_hop import Unpacked, columns_of, combine_terms, received_of, rows_of, terms_of
-from ..ops import CombineSignature, DispatchSignature, Supply
-from ..parcel import Payload, Received, Routing, empty_topk
+from ..memory import Memory, Supply
+from ..ops import Counts, Sections, received_of
+from ..parcel import Payload, Received, Routing, Unpacked, empty_topk
 from ..scope import Scope
 from ..shapes import Shapes
-from ..signals import Counts, Handshaking, Signals
+from ..signals import Handshaking, Signals
+from ..steps import (
+    CombineSignature,
+    DeviceCombine,
+    DeviceDispatch,
+    DispatchSignature,
+    combine_terms,
+    rows_of,
+    terms_of,
+)
 from .couriers import Freight
 from .far import Far
 from .routes import Router, Routes
@@ -55,8 +63,6 @@ class TwoHops:
         memory: Of the buffer.
         shapes: How bulk kernels are launched.
     """
-
-    can_stage = False
 
     def __init__(self, topology: Topology, far: Far, signals: Signals, memory: Memory, shapes: Shapes):
         places, device = signals.places, signals.places.state.device
@@ -114,22 +120,23 @@ class TwoHops:
         self.far.courier.close()
 
 
-class TwoHopDispatch:
+class TwoHopDispatch(DeviceDispatch):
     """The steps of dispatches with one signature, see `ops.DispatchSteps`."""
 
     def __init__(self, ops: TwoHops, signature: DispatchSignature):
+        super().__init__(ops.signals, ops.memory, signature)
         signals, places, topology = ops.signals, ops.signals.places, ops.topology
         operation, num_topk = signature.operation, signature.num_topk
         self._has_routing = signature.num_experts > 0
         self._ops, self._num_topk = ops, num_topk
-        self.columns = columns_of(signature)
-        row_bytes, scale_bytes, _ = self.columns.widths()
+        row_bytes, scale_bytes, _ = self._columns.widths()
         num_words = relay.relay_record_words(topology.ranks_per_node, num_topk) if self._has_routing else 0
         self._widths = [row_bytes, scale_bytes, 4 * num_words]  # as rows cross
         step = ANNOUNCED if operation == "dispatch" else OFFERED
         self._terms = terms_of(signature, step, places.num_ranks)
         self._notifies: dict[torch.dtype, Handshaking] = {}  # by the word that a mask is looked at by
-        self._offer = signals.handshake(self._terms._replace(step=OFFERED), Form(has_nodes=True, is_new=False))
+        exact = self._terms._replace(step=OFFERED)
+        self._second_handshake = signals.handshake(exact, Form(has_nodes=True, is_new=False))
         self._shape, rows = ops.shapes.for_put(signature.num_sms), rows_of(signature)
         num_local = self._terms.num_local
         # Records and slots are `steer`'s; `put` moves rows and scales along the slots that it has found.
@@ -149,11 +156,12 @@ class TwoHopDispatch:
             routes.course.passed_on.fill_(-1)  # how many rows there are, the host never knows
         return routes
 
-    def follow(self, handle: RailHandle) -> Routes:
+    def follow(self, scope: Scope, handle: RailHandle) -> Routes:
         """The routes of a handle."""
+        del scope
         return self._ops.router.of_handle(handle)
 
-    def notify(self, scope: Scope, post: Post, payload: Payload, routing: Routing | None, routes: Routes) -> None:
+    def _notify(self, scope: Scope, post: Post, payload: Payload, routing: Routing | None, routes: Routes) -> None:
         """Number the tokens, and exchange counts and offers with all ranks of all nodes."""
         signals, course = self._ops.signals, routes.course
         word, counted, numbered = torch.uint8, None, None
@@ -173,11 +181,13 @@ class TwoHopDispatch:
         signals.is_announced = True
         launch(post, counted, routes.prefix, routes.nodes, numbered)
 
-    def offer(self, scope: Scope, post: Post, payload: Payload, routes: Routes) -> None:
+    def _rows_to(self, routes: Routes) -> None:
+        """A handle across nodes does not have them."""
+        del routes
+
+    def _offer(self, post: Post, payload: Payload, routes: Routes) -> None:
         """Exchange offers once more."""
-        if scope.reach is not None:
-            scope.reach("offer")
-        self._offer(self._with_far_rows(post, payload, routes), nodes=routes.nodes)
+        self._second_handshake(self._with_far_rows(post, payload, routes), nodes=routes.nodes)
 
     def _with_far_rows(self, post: Post, payload: Payload, routes: Routes) -> Post:
         capacity = self._ops.far.capacity(self._widths)
@@ -220,10 +230,9 @@ class TwoHopDispatch:
         prefix = routes.prefix if routes.prefix is not None else course.slots
         self._finish(payload.x, payload.scales, course.slots, topk_idx, topk_weights, prefix)
 
-    def grow(self, told: Counts, payload: Payload, routing: Routing) -> None:
+    def grow(self, told: Counts) -> None:
         """Add a segment, and far memory, where some rank lacks room."""
-        del payload, routing
-        ops, columns = self._ops, self.columns
+        ops, columns = self._ops, self._columns
         num_passed_on = told.far_rows[ops.topology.rank]
         ops.guessed_passed_on = num_passed_on + num_passed_on // 16 + 64
         ops.memory.grow_alike(told, columns, self._num_topk)
@@ -245,19 +254,14 @@ class TwoHopDispatch:
             topk_idx, topk_weights = empty_topk(routing, num_rows)
         sources, ends = handle.recv_src_meta.view(torch.int32), handle.recv_gbl_rank_prefix_sum
         self._unpack(sections.records, num_rows, routes.prefix, sources, topk_idx, topk_weights, ends)
-        return Unpacked(handle, topk_idx, topk_weights)
+        unpacked = Unpacked(handle, topk_idx, topk_weights)
+        scope.hold_unpacked(routing, unpacked)
+        return unpacked
 
     def received(
-        self,
-        routing: Routing,
-        routes: Routes,
-        sections: Sections,
-        unpacked: Unpacked,
-        num_rows: int,
-        told: Counts | None,
+        self, routes: Routes, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
     ) -> Received:
         """As many rows as came, and as this rank passes on."""
-        del routing
         handle, passed_on = unpacked.handle, routes.course.passed_on
         if told is not None:
             passed_on = passed_on[: told.far_rows[self._ops.topology.rank]]
@@ -265,10 +269,11 @@ class TwoHopDispatch:
         return received_of(sections, num_rows, unpacked.topk_idx, unpacked.topk_weights, handle)
 
 
-class TwoHopCombine:
+class TwoHopCombine(DeviceCombine):
     """The steps of combines with one signature, see `ops.CombineSteps`."""
 
     def __init__(self, ops: TwoHops, signature: CombineSignature):
+        super().__init__(ops.signals, ops.memory)
         self._ops = ops
         self._terms = combine_terms(signature)
         self._handshake = ops.signals.handshake(self._terms, Form(has_nodes=True))
@@ -278,7 +283,11 @@ class TwoHopCombine:
         self._widths = [hidden * dtype.itemsize, 4 * num_topk][: 2 if num_topk else 1]
         self._finish = FinishCombine(ops.signals.places, READY, self._terms.operation, hidden, dtype, num_topk)
 
-    def notify(self, scope: Scope, supply: Supply, handle: RailHandle) -> None:
+    def _rows_from(self, handle: RailHandle) -> None:
+        """A handle across nodes does not have them."""
+        del handle
+
+    def _notify(self, scope: Scope, supply: Supply, handle: RailHandle) -> None:
         """Copy in what must be, and exchange offers with all ranks of all nodes."""
         ops, ends = self._ops, handle.recv_gbl_rank_prefix_sum.contiguous()
         for region, part in supply.copies:
@@ -289,7 +298,7 @@ class TwoHopCombine:
         post = supply.post._replace(far_rows=ops.far.capacity(self._widths))
         self._handshake(post, nodes=ops.router.nodes_of(handle))
 
-    def sum(
+    def _sum(
         self,
         scope: Scope,
         parts: Sequence[torch.Tensor],

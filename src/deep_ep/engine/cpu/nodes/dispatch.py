@@ -11,17 +11,18 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ... import layout
-from ...config import Config
-from ...errors import EPOverflow
-from ...handle import RailHandle, require_filled
-from ...kernels.rows import Lane, Section, put_rows, row_bytes, rows_as, widest_dtype
-from ...trace import RECEIVE, SEND
-from ...transport.links import VERDICT, Pieces
-from ..call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Header, Offer
+from .... import layout
+from ....config import Config
+from ....errors import EPOverflow
+from ....handle import RailHandle, check_rail_rows, require_filled
+from ....kernels.rows import Lane, Section, put_rows, row_bytes, rows_as, widest_dtype
+from ....trace import RECEIVE, SEND
+from ....transport.links import VERDICT, Pieces
+from ...call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Header, Offer
+from ...ops import Counts, Sections
+from ...parcel import Payload, Routing, Unpacked, agreement_of, outgoing_parts, section_columns, unpack_records
 from ..dispatch import Dispatch
-from ..parcel import Payload, Received, Routing, agreement_of, outgoing_parts, section_columns, unpack_records
-from ..staging import Staging
+from ..scope import CpuScope
 from .announce import (
     Announcement,
     announcement_to,
@@ -47,28 +48,25 @@ class RailsDispatch(Dispatch):
 
     Args:
         chain: The calls of the buffer, of which this is the next.
+        operation: One of `call.OPERATIONS`.
         payload: What this rank sends.
-        routing: Where it goes; None: where `handle` says.
-        handle: The handle of an earlier dispatch.
-        num_worst_tokens: Rows to make room for; 0: as many as come.
-        num_channels: Columns of the handle's unused items.
+        routing: Where it goes; None: where a handle says.
         config: How rows are cut into messages.
     """
 
     def __init__(
         self,
         chain: RailChain,
+        operation: str,
         payload: Payload,
-        routing: Routing | None = None,
-        handle: RailHandle | None = None,
-        num_worst_tokens: int = 0,
-        num_channels: int = 1,
+        routing: Routing | None,
         config: Config | None = None,
     ):
-        super().__init__(chain, payload, routing, handle, num_worst_tokens, num_channels)
+        super().__init__(chain, operation, payload, routing)
         self._rails = chain
         self._topology = chain.topology
         self._config = config
+        self._routes: Routes | None = None
         self._prefix: torch.Tensor | None = None  # [R, P] int32, what this node's ranks receive
         self._tables: list[list[torch.Tensor]] = []
         self._fan_outs: dict[int, FanOut] = {}  # by node, its block
@@ -79,15 +77,18 @@ class RailsDispatch(Dispatch):
 
     # By the caller ---------------------------------------------------------------------------------------------------
 
-    def make_room(self, num_rows: int, is_async: bool = False) -> Received:
-        """Allocate everything that the call returns, see `Dispatch`."""
-        received = super().make_room(num_rows, is_async)
-        self._returned_head = received.handle.send_nvl_head
-        return received
+    def unpack(
+        self, scope: CpuScope, routing: Routing, routes: None, sections: Sections, num_channels: int
+    ) -> Unpacked:
+        """Take the records apart, see `Dispatch`."""
+        unpacked = super().unpack(scope, routing, routes, sections, num_channels)
+        self._returned_head = unpacked.handle.send_nvl_head
+        return unpacked
 
-    def _room_handle(self, num_rows: int) -> RailHandle:
-        if self._handle is not None:
-            return self._handle
+    def _check_rows(self, handle: RailHandle) -> None:
+        check_rail_rows(handle, "dispatch")
+
+    def _empty_handle(self, num_rows: int) -> RailHandle:
         assert self._routing is not None
         mask, topology = self._routing.is_token_in_rank, self._topology
         num_channels, num_nodes, num_ranks = self._num_channels, topology.num_nodes, topology.num_ranks
@@ -111,11 +112,11 @@ class RailsDispatch(Dispatch):
 
     # On the comm stream ----------------------------------------------------------------------------------------------
 
-    def check_counts(self) -> None:
+    def _check_counts(self) -> None:
         """The caller's counts must be those of its mask, per rank and per node."""
         if self._routing is None or self._counts:
             return
-        super().check_counts()
+        super()._check_counts()
         mask, told = self._routing.is_token_in_rank, self._routing.num_tokens_per_node
         assert told is not None
         seen = mask.unflatten(1, (self._topology.num_nodes, -1)).any(2).sum(0).tolist()
@@ -126,41 +127,30 @@ class RailsDispatch(Dispatch):
                 f"got {told.tolist()}, there are {seen}"
             )
 
-    def exchange_counts(self) -> tuple[int, list[int]]:
-        """Announce a full dispatch, to the rail and then to the node, and learn what comes.
-
-        Returns:
-            The number of rows, and the selections of each local expert.
-        """
-        call = self._announce("dispatch")
-        self._hear(call)
-        self._post_header(call)
+    def _exchange_counts(self, scope: CpuScope) -> None:
+        """Announce a full dispatch, to the rail and then to the node, and learn what comes."""
+        self._announce(scope)
+        call = scope.call
         call.signal(ANNOUNCED)
         call.wait(ANNOUNCED)
         call.headers()
         self._prefix = self._read_counts(call)
         expert_counts = self._local_expert_counts(call)
         call.note(experts=expert_counts)
-        return self._prefix.tolist()[-1][self._window.rank], expert_counts
+        self._told = Counts(self._prefix.tolist()[-1], expert_counts, fits=False)  # nothing was offered
 
-    def move_rows(self) -> None:
-        """Offer the room, send this rank's rows, pass on those of the rail, wait for the node's."""
-        assert self._received is not None
-        call = self.call
-        if call is None:
-            call = self._announce("cached dispatch" if self._handle is not None else "worst-case dispatch")
-            self._hear(call)
-            self._post_header(call)
-        staging = self._offer(call)
+    def _move_rows(self, scope: CpuScope, sections: Sections) -> None:
+        """Send this rank's rows, pass on those of the rail, wait for the node's."""
+        call = scope.call
         if self._num_worst_tokens:
             call.wait(OFFERED)
             self._prefix = self._agreed_counts(call)
             self._note_experts(call)
-        if self._handle is None:
+        if self._routing is not None:
             with call.slice("find slots", SEND):
                 self._fill_rail_handle(call)
-        routes = Routes(self._received.handle, self._topology)
-        if self._handle is not None:
+        routes = self._routes = Routes(self._handle, self._topology)
+        if self._routing is None:
             require_rows(call, self._rails.rail, self._said, routes.num_in)
         outgoing = outgoing_parts(self._payload, self._routing)
         traffic = self._traffic(call, routes, outgoing)
@@ -170,25 +160,25 @@ class RailsDispatch(Dispatch):
         offers = call.offers()
         self._open(call, offers, outgoing, routes)
         traffic.finish()
-        rounds = self._put_in_lanes(call, offers, staging) if self._held else 0
+        rounds = self._put_in_lanes(call, offers, sections) if self._held else 0
         if not rounds:
             call.signal(READY)
             call.wait(READY)
-        with call.slice("unpack", RECEIVE):
-            self._unpack()
-        self._end(routes, max(1, rounds))
+        self._num_rounds = max(1, rounds)
+        if self._routing is None:  # else there is something to unpack, and the call ends with that
+            self._count(sections)
 
-    def _announce(self, operation: str) -> Call:
-        """Begin the call, and tell the rail."""
-        self.check_counts()
-        handle, rail, topology = self._handle, self._rails.rail, self._topology
-        if handle is not None:
+    def _announce(self, scope: CpuScope) -> None:
+        """Begin the call, tell the rail, hear it, and write the header for the node."""
+        self._check_counts()
+        handle, rail, topology, number = self._handle, self._rails.rail, self._topology, 0
+        num_out: list[int] = []
+        if self._routing is None:
             require_filled(handle, "dispatch")
-        number = int(handle.recv_rdma_channel_prefix_matrix[0, 0]) if handle is not None else 0
-        agreement = agreement_of(operation, self._payload, self._routing, number)
-        self.is_begun = True
-        call = self.call = self._chain.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens))
-        num_out = (handle.send_rdma_head >= 0).sum(0).tolist() if handle is not None else []
+            number = int(handle.recv_rdma_channel_prefix_matrix[0, 0])
+            num_out = (handle.send_rdma_head >= 0).sum(0).tolist()
+        agreement = agreement_of(self._operation, self._payload, self._routing, number)
+        call = scope.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens))
         for node in [*rail.nodes, topology.node]:
             if self._routing is not None:
                 said = announcement_to(self._routing, node, topology.num_nodes)
@@ -198,7 +188,8 @@ class RailsDispatch(Dispatch):
                 self._said[node] = said
             else:
                 send_announcement(rail, call, node, said)
-        return call
+        self._hear(call)
+        self._post_header(call)
 
     def _hear(self, call: Call) -> None:
         """What the rail sends to this node."""
@@ -263,10 +254,9 @@ class RailsDispatch(Dispatch):
 
     def _fill_rail_handle(self, call: Call) -> None:
         """All but the source indices, which come with the rows."""
-        assert self._received is not None
         assert self._routing is not None
         assert self._prefix is not None
-        handle, prefix, topology = self._received.handle, self._prefix, self._topology
+        handle, prefix, topology = self._handle, self._prefix, self._topology
         assert isinstance(handle, RailHandle)
         size, mask = topology.ranks_per_node, self._routing.is_token_in_rank
         said = [self._said[node] for node in range(topology.num_nodes)]
@@ -280,7 +270,7 @@ class RailsDispatch(Dispatch):
             handle.send_nvl_head.copy_(passed_on)
         else:  # a worst-case dispatch, whose caller may have the handle already
             _replace(self._returned_head, passed_on)
-            handle = self._received.handle = handle._replace(send_nvl_head=passed_on)
+            handle = self._handle = handle._replace(send_nvl_head=passed_on)
         handle.recv_rdma_channel_prefix_matrix.fill_(self._rails.mark(call.epoch))
         handle.recv_rdma_rank_prefix_sum.copy_(prefix.new_tensor([one.num_rows for one in said]).cumsum(0))
         received = prefix[:, topology.local_rank]
@@ -326,8 +316,7 @@ class RailsDispatch(Dispatch):
             self._tables.append(call.peer_rows(offers, index, width // dtype.itemsize, dtype))
         is_staged = [offer.is_staged for offer in offers]
         if any(is_staged):
-            assert self._received is not None
-            slots, self._numbers = staged_slots(self._received.handle, is_staged)
+            slots, self._numbers = staged_slots(self._handle, is_staged)
             routes.blocks = list(slots.split(routes.num_in))
             # All rows that this rank passes on, until the lanes have taken them.
             shapes = [(slots.size(0), table[0].size(1), table[0].dtype) for table in self._tables]
@@ -349,14 +338,13 @@ class RailsDispatch(Dispatch):
         for held, part in zip(self._held, outgoing, strict=False):
             torch.index_select(rows_as(part, held.dtype), 0, tokens, out=held[first : first + tokens.numel()])
 
-    def _put_in_lanes(self, call: Call, offers: list[Offer], staging: Staging | None) -> int:
+    def _put_in_lanes(self, call: Call, offers: list[Offer], sections: Sections) -> int:
         """Every round: put what goes to staged ranks, tell, wait, copy out. Returns the number of rounds."""
-        assert self._received is not None
         assert self._numbers is not None
-        size, rank = len(offers), self._window.rank
+        size, rank, staging = len(offers), self._window.rank, self._staging
         counts = self._counts_by_source(call)
-        sections = [Section(held, table) for held, table in zip(self._held, self._tables, strict=True)]
-        sources = rows_by_source(self._received.handle, self._topology)
+        held = [Section(rows, table) for rows, table in zip(self._held, self._tables, strict=True)]
+        sources = rows_by_source(self._handle, self._topology)
         rounds = num_rounds(counts, offers)
         for index in range(rounds):
             lanes = []
@@ -364,12 +352,12 @@ class RailsDispatch(Dispatch):
                 first, last = lane_of(offer, counts[rank][local], index, size) if offer.is_staged else (0, 0)
                 lanes.append(Lane(first, last, rank * offer.lane_rows(size) - first if last > first else 0))
             with call.slice("put rows", SEND, round=index):
-                put_rows(sections, self._numbers, lanes, first_peer=rank)
+                put_rows(held, self._numbers, lanes, first_peer=rank)
             call.signal(READY + 2 * index)
             call.wait(READY + 2 * index)
             if staging is not None:
                 with call.slice("copy out", RECEIVE, round=index):
-                    copy_out(staging, self._received.parts(), sources, index, reverse=False)
+                    copy_out(staging, sections.parts(), sources, index, reverse=False)
             if index + 1 < rounds:
                 call.signal(TAKEN + 2 * index)
                 call.wait(TAKEN + 2 * index)
@@ -383,20 +371,28 @@ class RailsDispatch(Dispatch):
         size = self._topology.ranks_per_node
         return counts.view(-1, size, size).sum(0).tolist()
 
-    def _unpack(self) -> None:
-        assert self._received is not None
-        if self._routing is not None:
-            num_rows = self._received.handle.recv_gbl_rank_prefix_sum.tolist()[-1]
-            num_local = self._routing.num_experts // self._topology.num_ranks
-            unpack_records(self._received, num_rows, self._topology.rank, num_local)
+    def _unpack(self, scope: CpuScope, sections: Sections) -> None:
+        """Fill the handle's source indices, ids and weights."""
+        assert self._routing is not None
+        assert self._unpacked is not None
+        assert sections.records is not None
+        topology, handle = self._topology, self._handle
+        num_rows, num_local = (
+            handle.recv_gbl_rank_prefix_sum.tolist()[-1],
+            self._routing.num_experts // topology.num_ranks,
+        )
+        with scope.call.slice("unpack", RECEIVE):
+            source_idx = handle.recv_src_idx
+            unpack_records(sections.records, num_rows, source_idx, self._unpacked, topology.rank, num_local)
+        self._count(sections)
 
-    def _end(self, routes: Routes, rounds: int) -> None:
-        assert self._received is not None
-        columns = section_columns(self._payload, self._routing)
+    def _count(self, sections: Sections) -> None:
+        """The call has ended."""
+        assert self._routes is not None
+        columns, routes = section_columns(self._payload, self._routing), self._routes
         bytes_each = sum(count * dtype.itemsize for count, dtype in columns)
-        path = "staged" if self._received.is_staged else "direct"
-        self._chain.stats.count("dispatch", path, rounds, routes.rows_put, routes.rows_got, bytes_each)
-        self._tables, self._held, self._fan_outs = [], [], {}
+        path = "staged" if sections.lane_rows else "direct"
+        self._chain.stats.count("dispatch", path, self._num_rounds, routes.rows_put, routes.rows_got, bytes_each)
 
 
 def _replace(tensor: torch.Tensor | None, value: torch.Tensor) -> None:

@@ -10,8 +10,8 @@ from functools import cached_property
 
 import torch
 
-from ...handle import RailHandle
-from ...topology import Topology
+from ....handle import RailHandle
+from ....topology import Topology
 
 
 class Routes:

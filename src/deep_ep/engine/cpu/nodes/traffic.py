@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...config import Config
-from ...errors import EPError
-from ...sizing import align, ceil_div
-from ...trace import RECEIVE, SEND, Slice
-from ...transport.links import MOST_PAYLOAD_BYTES, ROWS, Frame, Page, Pieces
-from ...transport.message import Rail, Wait
+from ....config import Config
+from ....errors import EPError
+from ....sizing import align, ceil_div
+from ....trace import RECEIVE, SEND, Slice
+from ....transport.links import MOST_PAYLOAD_BYTES, ROWS, Frame, Page, Pieces
+from ....transport.message import Rail, Wait
 
 _SECTION_UNIT_BYTES = 16  # sections of a chunk begin at multiples of this: any element is aligned
 _COUNT_BITS = 24  # of a frame's place: rows of the chunk; the rest is the first row

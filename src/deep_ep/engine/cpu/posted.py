@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import EPError
-from ..kernels.rows import row_bytes
-from ..sizing import align
-from .call import Call
+from ...errors import EPError
+from ...kernels.rows import row_bytes
+from ...sizing import align
+from ..call import Call
 
 _LINE_BYTES = 64
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ...kernels.reduce import RowSums, Scratch, tile_tokens
-from ..call import Chain
+from ....kernels.reduce import RowSums, Scratch, tile_tokens
+from ...call import Chain
 from .routes import Routes
 
 _LEAST_TILES = 2  # worth adding up at once

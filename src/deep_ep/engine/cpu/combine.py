@@ -1,115 +1,115 @@
-"""Combine inside one node: each rank sums its tokens' rows straight out of the peers' memory.
+"""The steps of a combine on the CPU, inside one node: each rank sums its tokens' rows out of the peers' memory.
 
-The row of token t at rank d is the one that dispatch put there, so the handle's slots say where to read. Who is read
-from ends the call only when everybody has read. See `docs/protocol.md` for the steps.
+The row of token t at rank d is the one that dispatch put there, so the handle's slots say where to read. A rank that is
+read from ends the call only when all peers have read. See `docs/protocol.md` for the protocol.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..handle import require_filled
-from ..kernels.reduce import reduce_rows, sum_rows
-from ..kernels.rows import as_bytes, row_bytes
-from ..trace import RECEIVE, SEND
-from .call import OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
-from .parcel import apart
+from ...handle import check_rows, is_refused, require_filled
+from ...kernels.reduce import reduce_rows, sum_rows
+from ...kernels.rows import as_bytes, row_bytes
+from ...trace import RECEIVE, SEND
+from ..call import OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
+from ..staging import Staging, token_blocks
 from .posted import Block, fetch_rows, post_rows, section_starts
-from .staging import Staging, token_blocks
-
-
-class Combined(NamedTuple):
-    """Where the sums go. Made by the caller's thread, filled on the comm stream; private memory.
-
-    Attributes:
-        x: [T, H] of the input's dtype.
-        topk_weights: [T, K] float32, or None.
-    """
-
-    x: torch.Tensor
-    topk_weights: torch.Tensor | None
+from .scope import CpuScope
 
 
 class Combine:
-    """One combine of one rank.
+    """The steps of one combine, see `ops.CombineSteps`.
 
     Args:
         chain: The calls of the buffer, of which this is the next.
         x: [n, H] rows to give back, contiguous.
-        handle: The handle of the dispatch that they came from.
         topk_weights: [n, K] float32 to give back with them, contiguous, or None.
         biases: [T, H] tensors of x's dtype, added first.
-
-    Attributes:
-        call: The call, once it is announced.
-        is_begun: It may have been announced.
-        is_complete: It has ended well.
-        is_cancelled: It waits in the queue, and is taken out of it if its caller leaves.
-        is_foreign: What it was to come after has failed, which is none of this buffer's calls.
     """
-
-    is_begun = is_complete = is_cancelled = is_foreign = False
 
     def __init__(
         self,
         chain: Chain,
         x: torch.Tensor,
-        handle: Any,
         topk_weights: torch.Tensor | None = None,
         biases: Sequence[torch.Tensor] = (),
     ):
         self._chain = chain
         self._window = chain.window
         self._x = self._window.out_of_scratch(x)
-        self._handle: Any = handle
         self._topk_weights = self._window.out_of_scratch(topk_weights) if topk_weights is not None else None
         self._biases = biases
-        self._combined: Combined | None = None
+        self._handle: Any = None
+        self._sums: list[torch.Tensor] = []  # of each part
+        self._supply: Supply | None = None
         self._ends: list[list[int]] = []  # the handle's `rank_prefix_matrix`
-        self.call: Call | None = None
 
-    def make_room(self, is_async: bool = False) -> Combined:
-        """Allocate what the call returns.
+    # By the caller ---------------------------------------------------------------------------------------------------
 
-        Args:
-            is_async: The caller has it before it is filled.
-        """
-        num_tokens, weights = self._handle.num_tokens, self._topk_weights
-        combined = Combined(
-            self._chain.result((num_tokens, self._x.size(1)), self._x.dtype),
-            self._chain.result((num_tokens, weights.size(1)), weights.dtype) if weights is not None else None,
-        )
-        self._combined = Combined(*apart(combined)) if is_async else combined
-        return combined
+    def outputs(self, scope: CpuScope, parts: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
+        """Private memory for the sums."""
+        if not scope.is_under_way() and not is_refused(handle):
+            self._check_rows(handle)
+        self._handle = handle
+        self._sums = [self._chain.result((handle.num_tokens, part.size(1)), part.dtype) for part in parts]
+        return list(self._sums)
 
-    def sum_rows(self) -> None:
-        """Offer this rank's rows, sum its tokens out of the peers', wait until everybody has done so."""
+    def notify(self, scope: CpuScope, parts: Sequence[torch.Tensor], handle: Any) -> None:
+        """Bring the rows to where the peers can read them, and offer them."""
+        del parts, handle
+        scope.launch(partial(self._offer_rows, scope))
+
+    def sum(
+        self,
+        scope: CpuScope,
+        supply: None,
+        parts: Sequence[torch.Tensor],
+        handle: Any,
+        sums: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+    ) -> None:
+        """Sum this rank's tokens out of the peers' rows, wait until all peers have done so."""
+        del supply, parts, handle, sums, biases
+        scope.launch(partial(self._sum_rows, scope))
+
+    def _check_rows(self, handle: Any) -> None:
+        check_rows(handle, self._window.rank, "combine")
+
+    # On the comm stream ----------------------------------------------------------------------------------------------
+
+    def _offer_rows(self, scope: CpuScope) -> None:
+        """Announce the combine, and offer this rank's rows, or post them."""
         require_filled(self._handle, "combine")
         self._ends = self._handle.rank_prefix_matrix.tolist()
         num_rows = self._ends[-1][self._window.rank]
         is_posted = section_starts(num_rows, self._widths())[-1] <= self._chain.posted_bytes
-        header = Header(self._agreement(), self._handle.num_tokens, is_posted=is_posted)
-        self.is_begun = True
-        call = self.call = self._chain.begin(header)
+        call = scope.begin(Header(self._agreement(), self._handle.num_tokens, is_posted=is_posted))
         call.post_header()
         with call.slice("post rows" if is_posted else "supply rows", SEND, rows=num_rows):
-            supply = self._post(call, num_rows) if is_posted else self._supply(num_rows)
+            supply = self._supply = self._post(call, num_rows) if is_posted else self._find_rows(num_rows)
         call.post_offer(supply.offer)
         # Rows that lie ready need no second signal; staged ones come when all offers, and so the rounds, are known.
         call.signal(READY if supply.staging is None else OFFERED)
+
+    def _sum_rows(self, scope: CpuScope) -> None:
+        """Sum what was posted, or what lies in the peers' memory, in rounds."""
+        assert self._supply is not None
+        call = scope.call
         call.wait(OFFERED)
         headers, num_rounds = call.headers(), 1
         if all(header.is_posted for header in headers):
             with call.slice("sum rows", RECEIVE):
                 self._sum_posted(call)
         else:
-            num_rounds = self._sum_in_rounds(call, headers, call.offers(), supply.staging)
-        self._count(supply.path, num_rounds)
+            num_rounds = self._sum_in_rounds(call, headers, call.offers(), self._supply.staging)
+        self._count(self._supply.path, num_rounds)
 
     def _agreement(self) -> Agreement:
         weights = self._topk_weights
@@ -134,7 +134,7 @@ class Combine:
         bases = tuple(self._window.board.base_of_rows(call.epoch, start) for start in starts)
         return Supply("posted", Offer(num_rows, False, bases), (), None)
 
-    def _supply(self, num_rows: int) -> Supply:
+    def _find_rows(self, num_rows: int) -> Supply:
         """Find the rows in the arena, or bring them there: all at once, or through staging."""
         arena = self._window.arena
         regions: list[torch.Tensor] = []
@@ -155,7 +155,6 @@ class Combine:
 
     def _sum_posted(self, call: Call) -> None:
         """Sum what all ranks have posted. It stays as it is until they have made their next call: nobody waits."""
-        assert self._combined is not None
         blocks = token_blocks(self._ends)[self._window.rank]
         counts = [stop - start for start, stop in blocks]
         zipped = zip(self._ends[-1], blocks, counts, strict=True)
@@ -163,9 +162,7 @@ class Combine:
         rows = [part.new_empty(sum(counts), part.size(1)) for part in self._sections()]
         fetch_rows(call, theirs, rows)
         token_idx = (self._handle.send_head.t() >= 0).nonzero()[:, 1]
-        outs, biases = (self._combined.x, self._combined.topk_weights), (self._biases, ())
-        for out, part, bias in zip(outs, rows, biases, strict=False):
-            assert out is not None
+        for out, part, bias in zip(self._sums, rows, (self._biases, ()), strict=False):
             sum_rows(out, part, token_idx, counts, bias)
 
     def _sum_in_rounds(self, call: Call, headers: list[Header], offers: list[Offer], staging: Staging | None) -> int:
@@ -204,15 +201,12 @@ class Combine:
 
     def _sum_range(self, offers: list[Offer], tables: list[list[torch.Tensor]], start: int, range_tokens: int) -> None:
         """Sum this rank's tokens `[start, start + range_tokens)`."""
-        assert self._combined is not None
         slots, stop = self._handle.send_head, min(start + range_tokens, self._handle.num_tokens)
         if start >= stop:
             return
         shifts = self._shifts(offers, start, range_tokens)
-        outs = [self._combined.x, self._combined.topk_weights]
         biases = [[bias[start:stop] for bias in self._biases], []]
-        for out, table, bias in zip(outs, tables, biases, strict=False):
-            assert out is not None
+        for out, table, bias in zip(self._sums, tables, biases, strict=False):
             reduce_rows(out[start:stop], table, slots[start:stop], shifts, bias)
 
     def _shifts(self, offers: list[Offer], start: int, range_tokens: int) -> list[int]:

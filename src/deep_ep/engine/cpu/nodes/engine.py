@@ -7,24 +7,24 @@ from typing import Any
 
 import torch
 
-from ... import layout
-from ...config import Config
-from ...event import EventHandle
-from ...handle import check_rail_rows
-from ...stream import CommStream
-from ...topology import Topology
-from ...trace import Trace
-from ...transport import Window
-from ...transport.mesh import Mesh
-from ...transport.message import Rail
-from ..direct import DirectEngine, Order, count_layout
-from ..parcel import Payload, Routing
+from .... import layout
+from ....config import Config
+from ....event import EventHandle
+from ....stream import CommStream
+from ....topology import Topology
+from ....trace import Trace
+from ....transport import Window
+from ....transport.mesh import Mesh
+from ....transport.message import Rail
+from ...ops import Order
+from ...parcel import Payload, Routing
+from ..engine import CpuEngine, count_layout
 from .chain import RailChain
 from .combine import RailsCombine
 from .dispatch import RailsDispatch
 
 
-class RailsEngine(DirectEngine):
+class RailsEngine(CpuEngine):
     """Dispatch and combine over a node's window and the rail.
 
     Args:
@@ -89,21 +89,14 @@ class RailsEngine(DirectEngine):
         if self.mesh is not None:
             self.mesh.close()  # last: it lets what is queued leave
 
-    def _new_dispatch(
-        self,
-        payload: Payload,
-        routing: Routing | None = None,
-        handle: Any = None,
-        num_worst_tokens: int = 0,
-        num_channels: int = 1,
+    def _dispatch_steps(
+        self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None
     ) -> RailsDispatch:
-        chain, config = self._rail_chain, self._config
-        return RailsDispatch(chain, payload, routing, handle, num_worst_tokens, num_channels, config)
+        del num_sms
+        return RailsDispatch(self._rail_chain, operation, payload, routing, self._config)
 
-    def _new_combine(
-        self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None, biases: Sequence[torch.Tensor]
+    def _combine_steps(
+        self, x: torch.Tensor, topk_weights: torch.Tensor | None, biases: Sequence[torch.Tensor], num_sms: int | None
     ) -> RailsCombine:
-        return RailsCombine(self._rail_chain, x, handle, topk_weights, biases, self._config)
-
-    def _check_rows(self, handle: Any, where: str) -> None:
-        check_rail_rows(handle, where)
+        del num_sms
+        return RailsCombine(self._rail_chain, x, topk_weights, biases, self._config)

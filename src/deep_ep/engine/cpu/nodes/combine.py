@@ -7,18 +7,20 @@ biases and nodes, ascending. See `docs/protocol.md` for the steps, and for what 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from ...config import Config
-from ...handle import RailHandle, require_filled
-from ...kernels.reduce import RowSums, Scratch, tile_tokens
-from ...kernels.rows import row_bytes
-from ...trace import RECEIVE, SEND
-from ...transport.links import Page
-from ..call import OFFERED, READY, TAKEN, Agreement, Call, Header, Offer
+from ....config import Config
+from ....handle import check_rail_rows, require_filled
+from ....kernels.reduce import RowSums, Scratch, tile_tokens
+from ....kernels.rows import row_bytes
+from ....trace import RECEIVE, SEND
+from ....transport.links import Page
+from ...call import OFFERED, READY, TAKEN, Agreement, Call, Header, Offer
+from ...staging import Staging
 from ..combine import Combine
-from ..staging import Staging
+from ..scope import CpuScope
 from .announce import Announcement, receive_announcements, require_rows, send_announcement
 from .chain import RailChain
 from .rounds import copy_out, lane_of, num_rounds, passed_on, read_passed_on, rows_by_source, staged_slots
@@ -35,7 +37,6 @@ class RailsCombine(Combine):
     Args:
         chain: The calls of the buffer, of which this is the next.
         x: [n, H] rows to give back, contiguous.
-        handle: The handle of the dispatch that they came from.
         topk_weights: [n, K] float32 to give back with them, contiguous, or None.
         biases: [T, H] tensors of x's dtype, added first.
         config: How rows are cut into messages.
@@ -45,30 +46,40 @@ class RailsCombine(Combine):
         self,
         chain: RailChain,
         x: torch.Tensor,
-        handle: RailHandle,
         topk_weights: torch.Tensor | None = None,
         biases: Sequence[torch.Tensor] = (),
         config: Config | None = None,
     ):
-        super().__init__(chain, x, handle, topk_weights, biases)
+        super().__init__(chain, x, topk_weights, biases)
         self._rails = chain
         self._topology = chain.topology
         self._config = config
 
-    def sum_rows(self) -> None:
-        """Offer this rank's rows, sum those of its rail's tokens, send the sums, add up what comes back."""
+        self._routes: Routes | None = None
+
+    def _check_rows(self, handle: Any) -> None:
+        check_rail_rows(handle, "combine")
+
+    def _offer_rows(self, scope: CpuScope) -> None:
+        """Announce the combine, to the rail and to the node, and offer this rank's rows."""
         require_filled(self._handle, "combine")
-        self.is_begun = True
-        call = self.call = self._chain.begin(Header(self._agreement(), self._handle.num_tokens))
+        call = scope.begin(Header(self._agreement(), self._handle.num_tokens))
         routes, rail = Routes(self._handle, self._topology), self._rails.rail
+        self._routes = routes
         for node in rail.nodes:
             send_announcement(rail, call, node, Announcement(routes.num_in[node]))
         call.post_header(passed_on(self._handle))
         with call.slice("supply rows", SEND):
-            supply = self._supply(self._handle.recv_gbl_rank_prefix_sum.tolist()[-1])
+            supply = self._supply = self._find_rows(self._handle.recv_gbl_rank_prefix_sum.tolist()[-1])
         call.post_offer(supply.offer)
         # Rows that lie ready need no second signal; staged ones come when all offers, and so the rounds, are known.
         call.signal(READY if supply.staging is None else OFFERED)
+
+    def _sum_rows(self, scope: CpuScope) -> None:
+        """Sum the rows of the rail's tokens, send the sums, add up what comes back."""
+        assert self._supply is not None
+        assert self._routes is not None
+        call, routes, supply, rail = scope.call, self._routes, self._supply, self._rails.rail
         wait, size = self._rails.waiting(call), self._topology.ranks_per_node
         require_rows(call, rail, receive_announcements(rail, wait, call, size), routes.num_out)
         call.wait(OFFERED)
@@ -175,8 +186,5 @@ class RailsCombine(Combine):
             totals.finish()
 
     def _totals(self, routes: Routes, scratch: Scratch) -> Totals:
-        assert self._combined is not None
-        outs = [self._combined.x, self._combined.topk_weights]
-        biases = [self._biases, ()]
-        sections = [(out, bias) for out, bias in zip(outs, biases, strict=True) if out is not None]
+        sections = list(zip(self._sums, (self._biases, ()), strict=False))
         return Totals(self._chain, routes, self._handle.send_rdma_head, sections, scratch)

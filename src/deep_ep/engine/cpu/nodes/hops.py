@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ...errors import EPError
-from ...kernels.blocks import peer_tokens
-from ...kernels.rows import row_bytes, rows_as
-from ...transport.links import Pieces, Pool
+from ....errors import EPError
+from ....kernels.blocks import peer_tokens
+from ....kernels.rows import row_bytes, rows_as
+from ....transport.links import Pieces, Pool
 from .traffic import ChunkForm
 
 # Rows of at least this length are sent from where they lie: a copy of them would cost more than to name each.

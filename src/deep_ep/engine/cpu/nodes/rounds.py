@@ -11,11 +11,11 @@ from itertools import pairwise
 
 import torch
 
-from ...handle import RailHandle
-from ...kernels.rows import as_bytes
-from ...topology import Topology
-from ..call import Call, Offer
-from ..staging import Staging
+from ....handle import RailHandle
+from ....kernels.rows import as_bytes
+from ....topology import Topology
+from ...call import Call, Offer
+from ...staging import Staging
 
 Counts = list[list[int]]  # `[i][d]` rows that local rank i passes on to local rank d
 

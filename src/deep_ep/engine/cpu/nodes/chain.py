@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zlib
 
-from ...topology import Topology
-from ...transport import Refusal, Window
-from ...transport.mesh import Mesh
-from ...transport.message import Rail, Wait
-from ..call import Call, Chain
+from ....topology import Topology
+from ....transport import Refusal, Window
+from ....transport.mesh import Mesh
+from ....transport.message import Rail, Wait
+from ...call import Call, Chain
 
 
 class RailChain(Chain):

@@ -1,0 +1,390 @@
+"""The steps of a dispatch on the CPU, inside one node: rows go straight from the sender to where they stay.
+
+Every rank learns from the headers which rank sends how much to which, and so knows every slot; each receiver offers the
+memory in which its tensors will live, and the senders write there. Rows of a small call lie on the senders' boards
+beside their headers, and are fetched. See `docs/protocol.md` for the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from operator import add
+from typing import Any
+
+import torch
+
+from ... import layout
+from ...errors import EPOverflow
+from ...handle import check_rows, is_refused, mark_refused, require_filled
+from ...kernels.rows import Section, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
+from ...trace import RECEIVE, SEND
+from ...transport import ordinary_tensor
+from ..call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Chain, Header, Offer, checksum
+from ..ops import NO_SECTIONS, Counts, Sections, received_of
+from ..parcel import (
+    Payload,
+    Received,
+    Routing,
+    Unpacked,
+    agreement_of,
+    apart,
+    empty_handle,
+    empty_topk,
+    make_local,
+    outgoing_parts,
+    posted_parts,
+    section_columns,
+    unpack_records,
+)
+from ..staging import Blocks, Staging, dispatch_lane, lane_rows, num_dispatch_rounds, token_blocks
+from .posted import Block, fetch_rows, post_rows, section_starts
+from .scope import CpuScope
+
+
+class Dispatch:
+    """The steps of one dispatch, see `ops.DispatchSteps`.
+
+    Args:
+        chain: The calls of the buffer, of which this is the next.
+        operation: One of `call.OPERATIONS`.
+        payload: What this rank sends.
+        routing: Where it goes; None: where a handle says.
+    """
+
+    def __init__(self, chain: Chain, operation: str, payload: Payload, routing: Routing | None):
+        self._chain = chain
+        self._window = chain.window
+        self._operation = operation
+        self._is_full = operation == "dispatch"
+        self._payload = Payload(
+            self._window.out_of_scratch(payload.x),
+            self._window.out_of_scratch(payload.scales) if payload.scales is not None else None,
+        )
+        self._routing = routing
+        self._num_channels = 0  # columns of the handle's unused items
+        self._num_worst_tokens = 0  # rows of memory that was made beforehand; 0: as many as come
+        self._counts: list[int] = []  # tokens for each peer
+        self._ends: list[list[int]] = []  # the call's `rank_prefix_matrix`
+        self._told: Counts | None = None
+        self._is_posted = False
+        self._num_rounds = 1
+        self._handle: Any = None  # that is followed, or filled
+        self._unpacked: Unpacked | None = None  # what is filled beside the rows
+        self._staging: Staging | None = None  # through which rows come that the arena has no room for
+
+    # By the caller ---------------------------------------------------------------------------------------------------
+
+    def route(self, scope: CpuScope, routing: Routing, num_channels: int, num_rows: int) -> None:
+        """Make the handle that will be filled, if it is known how many rows it is for."""
+        del routing
+        self._num_channels, self._num_worst_tokens = num_channels, num_rows
+        if num_rows:
+            if scope.order.is_due():
+                self._check_counts()
+            self._handle = self._empty_handle(num_rows)
+
+    def follow(self, scope: CpuScope, handle: Any) -> None:
+        """Look into the handle, unless the dispatch that fills it may still be under way, or has been refused."""
+        if not scope.is_under_way() and not is_refused(handle):
+            self._check_rows(handle)
+        self._handle = handle
+
+    def guess(self) -> Sections:
+        """The CPU guesses nothing: its host knows the counts as soon as they are there."""
+        return NO_SECTIONS
+
+    def memory(self, scope: CpuScope, num_rows: int) -> Sections:
+        """Memory for the rows: in the arena, or elsewhere if it cannot hold them. Posted rows need no records."""
+        del scope
+        columns = section_columns(self._payload, None if self._is_posted else self._routing)
+        arena = self._window.arena
+        parts = [arena.allocate((num_rows, count), dtype) for count, dtype in columns]
+        num_lane_rows = 0
+        if any(part is None for part in parts):
+            parts = [ordinary_tensor((num_rows, count), dtype) for count, dtype in columns]
+            row_bytes = sum(count * dtype.itemsize for count, dtype in columns)
+            num_lane_rows = lane_rows(len(self._window.peers), row_bytes, arena.limit_bytes)
+        bases = tuple(arena.base_of(part) if part is not None and part.numel() else None for part in parts)
+        x = parts.pop(0)
+        scales = parts.pop(0) if self._payload.scales is not None else None
+        return Sections(x, scales, parts.pop(0) if parts else None, num_rows, num_lane_rows, bases)
+
+    def notify(
+        self, scope: CpuScope, payload: Payload, routing: Routing | None, routes: None, sections: Sections
+    ) -> None:
+        """Exchange counts, or write header and offer, which are waited for with the rows."""
+        del payload, routing, routes
+        if self._is_full:
+            scope.launch(partial(self._exchange_counts, scope))
+        else:
+            scope.launch(partial(self._announce, scope))
+            scope.launch(partial(self._offer, scope, sections))
+
+    def move(
+        self, scope: CpuScope, payload: Payload, routing: Routing | None, routes: None, sections: Sections
+    ) -> None:
+        """Put this rank's rows into the peers' memory, and wait for theirs. Posted rows are only fetched."""
+        del payload, routing, routes
+        if sections.x is not None:
+            scope.launch(partial(self._move_rows, scope, sections))
+
+    def unpack(
+        self, scope: CpuScope, routing: Routing, routes: None, sections: Sections, num_channels: int
+    ) -> Unpacked:
+        """Take the records apart."""
+        del routes, num_channels
+        topk_idx, topk_weights = empty_topk(routing, sections.num_rows)
+        unpacked = self._unpacked = Unpacked(self._handle, topk_idx, topk_weights)
+        scope.launch(partial(self._unpack, scope, sections))
+        if not scope.order.is_async:
+            return unpacked
+        handle = type(self._handle)(*apart(self._handle))._replace(is_token_in_rank=routing.is_token_in_rank)
+        return Unpacked(handle, *apart((topk_idx, topk_weights)))
+
+    def counts(self, scope: CpuScope, routing: Routing) -> Counts:
+        """Exchange the counts."""
+        del routing
+        scope.run()
+        assert self._told is not None
+        return self._told
+
+    def grow(self, told: Counts) -> None:
+        """An arena of the CPU grows by itself."""
+        del told
+
+    def rerouted(self, scope: CpuScope, routes: None, told: Counts, routing: Routing) -> None:
+        """Make the handle, now that it is known how many rows it is for."""
+        del scope, routes, routing
+        self._handle = self._empty_handle(told.num_rows[self._window.rank])
+
+    def offer(self, scope: CpuScope, payload: Payload, routes: None, sections: Sections) -> None:
+        """Offer the memory. Posted rows are fetched, and need no offer."""
+        del payload, routes
+        if not self._is_posted:
+            scope.launch(partial(self._offer, scope, sections))
+
+    def received(
+        self, routes: None, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
+    ) -> Received:
+        """All rows that there is memory for."""
+        del routes, told
+        return received_of(sections, num_rows, unpacked.topk_idx, unpacked.topk_weights, unpacked.handle)
+
+    def _check_rows(self, handle: Any) -> None:
+        check_rows(handle, self._window.rank, "dispatch")
+
+    def _empty_handle(self, num_rows: int) -> Any:
+        assert self._routing is not None
+        mask = self._routing.is_token_in_rank
+        no_channels = mask.new_zeros(mask.size(1), self._num_channels, dtype=torch.int32)
+        if not self._ends:  # they come with the counts
+            return empty_handle(self._routing, num_rows, no_channels)
+        prefix = mask.new_tensor(self._ends, dtype=torch.int32)
+        slots = layout.token_slots(mask, prefix, self._window.rank)
+        return empty_handle(self._routing, num_rows, no_channels, prefix, slots)
+
+    # On the comm stream ----------------------------------------------------------------------------------------------
+
+    def _exchange_counts(self, scope: CpuScope) -> None:
+        """Announce a full dispatch and learn what comes."""
+        self._announce(scope)
+        call = scope.call
+        call.signal(ANNOUNCED)
+        call.wait(ANNOUNCED)
+        self._agree(call)
+        expert_counts = self._local_expert_counts(call)
+        call.note(experts=expert_counts)
+        self._told = Counts(self._ends[-1], expert_counts, fits=False)  # nothing was offered
+
+    def _move_rows(self, scope: CpuScope, sections: Sections) -> None:
+        """Put rows in rounds, or fetch them."""
+        call, outgoing = scope.call, []
+        if not self._is_posted:
+            with call.slice("prepare rows", SEND):
+                outgoing = outgoing_parts(self._payload, self._routing)  # while the peers make their offers
+            call.wait(OFFERED)
+        if not self._is_full:
+            self._agree(call)
+            if self._routing is not None:
+                self._fill_handle()
+                self._note_experts(call)
+        blocks = token_blocks(self._ends)
+        if self._is_posted:
+            with call.slice("fetch rows", RECEIVE):
+                self._fetch_rows(call, blocks, sections)
+        else:
+            self._num_rounds = self._put_in_rounds(call, outgoing, blocks, sections)
+        if self._routing is None:  # else there is something to unpack, and the call ends with that
+            self._count(sections)
+
+    def _announce(self, scope: CpuScope) -> None:
+        """Write the header, and, if they are few, this rank's rows beside it."""
+        self._check_counts()
+        routing, handle, number = self._routing, self._handle, 0
+        if routing is None:
+            require_filled(handle, "dispatch")
+            self._ends = handle.rank_prefix_matrix.tolist()
+            number = checksum(self._ends)
+            self._counts = [stop - start for start, stop in token_blocks(self._ends)[self._window.rank]]
+            is_sent = handle.send_head >= 0
+        else:
+            is_sent = routing.is_token_in_rank
+        agreement = agreement_of(self._operation, self._payload, routing, number)
+        parts, num_sent = posted_parts(self._payload, routing), sum(self._counts)
+        is_posted = section_starts(num_sent, [row_bytes(part) for part in parts])[-1] <= self._chain.posted_bytes
+        call = scope.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens, is_posted))
+        if is_posted:
+            with call.slice("post rows", SEND, rows=num_sent):
+                post_rows(call, num_sent, lay_rows(parts, is_sent, self._counts))
+        if routing is None:
+            call.post_header()
+        else:
+            call.post_header(routing.num_tokens_per_rank, routing.num_tokens_per_expert)
+
+    def _check_counts(self) -> None:
+        """The caller's counts must be those of its mask, else peers would wait for rows that never come."""
+        if self._routing is None or self._counts:
+            return
+        seen = self._routing.is_token_in_rank.sum(0).tolist()
+        told = self._routing.num_tokens_per_rank.tolist()
+        if seen != told:
+            raise ValueError(
+                "dispatch: `num_tokens_per_rank` must be the column sums of `is_token_in_rank`, "
+                f"got {told}, the sums are {seen}"
+            )
+        least = int(self._routing.num_tokens_per_expert.amin())
+        if least < 0:
+            raise ValueError(f"dispatch: `num_tokens_per_expert` must not be negative, it has a {least}")
+        self._counts = told
+
+    def _agree(self, call: Call) -> None:
+        """Compare the headers: before, nothing else in them is believed. Then learn from them what comes."""
+        headers = call.headers()
+        self._is_posted = all(header.is_posted for header in headers)
+        if self._routing is not None:
+            num_ranks = len(headers)
+            counts = [peer.board.read_values(call.epoch, 0, num_ranks) for peer in self._window.peers]
+            self._ends = list(accumulate(counts, lambda ends, row: list(map(add, ends, row))))
+            self._check_room(headers)
+
+    def _fill_handle(self) -> None:
+        """Fill what a worst-case dispatch did not know when it made the handle."""
+        assert self._routing is not None
+        handle, mask = self._handle, self._routing.is_token_in_rank
+        prefix = handle.rank_prefix_matrix.copy_(mask.new_tensor(self._ends, dtype=torch.int32))
+        handle.send_head.copy_(layout.token_slots(mask, prefix, self._window.rank))
+
+    def _local_expert_counts(self, call: Call) -> list[int]:
+        assert self._routing is not None
+        num_ranks = len(self._window.peers)
+        num_local = self._routing.num_experts // num_ranks
+        start = num_ranks + self._window.rank * num_local
+        counts = [peer.board.read_values(call.epoch, start, start + num_local) for peer in self._window.peers]
+        return list(map(sum, zip(*counts, strict=True)))
+
+    def _note_experts(self, call: Call) -> None:
+        """A trace shows the load of the experts, also where the caller does not learn it."""
+        if self._window.trace is not None:
+            call.note(experts=self._local_expert_counts(call))
+
+    def _check_room(self, headers: list[Header]) -> None:
+        for rank, (header, num_rows) in enumerate(zip(headers, self._ends[-1], strict=True)):
+            if 0 < header.num_worst_tokens < num_rows:
+                self._mark_refused()
+                raise EPOverflow(
+                    f"dispatch: rank {rank} receives {num_rows} rows, more than its "
+                    f"num_worst_tokens={header.num_worst_tokens} ({self._window.me()}). "
+                    "Raise num_worst_tokens; tokens x ranks always suffices"
+                )
+
+    def _mark_refused(self) -> None:
+        """Have later calls know that no rows came by this handle, which the caller may have already."""
+        if self._handle is not None:
+            mark_refused(self._handle)
+
+    def _offer(self, scope: CpuScope, sections: Sections) -> None:
+        """Say where this rank takes its rows."""
+        if sections.lane_rows:
+            self._staging = Staging(self._window, [row_bytes(part) for part in sections.parts()])
+            scope.call.post_offer(self._staging.offer)
+        else:
+            scope.call.post_offer(Offer(sections.num_rows, False, sections.bases))
+        scope.call.signal(OFFERED)
+
+    def _fetch_rows(self, call: Call, blocks: Blocks, sections: Sections) -> None:
+        """Take what the ranks posted for this one, in the order of the ranks. A rank posts in that order, too."""
+        rank = self._window.rank
+        counts = [[stop - start for start, stop in row] for row in blocks]
+        theirs = [Block(sum(row), sum(row[:rank]), row[rank]) for row in counts]
+        parts = [sections.x, sections.scales]
+        if self._unpacked is not None:
+            parts += [*self._unpacked[1:], self._handle.recv_src_idx.view(-1, 1)]
+        fetch_rows(call, theirs, [part for part in parts if part is not None])
+
+    def _put_in_rounds(self, call: Call, outgoing: list[torch.Tensor], blocks: Blocks, sections: Sections) -> int:
+        """Every round: put, tell, wait, copy out of staging. One round where nobody is staged. Returns their number."""
+        slots, staging = self._handle.send_head, self._staging
+        if staging is not None:
+            self._chain.warn_staged("dispatch")
+        offers = call.offers()
+        num_rounds = num_dispatch_rounds(offers, blocks)
+        rows = [self._rows(call, offers, index, part) for index, part in enumerate(outgoing)]
+        rank, num_ranks = self._window.rank, len(offers)
+        for index in range(num_rounds):
+            lanes = [
+                dispatch_lane(offer, blocks[rank][peer], index, rank, num_ranks) for peer, offer in enumerate(offers)
+            ]
+            with call.slice("put rows", SEND, rows=[lane.end - lane.begin for lane in lanes]):
+                put_rows(rows, slots, lanes, first_peer=rank)
+            call.signal(READY + 2 * index)
+            call.wait(READY + 2 * index)
+            if staging is not None:
+                with call.slice("copy out", RECEIVE, round=index):
+                    theirs = [blocks[source][rank] for source in range(num_ranks)]
+                    self._copy_out(staging, sections.parts(), theirs, index)
+            if index + 1 < num_rounds:
+                call.signal(TAKEN + 2 * index)
+                call.wait(TAKEN + 2 * index)
+        return num_rounds
+
+    def _rows(self, call: Call, offers: list[Offer], index: int, part: torch.Tensor) -> Section:
+        """One kind of rows, and where the peers take them, in the widest elements that fit."""
+        width = row_bytes(part)
+        bases = [offer.bases[index] for offer in offers]
+        place = int(part.storage_offset()) * part.element_size()
+        dtype = widest_dtype(width, place, part.data_ptr(), *(base.offset for base in bases if base is not None))
+        return Section(rows_as(part, dtype), call.peer_rows(offers, index, width // dtype.itemsize, dtype))
+
+    def _copy_out(
+        self, staging: Staging, parts: Sequence[torch.Tensor], blocks: list[tuple[int, int]], index: int
+    ) -> None:
+        lane = staging.offer.lane_rows(len(blocks))
+        for source, (start, stop) in enumerate(blocks):
+            first, last = min(start + index * lane, stop), min(start + (index + 1) * lane, stop)
+            for part, staged in zip(parts, staging.sections, strict=True):
+                as_bytes(part)[first:last] = staged[source * lane : source * lane + last - first]
+
+    def _unpack(self, scope: CpuScope, sections: Sections) -> None:
+        """Fill the handle's source indices, ids and weights."""
+        assert self._routing is not None
+        assert self._unpacked is not None
+        rank, num_local = self._window.rank, self._routing.num_experts // len(self._window.peers)
+        num_rows = self._ends[-1][rank]
+        if self._is_posted:
+            make_local(self._unpacked, num_rows, rank, num_local)
+        elif sections.records is not None:
+            with scope.call.slice("unpack", RECEIVE):
+                source_idx = self._handle.recv_src_idx
+                unpack_records(sections.records, num_rows, source_idx, self._unpacked, rank, num_local)
+        self._count(sections)
+
+    def _count(self, sections: Sections) -> None:
+        """The call has ended."""
+        rank, blocks = self._window.rank, token_blocks(self._ends)
+        rows_to = [stop - start for start, stop in blocks[rank]]
+        rows_from = [stop - start for start, stop in (row[rank] for row in blocks)]
+        row_bytes = sum(count * dtype.itemsize for count, dtype in section_columns(self._payload, self._routing))
+        path = "posted" if self._is_posted else "staged" if sections.lane_rows else "direct"
+        self._chain.stats.count("dispatch", path, self._num_rounds, rows_to, rows_from, row_bytes)

@@ -1,0 +1,169 @@
+"""The engine on the CPU, inside one node: ranks write and read each other's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from ... import layout
+from ...errors import EPClosed, account
+from ...event import EventHandle
+from ...stream import CommStream
+from ...trace import Trace
+from ...transport import Window, ordinary_tensor
+from ..call import LOW_LATENCY, Chain
+from ..engine import Engine
+from ..low_latency.calls import operation_of
+from ..low_latency.direct import DirectLowLatency
+from ..ops import Order
+from ..parcel import Payload, Routing, apart
+from .combine import Combine
+from .dispatch import Dispatch
+from .scope import CpuScope
+
+
+class CpuEngine(Engine):
+    """Dispatch and combine over one window.
+
+    Args:
+        window: The window.
+        stream: Where communication runs.
+    """
+
+    low_latency: DirectLowLatency | None = None
+
+    def __init__(self, window: Window, stream: CommStream):
+        self.rank = window.rank
+        self.window = window
+        self.stream = stream
+        self.chain = Chain(window)
+
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: Order
+    ) -> tuple[layout.DispatchLayout, EventHandle | None]:
+        """Count where this rank's tokens go. Local: it is queued only behind an event that is still to come."""
+        return count_layout(self.stream, topk_idx, num_experts, len(self.window.peers), num_nodes, order)
+
+    # Beside the calls ------------------------------------------------------------------------------------------------
+
+    def start_trace(self, trace: Trace) -> None:
+        """Record calls from now on."""
+        self.window.trace = self.chain.stats.trace = trace
+
+    def require_working(self) -> None:
+        """Refuse to go on after a failure."""
+        self.chain.require_working()
+
+    def expect_call(self) -> None:
+        """A call will be made, or left by an exception, of which `leave` is told."""
+        self.chain.is_calling = False
+
+    def leave(self, error: BaseException, method: str) -> None:
+        """Say to the peers that an exception has ended a call, unless the engine has done so already.
+
+        Args:
+            error: The exception.
+            method: The call, as its caller knows it.
+        """
+        if self.chain.is_calling or isinstance(error, EPClosed) or self.window.failure is not None:
+            return
+        # Nothing was begun: also a caller that was interrupted may make the call after all.
+        if operation_of(method).startswith(LOW_LATENCY) and self.low_latency is not None:
+            self.low_latency.refuse(account(error))
+        else:
+            self.stream.run_in_turn(partial(self.chain.refuse, account(error)))
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
+        region = self.window.arena.allocate(shape, dtype)
+        return region if region is not None else ordinary_tensor(shape, dtype)
+
+    def local_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Bytes of the raw buffer, free for the caller between calls."""
+        return self.window.scratch_bytes(start, num_bytes)
+
+    def trim(self) -> int:
+        """Give memory that nobody uses back to the system. Returns the bytes given back."""
+        results = self.low_latency.trim() if self.low_latency is not None else 0
+        return self.window.arena.trim() + self.chain.results.trim() + results
+
+    def numbers(self) -> dict[str, Any]:
+        """What was counted so far."""
+        return {
+            **self.chain.stats.numbers(),
+            "wait_secs": [peer.wait_secs for peer in self.window.peers],
+            "arena": self.window.arena.num_bytes(),
+        }
+
+    def release_graphs(self) -> None:
+        """The CPU has no graphs."""
+
+    def synchronize(self) -> None:
+        """Wait for everything that was queued."""
+        self.stream.synchronize()
+
+    def stop(self) -> None:
+        """Let what is queued finish, and close."""
+        self.stream.stop()
+        self.window.close()
+
+    def forget(self) -> None:
+        """Close a buffer that nobody has destroyed, when what is queued has finished. Only the reaper calls it."""
+        self.stop()
+
+    def has_failed(self) -> bool:
+        """Whether a call has failed, on this rank or on another."""
+        return self.window.failure is not None
+
+    def abandon(self, cause: str) -> None:
+        """Tell all peers that this rank has left, and why. Waits for nothing: what is queued fails by itself.
+
+        Args:
+            cause: As it follows the rank in a sentence.
+        """
+        self.window.fail(cause)  # ranks of this node see it at once
+        with suppress(RuntimeError):  # the thread has ended: nothing is queued, and nobody waits for it
+            self.stream.submit(self.chain.tell_failure)  # links are the comm stream's alone
+
+    # What the engine across nodes has in another form
+
+    def _scope(self, operation: str, order: Order) -> CpuScope:
+        del operation
+        return CpuScope(self.chain, self.stream, order)
+
+    def _dispatch_steps(
+        self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None
+    ) -> Dispatch:
+        """The steps of one dispatch. `num_sms` is for GPUs."""
+        del num_sms
+        return Dispatch(self.chain, operation, payload, routing)
+
+    def _combine_steps(
+        self, x: torch.Tensor, topk_weights: torch.Tensor | None, biases: Sequence[torch.Tensor], num_sms: int | None
+    ) -> Combine:
+        """The steps of one combine."""
+        del num_sms
+        return Combine(self.chain, x, topk_weights, biases)
+
+
+def count_layout(
+    stream: CommStream | None, topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int, order: Order
+) -> tuple[layout.DispatchLayout, EventHandle | None]:
+    """The layout now, or, if the event before it is still to come, on the comm stream (if there is one)."""
+    sizes = (num_experts, num_ranks, num_ranks // num_nodes)
+    if stream is not None and order.is_async and not order.is_due():
+        counts = layout.dispatch_layout(torch.empty_like(topk_idx).fill_(-1), *sizes)
+        written = apart(counts)
+
+        def fill() -> None:
+            for target, source in zip(written, layout.dispatch_layout(topk_idx, *sizes), strict=True):
+                target.copy_(source)
+
+        return counts, EventHandle(stream.submit(lambda: order.begin(fill)))
+    if order.after is not None:
+        order.after.current_stream_wait()
+    return layout.dispatch_layout(topk_idx, *sizes), EventHandle() if order.is_async else None

@@ -1,0 +1,185 @@
+"""One call on the CPU, from its first check to its last step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+
+import torch
+
+from ...errors import EPOverflow, account
+from ...event import EventHandle
+from ...stream import CommStream
+from ..call import Call, Chain, Header, is_refusal
+from ..ops import Order
+from ..parcel import Combined, Received, apart
+
+
+class CpuScope:
+    """Around a call, see `ops.Scope`. The steps hand over functions, which run one after the other on the comm stream.
+
+    Whatever exception leaves a call, at whatever point, the call has ended, or was refused or failed. Half a call must
+    not be followed by the next: peers would take its signals for this one's.
+
+    Args:
+        chain: The calls of the buffer, of which this is the next.
+        stream: Where communication runs.
+        order: How the call stands to the caller's stream.
+
+    Attributes:
+        order: The same.
+    """
+
+    _call: Call | None = None  # once it is announced
+    _is_begun = False  # it may have been announced
+    _is_complete = False  # it has ended well
+    _is_cancelled = False  # it waits in the queue, and is taken out of it if its caller leaves
+    _is_foreign = False  # what it was to come after has failed, which is none of this buffer's calls
+    _event: EventHandle | None = None
+
+    def __init__(self, chain: Chain, stream: CommStream, order: Order):
+        self.order = order
+        self._chain = chain
+        self._stream = stream
+        self._after = order.after
+        self._steps: list[Callable[[], None]] = []
+
+    def __enter__(self) -> CpuScope:
+        self._chain.is_calling = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                self._finish()
+            except BaseException as raised:
+                self._end(raised)
+                raise
+        else:
+            self._end(error)
+
+    # For the steps ---------------------------------------------------------------------------------------------------
+
+    def launch(self, step: Callable[[], None]) -> None:
+        """Have a function run behind those that were handed over before, at the latest when the script ends."""
+        self._steps.append(step)
+
+    def begin(self, header: Header) -> Call:
+        """On the comm stream: enter the call. From here on, what goes wrong goes wrong for all ranks."""
+        self._is_begun = True
+        self._call = self._chain.begin(header)
+        return self._call
+
+    @property
+    def call(self) -> Call:
+        """The call, which `begin` has entered."""
+        assert self._call is not None
+        return self._call
+
+    def run(self) -> None:
+        """Run what was handed over, and wait for it."""
+        self._run(self._work())
+
+    def is_under_way(self) -> bool:
+        """Whether something that comes before this call has not happened yet, so that handles may not be filled."""
+        return not (self._stream.query() and self.order.is_due())
+
+    # For the script --------------------------------------------------------------------------------------------------
+
+    def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
+        """The functions that are handed over hold what they read."""
+
+    def hold_received(self, received: Received) -> Received:
+        """What the caller gets: see `apart`. The steps have done the same with handle, ids and weights."""
+        if not self.order.is_async:
+            return received
+        x, scales = apart((received.x, received.scales))
+        return replace(received, x=x, scales=scales)
+
+    def hold_combined(self, sums: Sequence[torch.Tensor]) -> Combined:
+        """The same of a combine."""
+        x, *weights = apart(sums) if self.order.is_async else sums
+        return Combined(x, weights[0] if weights else None)
+
+    def event(self) -> EventHandle | None:
+        """The event of an asynchronous call."""
+        return self._event
+
+    # How a call runs, and how it ends --------------------------------------------------------------------------------
+
+    def _work(self, *, is_last: bool = False) -> Callable[[], None]:
+        """What was handed over, as one job, behind what the call comes after."""
+        (steps, self._steps), (after, self._after) = (self._steps, []), (self._after, None)
+
+        def work() -> None:
+            self._is_cancelled = False
+            if after is not None:
+                try:
+                    after.current_stream_wait()
+                except BaseException:
+                    self._is_foreign = not self._stream.has_made(after)
+                    raise
+            for step in steps:
+                step()
+            self._is_complete = is_last
+
+        return work
+
+    def _finish(self) -> None:
+        """Make the call to its end: queue the rest, or, if the call is synchronous, run it."""
+        work = self._work(is_last=True)
+        if self.order.is_async:
+            self._event = EventHandle(self._stream.submit(partial(self._run_queued, work)))
+        else:
+            self._run(work)
+
+    def _run_queued(self, work: Callable[[], None]) -> None:
+        """Run the last job of an asynchronous call. The caller has gone on: what goes wrong is dealt with here."""
+        try:
+            work()
+        except BaseException as error:
+            # All ranks refuse what is behind an overflow alike. After other mistakes the calls that are queued
+            # behind this one cannot match the peers'.
+            if isinstance(error, EPOverflow) and not self._is_begun and not self._is_foreign:
+                self._chain.refuse(account(error))
+            else:
+                self._chain.fail(error, self._call, is_foreign=self._is_foreign)
+            raise
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """Have a job done on the comm stream, and wait for it. If the wait is interrupted, the call fails."""
+        self._is_cancelled = not self._is_begun and not self._stream.query()  # unless it begins
+        self._stream.run(work, on_abandon=self._abandon)
+
+    def _end(self, error: BaseException) -> None:
+        """Tell the peers of an exception that leaves the call, as far as the call has come."""
+        chain, stream = self._chain, self._stream
+        if self._is_complete or chain.window.failure is not None:
+            pass
+        elif self._is_foreign:
+            stream.run_in_turn(partial(chain.fail, error, None, is_foreign=True))
+        elif self._is_cancelled or (not self._is_begun and is_refusal(error)):
+            stream.run_in_turn(partial(chain.refuse, account(error)))
+        elif stream.query():
+            chain.fail(error, self._call)
+        else:
+            self._abandon(error)
+
+    def _abandon(self, error: BaseException) -> bool:
+        """Fail a call that the comm stream may be in the middle of.
+
+        Returns:
+            Whether the caller must not go on before the comm stream has left the call, which it does at its next wait.
+        """
+        self._is_cancelled = False
+        self._chain.give_up(error, self._call)
+        with suppress(RuntimeError):  # the thread has ended, and has told everybody that this rank leaves
+            self._stream.submit(self._chain.tell_failure)  # links are the comm stream's alone
+        # Inside a node, who reads what the caller overwrites now looks at `failed` behind it. Other nodes cannot look:
+        # what leaves for them must be right. Before the call is begun nothing leaves.
+        return self._chain.is_told_late and self._is_begun

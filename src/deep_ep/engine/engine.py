@@ -1,0 +1,261 @@
+"""The engine: one script for all dispatches and one for all combines.
+
+What happens in a step depends on where the ranks are and on what runs there. `cpu/` and `cuda/` have two sets of steps
+each: inside one node, and across nodes. The scripts are the same for all of them:
+
+    dispatch, full        notify (counts, on a GPU also a guessed offer), move, unpack | the host waits for the counts
+                          if nothing was offered, or too little: offer (exact), move, unpack
+    dispatch, worst case  notify (counts and offers), move, unpack
+    dispatch, cached      notify (offers), move
+    combine               notify (offers), sum
+
+On a GPU a step launches kernels. On the CPU it hands functions to the call, which runs them where the host waits and
+where the script ends: on the caller's thread if the call is synchronous and nothing is queued, otherwise on the comm
+stream. `docs/protocol.md` has the protocol that the steps follow.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import layout
+from ..config import Config
+from ..event import EventHandle
+from ..trace import Trace
+from .low_latency.calls import LowLatency
+from .ops import NO_SECTIONS, CombineSteps, Counts, DispatchSteps, Order, Scope, received_of
+from .parcel import Combined, Payload, Received, Routing
+
+
+class Engine(ABC):
+    """Dispatch and combine of one rank.
+
+    Each call returns what the caller gets; if the call is asynchronous, with the event that says when it is filled.
+
+    Attributes:
+        rank: This rank, as an index into `Counts.num_rows`.
+        window: The memory of this rank and of its peers.
+        stream: Where communication runs.
+        low_latency: Low-latency calls; None: the buffer has no memory for them, or they cannot be made.
+        why_no_low_latency: Why they cannot be made. Empty: they can, or nobody asked for them.
+    """
+
+    rank: int
+    window: Any
+    stream: Any
+    low_latency: LowLatency | None = None
+    why_no_low_latency = ""
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: Order
+    ) -> tuple[layout.DispatchLayout, EventHandle | None]:
+        """Count where this rank's tokens go. Local: it takes no part in the order of the calls."""
+
+    def dispatch(
+        self, payload: Payload, routing: Routing, num_channels: int, order: Order, num_sms: int | None = None
+    ) -> tuple[Received, list[int], EventHandle | None]:
+        """A full dispatch. The host waits for the counts, also if the call is asynchronous.
+
+        Returns:
+            What is received, the selections of each local expert, and the event of an asynchronous call.
+        """
+        return self._dispatch("dispatch", payload, routing, None, 0, num_channels, order, num_sms)
+
+    def worst_case_dispatch(
+        self,
+        payload: Payload,
+        routing: Routing,
+        num_rows: int,
+        num_channels: int,
+        order: Order,
+        num_sms: int | None = None,
+    ) -> tuple[Received, EventHandle | None]:
+        """A dispatch into memory for `num_rows` rows; the host does not wait for counts."""
+        operation = "worst-case dispatch"
+        received, _, event = self._dispatch(operation, payload, routing, None, num_rows, num_channels, order, num_sms)
+        return received, event
+
+    def cached_dispatch(
+        self, payload: Payload, handle: Any, order: Order, num_sms: int | None = None
+    ) -> tuple[Received, EventHandle | None]:
+        """A dispatch along the slots of an earlier one."""
+        operation, num_rows = "cached dispatch", handle.num_rows
+        received, _, event = self._dispatch(operation, payload, None, handle, num_rows, 0, order, num_sms)
+        return received, event
+
+    def _dispatch(
+        self,
+        operation: str,
+        payload: Payload,
+        routing: Routing | None,
+        handle: Any,
+        num_rows: int,
+        num_channels: int,
+        order: Order,
+        num_sms: int | None,
+    ) -> tuple[Received, list[int], EventHandle | None]:
+        """The script of all dispatches: full (`num_rows` is 0 before it is known), worst case, and cached."""
+        is_full, expert_counts = operation == "dispatch", []
+        told: Counts | None = None
+        steps = self._dispatch_steps(operation, payload, routing, num_sms)
+        with self._scope(operation, order) as scope:
+            scope.hold_inputs((payload.x, payload.scales), handle if routing is None else routing.tensors())
+            if routing is None:
+                routes = steps.follow(scope, handle)
+            else:
+                routes = steps.route(scope, routing, num_channels, num_rows)
+            sections = steps.guess() if is_full else steps.memory(scope, num_rows)
+            steps.notify(scope, payload, routing, routes, sections)
+            steps.move(scope, payload, routing, routes, NO_SECTIONS if is_full else sections)
+            unpacked = None
+            if routing is not None and sections.x is not None:  # all that needs no counts, before they are waited for
+                unpacked = steps.unpack(scope, routing, routes, sections, num_channels)
+            if is_full:
+                assert routing is not None
+                told = steps.counts(scope, routing)
+                num_rows, expert_counts = told.num_rows[self.rank], told.expert_counts
+                if not told.fits:  # too small, here or elsewhere: it goes back before more is taken
+                    sections, unpacked = NO_SECTIONS, None
+                steps.grow(told)
+                if sections.x is None:  # also where nothing was offered, because nothing comes
+                    sections = steps.memory(scope, num_rows)
+                if not told.fits:
+                    routes = steps.rerouted(scope, routes, told, routing)
+                    steps.offer(scope, payload, routes, sections)
+                    steps.move(scope, payload, routing, routes, sections)
+            if routing is None:
+                received = received_of(sections, num_rows, None, None, handle)
+            else:
+                if unpacked is None:
+                    unpacked = steps.unpack(scope, routing, routes, sections, num_channels)
+                received = steps.received(routes, sections, unpacked, num_rows, told)
+            received = scope.hold_received(received)
+        return received, expert_counts, scope.event()
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Any,
+        topk_weights: torch.Tensor | None,
+        biases: Sequence[torch.Tensor],
+        order: Order,
+        num_sms: int | None = None,
+    ) -> tuple[Combined, EventHandle | None]:
+        """A combine along the slots of an earlier dispatch: the script of all of them."""
+        steps = self._combine_steps(x, topk_weights, biases, num_sms)
+        parts = [x] if topk_weights is None else [x, topk_weights]
+        with self._scope("combine", order) as scope:
+            scope.hold_inputs((*parts, *biases), handle)
+            sums = steps.outputs(scope, parts, handle)
+            supply = steps.notify(scope, parts, handle)
+            steps.sum(scope, supply, parts, handle, sums, biases)
+            combined = scope.hold_combined(sums)
+        return combined, scope.event()
+
+    # What a device has in a form of its own --------------------------------------------------------------------------
+
+    @abstractmethod
+    def _scope(self, operation: str, order: Order) -> Scope:
+        """What surrounds a call, see `ops.Scope`."""
+
+    @abstractmethod
+    def _dispatch_steps(
+        self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None
+    ) -> DispatchSteps:
+        """The steps of a dispatch.
+
+        Raises:
+            ValueError: The device cannot move such rows.
+        """
+
+    @abstractmethod
+    def _combine_steps(
+        self, x: torch.Tensor, topk_weights: torch.Tensor | None, biases: Sequence[torch.Tensor], num_sms: int | None
+    ) -> CombineSteps:
+        """The steps of a combine."""
+
+    # Beside the calls ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start_trace(self, trace: Trace) -> None:
+        """Record calls from now on."""
+
+    @abstractmethod
+    def require_working(self) -> None:
+        """Refuse to go on after a failure.
+
+        Raises:
+            EPError: A call has failed; it says why. `EPClosed` where that was raised before.
+        """
+
+    @abstractmethod
+    def has_failed(self) -> bool:
+        """Whether a call has failed, on this rank or on another."""
+
+    @abstractmethod
+    def expect_call(self) -> None:
+        """A call will be made, or left by an exception, of which `leave` is told."""
+
+    @abstractmethod
+    def leave(self, error: BaseException, method: str) -> None:
+        """Tell the peers that an exception has ended a call, unless they know already.
+
+        Args:
+            error: The exception.
+            method: The call, as its caller knows it.
+        """
+
+    @abstractmethod
+    def abandon(self, cause: str) -> None:
+        """Tell all peers that this rank has left, and why. Waits for nothing: what is queued fails by itself.
+
+        Args:
+            cause: As it follows the rank in a sentence.
+        """
+
+    @abstractmethod
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
+
+    @abstractmethod
+    def local_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Bytes of the raw buffer, free for the caller between calls."""
+
+    @abstractmethod
+    def trim(self) -> int:
+        """Give memory that nobody uses back to the system. Returns the bytes given back."""
+
+    @abstractmethod
+    def numbers(self) -> dict[str, Any]:
+        """What was counted so far."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for everything that was queued, and raise what failed."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Let what is queued finish, and close."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Close a buffer that nobody has destroyed, when what is queued has finished. Only the reaper calls it."""
+
+    def tune(self, config: Config | None) -> None:
+        """Take the chunks of the next call from a config; None: choose them. Only CPU ranks across nodes have some."""
+        del config
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Note that another stream works with a tensor of the window. The CPU has none but the caller's thread."""
+        del tensor, stream
+
+    @abstractmethod
+    def release_graphs(self) -> None:
+        """Let go of the window memory that captured graphs use."""

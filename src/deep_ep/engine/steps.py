@@ -1,0 +1,279 @@
+"""What the steps of one hop and of two have in common, on a GPU: signatures, terms, offers, counts.
+
+A call has a *signature*: everything about it but its tensors' memory and the number of its tokens. What follows from it
+(which kernels, how they are launched, the words that must agree, the widths of rows) is found once, and kept: the steps
+of a signature. A call then checks little, takes memory, and hands addresses to launches that are bound already.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..kernels.notify import Post, Terms, make_post
+from ..kernels.put import Rows, record_words, widest_word
+from .call import OFFERED, OPERATIONS, Agreement
+from .digest import pack
+from .memory import Columns, Memory, Supply
+from .ops import CombineSteps, Counts, DispatchSteps, Sections
+from .parcel import Payload, Routing
+from .scope import Scope
+from .shapes import Shapes
+from .signals import Signals
+
+
+class DispatchSignature(NamedTuple):
+    """What tells dispatches apart.
+
+    Attributes:
+        operation: One of `call.OPERATIONS`.
+        hidden: H.
+        dtype: Of the payload.
+        alignment: The payload begins at a multiple of so many bytes, at most 16.
+        num_scales: Scales of a row.
+        scale_dtype: Their type; None: there are none.
+        num_topk: K; 0: ids and weights do not travel.
+        idx_dtype: Type of the ids; None: there are none.
+        num_experts: E; 0: there is a handle.
+        num_sms: Most blocks of a kernel; None: nothing bounds them.
+    """
+
+    operation: str
+    hidden: int
+    dtype: torch.dtype
+    alignment: int
+    num_scales: int
+    scale_dtype: torch.dtype | None
+    num_topk: int
+    idx_dtype: torch.dtype | None
+    num_experts: int
+    num_sms: int | None
+
+
+class CombineSignature(NamedTuple):
+    """What tells combines apart.
+
+    Attributes:
+        hidden: H.
+        dtype: Of the rows.
+        num_topk: K, of the weights that come back with the rows; 0: none do.
+        num_biases: At most two.
+        is_aligned: Sums and biases begin at multiples of 16 bytes.
+        num_sms: Most blocks of a kernel; None: nothing bounds them.
+    """
+
+    hidden: int
+    dtype: torch.dtype
+    num_topk: int
+    num_biases: int
+    is_aligned: bool
+    num_sms: int | None
+
+
+class Ops(Protocol):
+    """Where steps come from: one hop (`one_hop.py`), or two (`relays/two_hops.py`).
+
+    Attributes:
+        shapes: How bulk kernels are launched, of steps that are made from now on.
+    """
+
+    shapes: Shapes
+
+    def dispatch(self, signature: DispatchSignature) -> DispatchSteps:
+        """The steps of a signature, made anew."""
+        ...
+
+    def combine(self, signature: CombineSignature) -> CombineSteps:
+        """The same of combines."""
+        ...
+
+    def numbers(self) -> dict[str, Any]:
+        """What it has counted beside the engine."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds, once everything that was launched is done."""
+        ...
+
+
+def rows_of(signature: DispatchSignature) -> Rows:
+    """What the rows of a dispatch are made of, for the kernels that move them."""
+    row_bytes = signature.hidden * signature.dtype.itemsize
+    word, is_aligned = widest_word(row_bytes, signature.alignment)
+    scale_bytes = signature.scale_dtype.itemsize if signature.scale_dtype is not None else 0
+    has_records = signature.num_experts > 0
+    idx_dtype = signature.idx_dtype or torch.int32
+    return Rows(
+        row_bytes, word, is_aligned, signature.num_scales, scale_bytes, has_records, signature.num_topk, idx_dtype
+    )
+
+
+def columns_of(signature: DispatchSignature) -> Columns:
+    """The same for whoever makes room for them."""
+    num_words = record_words(signature.num_topk) if signature.num_experts else 0
+    return Columns(signature.hidden, signature.dtype, signature.num_scales, signature.scale_dtype, num_words)
+
+
+def terms_of(signature: DispatchSignature, step: int, num_ranks: int) -> Terms:
+    """What a rank says in all dispatches of a signature."""
+    operation, hidden, dtype, _, num_scales, scale_dtype, num_topk, idx_dtype, num_experts, _ = signature
+    agreement = Agreement(operation, num_experts, num_topk, hidden, dtype, num_scales, scale_dtype, idx_dtype)
+    return Terms(step, OPERATIONS.index(operation), pack(agreement), num_experts // num_ranks)
+
+
+def combine_terms(signature: CombineSignature) -> Terms:
+    """What a rank says in all combines of a signature."""
+    agreement = Agreement("combine", num_topk=signature.num_topk, hidden=signature.hidden, dtype=signature.dtype)
+    return Terms(OFFERED, OPERATIONS.index("combine"), pack(agreement))
+
+
+class DeviceDispatch(ABC):
+    """The steps of dispatches with one signature that one hop and two take alike, see `ops.DispatchSteps`.
+
+    Args:
+        signals: Of the buffer.
+        memory: Of the buffer.
+        signature: Of the dispatches.
+    """
+
+    def __init__(self, signals: Signals, memory: Memory, signature: DispatchSignature):
+        self._signals = signals
+        self._memory = memory
+        self._columns = columns_of(signature)
+        self._is_full = signature.operation == "dispatch"
+        self._num_experts = signature.num_experts
+
+    def guess(self) -> Sections:
+        """Memory for a few rows more than the last dispatch received, so that rows move before counts are known."""
+        return self._memory.guess(self._columns)
+
+    def memory(self, scope: Scope, num_rows: int) -> Sections:
+        """Memory for exactly so many rows."""
+        sections = self._memory.exact(scope, self._columns, num_rows)
+        scope.path = "dispatch/staged" if sections.lane_rows else "dispatch/direct"
+        return sections
+
+    def notify(self, scope: Scope, payload: Payload, routing: Routing | None, routes: Any, sections: Sections) -> None:
+        """Exchange counts and offers."""
+        num_tokens = free_bytes = ticket = 0
+        if self._is_full:
+            scope.path = "dispatch/direct"  # what is guessed lies in the window
+            free_bytes = self._memory.largest_free_bytes()
+            num_tokens, ticket = payload.x.shape[0], self._signals.next_ticket()
+        offer = (sections.num_rows, sections.lane_rows, num_tokens, free_bytes, sections.bases, 0, ticket)
+        self._notify(scope, make_post(offer), payload, routing, routes)
+        if self._signals.marks is not None:
+            self._note(routing, routes)
+
+    @abstractmethod
+    def _notify(self, scope: Scope, post: Post, payload: Payload, routing: Routing | None, routes: Any) -> None:
+        """Launch the handshake."""
+
+    @abstractmethod
+    def _rows_to(self, routes: Any) -> torch.Tensor | None:
+        """[R] int32: rows that a dispatch along a handle sends to each rank; None: that cannot be told."""
+
+    def _note(self, routing: Routing | None, routes: Any) -> None:
+        """Have a trace show what is sent."""
+        if (marks := self._signals.noting) is not None:
+            marks.note(row_bytes=sum(self._columns.widths()))
+            rows_to = routing.num_tokens_per_rank if routing is not None else self._rows_to(routes)
+            if rows_to is not None:
+                marks.note_rows(rows_to=rows_to)
+
+    def counts(self, scope: Scope, routing: Routing) -> Counts:
+        """Wait for the counts, from which the next dispatch guesses."""
+        del scope, routing
+        told = self._signals.wait_for_counts(self._num_experts)
+        if self._signals.marks is not None:
+            self._signals.marks.note(experts=told.expert_counts)
+        self._memory.guess_from(told.num_rows[self._signals.places.rank])
+        return told
+
+    def offer(self, scope: Scope, payload: Payload, routes: Any, sections: Sections) -> None:
+        """Exchange offers once more."""
+        if scope.reach is not None:
+            scope.reach("offer")
+        self._offer(Post(sections.num_rows, sections.lane_rows, bases=sections.bases), payload, routes)
+
+    @abstractmethod
+    def _offer(self, post: Post, payload: Payload, routes: Any) -> None:
+        """Launch the second handshake."""
+
+
+class DeviceCombine(ABC):
+    """The steps of combines with one signature that one hop and two take alike, see `ops.CombineSteps`.
+
+    Args:
+        signals: Of the buffer.
+        memory: Of the buffer.
+    """
+
+    def __init__(self, signals: Signals, memory: Memory):
+        self._signals = signals
+        self._memory = memory
+
+    def outputs(self, scope: Scope, parts: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
+        """Ordinary memory for the sums."""
+        num_tokens = handle.num_tokens
+        with scope.outputs:
+            return [part.new_empty((num_tokens, part.shape[1])) for part in parts]
+
+    def notify(self, scope: Scope, parts: Sequence[torch.Tensor], handle: Any) -> Supply:
+        """Copy in what must be, and exchange offers."""
+        supply = self._memory.supply(parts, handle.num_tokens)
+        scope.path = supply.path
+        self._notify(scope, supply, handle)
+        if self._signals.marks is not None:
+            self._note(supply.path, parts, handle)
+        return supply
+
+    @abstractmethod
+    def _notify(self, scope: Scope, supply: Supply, handle: Any) -> None:
+        """Launch the copies and the handshake."""
+
+    @abstractmethod
+    def _rows_from(self, handle: Any) -> torch.Tensor | None:
+        """[R] int32: rows that come back from each rank; None: that cannot be told."""
+
+    def _note(self, path: str, parts: Sequence[torch.Tensor], handle: Any) -> None:
+        """Have a trace show what comes back."""
+        if (marks := self._signals.noting) is not None:
+            row_bytes = sum(part.size(1) * part.element_size() for part in parts)
+            marks.note(path=path.partition("/")[2], row_bytes=row_bytes)
+            if (rows_from := self._rows_from(handle)) is not None:
+                marks.note_rows(rows_from=rows_from)
+
+    def sum(
+        self,
+        scope: Scope,
+        supply: Supply,
+        parts: Sequence[torch.Tensor],
+        handle: Any,
+        sums: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+    ) -> None:
+        """Sum rows, and let go of what was copied to."""
+        self._sum(scope, parts, handle, sums, biases)
+        if supply.copies:
+            supply.copies.clear()
+            self._memory.reclaim()
+
+    @abstractmethod
+    def _sum(
+        self,
+        scope: Scope,
+        parts: Sequence[torch.Tensor],
+        handle: Any,
+        sums: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+    ) -> None:
+        """Launch the sums."""
+
+
+def rows_to_each(prefix: torch.Tensor, rank: int) -> torch.Tensor:
+    """[R] int32: the rows that a rank sends to each, from a `rank_prefix_matrix`."""
+    return prefix[rank] - prefix[rank - 1] if rank else prefix[0]
