@@ -17,8 +17,8 @@ import pytest  # noqa: F401
 import torch._dynamo  # noqa: F401  # of optimizers and custom operators
 
 import common
+import deep_ep.engine.cuda.engine
 import deep_ep.engine.low_latency.streamed
-import deep_ep.engine.streamed
 import deep_ep.kernels
 import deep_ep.moe
 import deep_ep.soak

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from windows import make_places
 
-from deep_ep.engine.shapes import Shapes
+from deep_ep.engine.cuda.shapes import Shapes
 from deep_ep.kernels import counts, exchange, pull, put, rail, relay, relay_sums, staging, steer
 from deep_ep.kernels._triton import Launch
 from deep_ep.kernels.low_latency import combine, dispatch

@@ -17,9 +17,9 @@ import torch
 
 from deep_ep import EPError, layout
 from deep_ep.config import Config
-from deep_ep.engine.call import Agreement, Header
 from deep_ep.engine.cpu.nodes.announce import receive_announcements
 from deep_ep.engine.cpu.nodes.traffic import ChunkForm, Chunks, Traffic
+from deep_ep.engine.protocol import Agreement, Header
 from deep_ep.errors import MOST_TEXT_BYTES, EPTransportError
 from deep_ep.topology import Topology
 from deep_ep.transport.links import (

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from deep_ep.engine import parcel
-from deep_ep.engine.call import READY, Call, Chain, Header, step_name
 from deep_ep.engine.cpu import combine, dispatch, posted
+from deep_ep.engine.cpu.call import Call, Chain
 from deep_ep.engine.low_latency.direct import DirectLowLatency
+from deep_ep.engine.protocol import READY, Header, step_name
 from deep_ep.soak import parent
 from deep_ep.soak.plan import Goal
 from deep_ep.soak.rank import RankReport, play_rank

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .. import __version__, env
 from ..buffers.legacy import Buffer
-from ..engine.streamed import StreamedEngine
+from ..engine.cuda.engine import CudaEngine
 from ..errors import EPUnsupported
 from ..launch import run_ranks
 from ..machine import find_machine
@@ -79,10 +79,10 @@ def enter_device(rank: int, device: str) -> int:
 # Clocks --------------------------------------------------------------------------------------------------------------
 
 
-def streamed(buffer: Buffer) -> StreamedEngine:
+def streamed(buffer: Buffer) -> CudaEngine:
     """A buffer's engine, which must be one of kernels."""
     engine = buffer._engine
-    assert isinstance(engine, StreamedEngine)
+    assert isinstance(engine, CudaEngine)
     return engine
 
 

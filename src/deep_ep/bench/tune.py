@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..engine.shapes import Shapes
+from ..engine.cuda.shapes import Shapes
 from ..kernels.put import Shape
 from ..terminal import teller
 from .core import Variant, time_rounds

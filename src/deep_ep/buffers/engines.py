@@ -25,7 +25,7 @@ from ..transport.interpreted import InterpretedMemory
 from ..transport.symm import NearMemory, SymmMemory, node_group, why_not
 
 if TYPE_CHECKING:
-    from ..engine.streamed import StreamedEngine
+    from ..engine.cuda.engine import CudaEngine
 
 NVSHMEM = "nvshmem"
 INTERPRETED = "interpreted"  # the name of the transport of CPU ranks that run the GPU's kernels
@@ -138,15 +138,15 @@ def _relayed(
 ) -> tuple[Engine, str]:
     """The engine across nodes whose kernels do the waiting: a window inside the node, and a courier between nodes."""
     # Not before a buffer needs them: they import Triton, and importing us must not.
+    from ..engine.cuda.engine import CudaEngine
+    from ..engine.cuda.memory import Memory
+    from ..engine.cuda.nodes.couriers import Courier, ThreadCourier, make_nvshmem_courier
+    from ..engine.cuda.nodes.far import Far
+    from ..engine.cuda.nodes.two_hops import TwoHops
+    from ..engine.cuda.shapes import load_shapes
+    from ..engine.cuda.signals import Signals
     from ..engine.low_latency.copies import FarRanks
     from ..engine.low_latency.streamed import StreamedLowLatency
-    from ..engine.memory import Memory
-    from ..engine.relays.couriers import Courier, ThreadCourier, make_nvshmem_courier
-    from ..engine.relays.far import Far
-    from ..engine.relays.two_hops import TwoHops
-    from ..engine.shapes import load_shapes
-    from ..engine.signals import Signals
-    from ..engine.streamed import StreamedEngine
     from ..kernels.exchange import Places
     from ..transport.courier import make_courier
     from ..transport.far import FarLayout
@@ -174,7 +174,7 @@ def _relayed(
     far.start(courier)
     control.renew_deadline("compiling kernels")
     ops = TwoHops(topology, far, signals, memory, load_shapes(size))
-    engine = StreamedEngine(window, stream, signals, ops, sizes.scratch_bytes)
+    engine = CudaEngine(window, stream, signals, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
     if num_bytes and pes:
         ranks = FarRanks(topology, pes, courier.tell_failure)
@@ -266,8 +266,8 @@ def _device_window(
     control: Control, memory: DeviceMemory, sizes: WindowSizes, num_nodes: int = 1
 ) -> tuple[DeviceWindow, _Shared]:
     """A window for kernels. Memory is symmetric: the largest wish is everybody's, a limit of one rank is one of all."""
-    from ..engine.memory import staging_bytes
-    from ..engine.signals import Signals
+    from ..engine.cuda.memory import staging_bytes
+    from ..engine.cuda.signals import Signals
 
     wish = (sizes.arena_bytes, sizes.arena_limit_bytes, sizes.low_latency_bytes, sizes.far_bytes)
     wishes = control.gather(wish, "comparing sizes")
@@ -299,14 +299,14 @@ def _streamed(
     sizes: WindowSizes,
     limit_secs: float,
     enable_shrink: bool,
-) -> StreamedEngine:
+) -> CudaEngine:
     # Not before a buffer needs them: they import Triton, and importing us must not.
+    from ..engine.cuda.engine import CudaEngine
+    from ..engine.cuda.memory import Memory
+    from ..engine.cuda.one_hop import OneHop
+    from ..engine.cuda.shapes import load_shapes
+    from ..engine.cuda.signals import Signals
     from ..engine.low_latency.streamed import StreamedLowLatency
-    from ..engine.memory import Memory
-    from ..engine.one_hop import OneHop
-    from ..engine.shapes import load_shapes
-    from ..engine.signals import Signals
-    from ..engine.streamed import StreamedEngine
     from ..kernels import notify, staging
 
     _require_kernels("cpu" if stream.raw is None else "cuda")
@@ -316,7 +316,7 @@ def _streamed(
     control.renew_deadline("compiling kernels")
     for kernels in (notify, staging):
         kernels.prepare_all(signals.places)
-    engine = StreamedEngine(window, stream, signals, ops, sizes.scratch_bytes)
+    engine = CudaEngine(window, stream, signals, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
     if num_bytes:
         engine.low_latency = StreamedLowLatency(signals, window, stream, num_bytes, enable_shrink)

@@ -15,7 +15,7 @@ import torch
 
 from ..handle import Handle
 from ..kernels.rows import rows_as
-from .call import Agreement
+from .protocol import Agreement
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import torch
 from ..kernels.rows import Lane
 from ..sizing import align
 from ..transport import Base, Window
-from .call import Offer
+from .protocol import Offer
 
 MOST_BYTES = 4 << 20  # what a staged call uses, unless one row of every rank needs more
 

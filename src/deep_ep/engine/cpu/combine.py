@@ -18,8 +18,9 @@ from ...handle import check_rows, is_refused, require_filled
 from ...kernels.reduce import reduce_rows, sum_rows
 from ...kernels.rows import as_bytes, row_bytes
 from ...trace import RECEIVE, SEND
-from ..call import OFFERED, READY, TAKEN, Agreement, Call, Chain, Header, Offer, checksum
+from ..protocol import OFFERED, READY, TAKEN, Agreement, Header, Offer, checksum
 from ..staging import Staging, token_blocks
+from .call import Call, Chain
 from .posted import Block, fetch_rows, post_rows, section_starts
 from .scope import CpuScope
 

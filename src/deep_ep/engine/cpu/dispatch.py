@@ -21,7 +21,6 @@ from ...handle import check_rows, is_refused, mark_refused, require_filled
 from ...kernels.rows import Section, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
 from ...trace import RECEIVE, SEND
 from ...transport import ordinary_tensor
-from ..call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Chain, Header, Offer, checksum
 from ..ops import NO_SECTIONS, Counts, Sections, received_of
 from ..parcel import (
     Payload,
@@ -38,7 +37,9 @@ from ..parcel import (
     section_columns,
     unpack_records,
 )
+from ..protocol import ANNOUNCED, OFFERED, READY, TAKEN, Header, Offer, checksum
 from ..staging import Blocks, Staging, dispatch_lane, lane_rows, num_dispatch_rounds, token_blocks
+from .call import Call, Chain
 from .posted import Block, fetch_rows, post_rows, section_starts
 from .scope import CpuScope
 

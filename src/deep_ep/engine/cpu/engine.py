@@ -15,12 +15,13 @@ from ...event import EventHandle
 from ...stream import CommStream
 from ...trace import Trace
 from ...transport import Window, ordinary_tensor
-from ..call import LOW_LATENCY, Chain
 from ..engine import Engine
 from ..low_latency.calls import operation_of
 from ..low_latency.direct import DirectLowLatency
 from ..ops import Order
 from ..parcel import Payload, Routing, apart
+from ..protocol import LOW_LATENCY
+from .call import Chain
 from .combine import Combine
 from .dispatch import Dispatch
 from .scope import CpuScope

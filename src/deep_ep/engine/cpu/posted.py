@@ -15,7 +15,7 @@ import torch
 from ...errors import EPError
 from ...kernels.rows import row_bytes
 from ...sizing import align
-from ..call import Call
+from .call import Call
 
 _LINE_BYTES = 64
 

@@ -13,9 +13,10 @@ import torch
 from ...errors import EPOverflow, account
 from ...event import EventHandle
 from ...stream import CommStream
-from ..call import Call, Chain, Header, is_refusal
 from ..ops import Order
 from ..parcel import Combined, Received, apart
+from ..protocol import Header, is_refusal
+from .call import Call, Chain
 
 
 class CpuScope:

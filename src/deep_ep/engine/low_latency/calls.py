@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...event import EventHandle
-from ..call import LOW_LATENCY, Agreement
+from ..protocol import LOW_LATENCY, Agreement
 from .geometry import Form, Geometry
 
 Hook = Callable[[], None]

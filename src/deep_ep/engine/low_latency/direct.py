@@ -18,8 +18,9 @@ from ...transport import LOW_LATENCY as REFUSED
 from ...transport import Arena, ordinary_tensor
 from ...transport.sparse import GRAIN_BYTES, HollowMemory
 from ...transport.window import SENT_TABLES_BYTES
-from ..call import LOW_LATENCY, Chain
+from ..cpu.call import Chain
 from ..parcel import apart
+from ..protocol import LOW_LATENCY
 from .calls import COMBINE, METHODS, Combining, Dispatching, Hook, Packed, Rows, Way
 from .combine import Combine
 from .dispatch import Dispatch

@@ -16,7 +16,7 @@ import torch
 from ...sizing import align
 from ...transport.links import Page
 from ...transport.sparse import GRAIN_BYTES
-from ..call import Agreement
+from ..protocol import Agreement
 from .shared import SpoiledError
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have

@@ -9,7 +9,7 @@ import torch
 from ... import logfmt
 from ...sizing import align
 from ...transport.sparse import GRAIN_BYTES
-from ..call import Agreement
+from ..protocol import Agreement
 from .far import FarPost, Outgoing, new_frame, spoiled
 from .geometry import Geometry
 

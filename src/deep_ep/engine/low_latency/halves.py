@@ -16,7 +16,8 @@ from ...trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
 from ...transport import Base
 from ...transport.board import NO_REFUSAL
 from ...transport.senders import told, wait_sent
-from ..call import Agreement, Call, Header
+from ..cpu.call import Call
+from ..protocol import Agreement, Header
 from .calls import BARRIER
 from .far import FarPost, Outgoing, new_frame
 from .geometry import Plan

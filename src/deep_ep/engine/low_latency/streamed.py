@@ -24,9 +24,9 @@ from ...kernels.notify import can_share_a_wait
 from ...stream import LaunchStream
 from ...transport import MAX_EXPERTS
 from ...transport.device import DeviceWindow
-from ..call import OPERATIONS, Agreement
-from ..digest import pack
-from ..signals import Signals
+from ..cuda.digest import pack
+from ..cuda.signals import Signals
+from ..protocol import OPERATIONS, Agreement
 from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Combining, Dispatching, Hook, Packed, Rows, Way, agreement_of
 from .copies import Carrier, Copies, FarRanks
 from .flights import Flights

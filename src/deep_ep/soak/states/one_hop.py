@@ -1,4 +1,4 @@
-"""The calls of one node as a model: `engine/dispatch.py` and `engine/combine.py`, operation for operation.
+"""The calls of one node as a model: `engine/cpu/dispatch.py` and `engine/cpu/combine.py`, operation for operation.
 
 Every rank has one region, which each of its calls takes (regions are reused last in, first out, and the caller drops
 them at once), its staging, which every staged call uses, and its board.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import combinations_with_replacement, product
 
-from ...engine.call import ANNOUNCED, OFFERED, READY, TAKEN
+from ...engine.protocol import ANNOUNCED, OFFERED, READY, TAKEN
 from ...transport.board import progress_of
 from .explore import Label, Violation
 from .node import NodeModel

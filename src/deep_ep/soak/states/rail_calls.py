@@ -1,10 +1,10 @@
-"""The operations of a call across nodes: `engine/rails/dispatch.py` and `combine.py`, and the frames of a link."""
+"""The operations of a call across nodes: `engine/cpu/nodes/dispatch.py` and `combine.py`, and the frames of a link."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...engine.call import ANNOUNCED, OFFERED, READY, TAKEN
+from ...engine.protocol import ANNOUNCED, OFFERED, READY, TAKEN
 from ...transport.links import ANNOUNCE, ROWS, VERDICT
 from .explore import Label, Violation
 from .one_hop import COMBINE, FULL, WORST_CASE, Program

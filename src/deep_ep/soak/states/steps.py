@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...engine.call import READY, TAKEN, step_name
+from ...engine.protocol import READY, TAKEN, step_name
 from ...transport import links
 
 # The parts of a call, as a trace of the product names them, that move rows.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
-from ...engine.call import Call
+from ...engine.cpu.call import Call
 from ...engine.low_latency.halves import LowLatencyCall
 from .explore import Model, is_path
 from .low_latency import Kind, LowLatency

@@ -1,4 +1,4 @@
-"""Calls across nodes as a model: `engine/rails/`, with the boards of a node and the frames of the rails.
+"""Calls across nodes as a model: `engine/cpu/nodes/`, with the boards of a node and the frames of the rails.
 
 Rank (a, i) is number i of node a. It has a link to (b, i) of every other node b. A link is two queues of frames in each
 direction: what is not yet handed to the system, which is lost with the process, and what is there to be read, which is

@@ -13,8 +13,9 @@ from ....errors import EPError
 from ....sizing import ceil_div
 from ....transport.links import ANNOUNCE, Frame
 from ....transport.message import Rail, Wait
-from ...call import Agreement, Call
 from ...parcel import Routing
+from ...protocol import Agreement
+from ..call import Call
 
 _NUM_AGREED = len(Agreement._fields)
 _WORDS = struct.Struct(f"<{_NUM_AGREED + 1}q")  # what must agree, and the rows that will come

@@ -8,7 +8,7 @@ from ....topology import Topology
 from ....transport import Refusal, Window
 from ....transport.mesh import Mesh
 from ....transport.message import Rail, Wait
-from ...call import Call, Chain
+from ..call import Call, Chain
 
 
 class RailChain(Chain):

@@ -17,8 +17,9 @@ from ....kernels.reduce import RowSums, Scratch, tile_tokens
 from ....kernels.rows import row_bytes
 from ....trace import RECEIVE, SEND
 from ....transport.links import Page
-from ...call import OFFERED, READY, TAKEN, Agreement, Call, Header, Offer
+from ...protocol import OFFERED, READY, TAKEN, Agreement, Header, Offer
 from ...staging import Staging
+from ..call import Call
 from ..combine import Combine
 from ..scope import CpuScope
 from .announce import Announcement, receive_announcements, require_rows, send_announcement

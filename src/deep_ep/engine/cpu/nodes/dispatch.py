@@ -18,9 +18,10 @@ from ....handle import RailHandle, check_rail_rows, require_filled
 from ....kernels.rows import Lane, Section, put_rows, row_bytes, rows_as, widest_dtype
 from ....trace import RECEIVE, SEND
 from ....transport.links import VERDICT, Pieces
-from ...call import ANNOUNCED, OFFERED, READY, TAKEN, Call, Header, Offer
 from ...ops import Counts, Sections
 from ...parcel import Payload, Routing, Unpacked, agreement_of, outgoing_parts, section_columns, unpack_records
+from ...protocol import ANNOUNCED, OFFERED, READY, TAKEN, Header, Offer
+from ..call import Call
 from ..dispatch import Dispatch
 from ..scope import CpuScope
 from .announce import (

@@ -14,8 +14,9 @@ import torch
 from ....handle import RailHandle
 from ....kernels.rows import as_bytes
 from ....topology import Topology
-from ...call import Call, Offer
+from ...protocol import Offer
 from ...staging import Staging
+from ..call import Call
 
 Counts = list[list[int]]  # `[i][d]` rows that local rank i passes on to local rank d
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ....kernels.reduce import RowSums, Scratch, tile_tokens
-from ...call import Chain
+from ..call import Chain
 from .routes import Routes
 
 _LEAST_TILES = 2  # worth adding up at once

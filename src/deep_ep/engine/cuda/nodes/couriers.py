@@ -7,17 +7,17 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ... import env
-from ...control import Control
-from ...errors import EPTransportError
-from ...kernels import carry, rail
-from ...kernels.exchange import Places
-from ...kernels.rail import FarPlaces, FarRows
-from ...topology import Topology
-from ...transport.courier import MessageCourier
-from ...transport.device import DeviceMemory, Part
-from ...transport.far import DOORBELL_WORDS, MOST_CHUNKS, FarLayout
-from ..call import READY
+from .... import env
+from ....control import Control
+from ....errors import EPTransportError
+from ....kernels import carry, rail
+from ....kernels.exchange import Places
+from ....kernels.rail import FarPlaces, FarRows
+from ....topology import Topology
+from ....transport.courier import MessageCourier
+from ....transport.device import DeviceMemory, Part
+from ....transport.far import DOORBELL_WORDS, MOST_CHUNKS, FarLayout
+from ...protocol import READY
 
 _TELLING_SECS = 1.0  # that a rank which has failed waits for the others to be told
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..stream import LaunchStream
-from ..transport.device import DeviceArena
-from .ops import Order
-from .parcel import Combined, Received, Routing
+from ...stream import LaunchStream
+from ...transport.device import DeviceArena
+from ..ops import Order
+from ..parcel import Combined, Received, Routing
 from .signals import Signals
 
 _make_combined: Callable[[tuple], Combined] = partial(tuple.__new__, Combined)  # see `notify.make_post`

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..handle import Handle
-from ..kernels.notify import CopyingHandshake, Form, Post, can_share_a_wait
-from ..kernels.pull import Pull, copy_in
-from ..kernels.put import VECTOR_BYTES, Put, Unpack, word_of
-from ..kernels.staging import FinishCombine, FinishDispatch
-from .call import ANNOUNCED, OFFERED, READY
+from ...handle import Handle
+from ...kernels.notify import CopyingHandshake, Form, Post, can_share_a_wait
+from ...kernels.pull import Pull, copy_in
+from ...kernels.put import VECTOR_BYTES, Put, Unpack, word_of
+from ...kernels.staging import FinishCombine, FinishDispatch
+from ..ops import Counts, Sections, received_of
+from ..parcel import Payload, Received, Routing, Unpacked, empty_topk
+from ..protocol import ANNOUNCED, OFFERED, READY
 from .memory import ROOM_TO_SPARE, Memory, Supply
-from .ops import Counts, Sections, received_of
-from .parcel import Payload, Received, Routing, Unpacked, empty_topk
 from .scope import Scope
 from .shapes import Shapes
 from .signals import Signals

@@ -10,9 +10,9 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from .. import env
-from ..kernels.put import Shape
-from ..tuning import listed_size, load_tuning, wrong_file
+from ... import env
+from ...kernels.put import Shape
+from ...tuning import listed_size, load_tuning, wrong_file
 
 _FREE = Shape(num_blocks=264, words=4096, num_warps=16)
 _BOUNDED = Shape(num_blocks=20, words=4096, num_warps=16)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import EPError, EPOverflow, EPPeerFailed, EPTimeout, named
-from ..kernels import exchange
-from .call import LEAVE, OPERATIONS, step_name
+from ...errors import EPError, EPOverflow, EPPeerFailed, EPTimeout, named
+from ...kernels import exchange
+from ..protocol import LEAVE, OPERATIONS, step_name
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from .call import Agreement
+from ..protocol import Agreement
 
 # Bits of each item of an `Agreement` in its word; the handle has a word of its own, which a kernel computes.
 _BITS = (

@@ -10,19 +10,19 @@ from functools import partial
 
 import torch
 
-from ..errors import EPClosed, EPTimeout, account
-from ..kernels import exchange
-from ..kernels.exchange import Places
-from ..kernels.low_latency import words
-from ..kernels.notify import Counted, Form, Handshake, Nodes, Numbered, Post, Terms, num_said
-from ..stream import LaunchStream
-from ..transport.device import DeviceWindow
-from .call import LOW_LATENCY, OPERATIONS, Agreement, is_refusal
+from ...errors import EPClosed, EPTimeout, account
+from ...kernels import exchange
+from ...kernels.exchange import Places
+from ...kernels.low_latency import words
+from ...kernels.notify import Counted, Form, Handshake, Nodes, Numbered, Post, Terms, num_said
+from ...stream import LaunchStream
+from ...transport.device import DeviceWindow
+from ..ops import Counts
+from ..protocol import LOW_LATENCY, OPERATIONS, Agreement, is_refusal
+from ..stats import Stats
 from .digest import unpack
 from .failure import Record
 from .marks import Marks
-from .ops import Counts
-from .stats import Stats
 
 _NUM_LOOKS = 4000  # how often the host looks for the counts before it pauses: even the shortest pause takes 60 us
 _PAUSE_SECS, _MOST_PAUSE_SECS = 2e-5, 5e-4

@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import EPTransportError
-from ..kernels.exchange import NUM_SECTIONS, SEGMENT_BITS
-from ..kernels.notify import Post, make_post
-from ..kernels.put import VECTOR_BYTES
-from ..sizing import align
-from ..stream import LaunchStream
-from ..transport.arena import GROWTH_BYTES
-from ..transport.device import DeviceWindow
-from ..transport.spans import UNIT_BYTES, whole_units
-from .call import warn_staged
-from .ops import NO_SECTIONS, Counts, Sections, make_sections
+from ...errors import EPTransportError
+from ...kernels.exchange import NUM_SECTIONS, SEGMENT_BITS
+from ...kernels.notify import Post, make_post
+from ...kernels.put import VECTOR_BYTES
+from ...sizing import align
+from ...stream import LaunchStream
+from ...transport.arena import GROWTH_BYTES
+from ...transport.device import DeviceWindow
+from ...transport.spans import UNIT_BYTES, whole_units
+from ..ops import NO_SECTIONS, Counts, Sections, make_sections
+from ..protocol import warn_staged
+from ..staging import MOST_BYTES, lane_rows
 from .scope import Scope
-from .staging import MOST_BYTES, lane_rows
 
 _SPARE_BYTES = 128 << 10  # regions are whole pages, and records at least half of this
 ROOM_TO_SPARE = _SPARE_BYTES + 2 * UNIT_BYTES  # with which what is rounded up below is enough in any case

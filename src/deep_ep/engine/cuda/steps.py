@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..kernels.notify import Post, Terms, make_post
-from ..kernels.put import Rows, record_words, widest_word
-from .call import OFFERED, OPERATIONS, Agreement
+from ...kernels.notify import Post, Terms, make_post
+from ...kernels.put import Rows, record_words, widest_word
+from ..ops import CombineSteps, Counts, DispatchSteps, Sections
+from ..parcel import Payload, Routing
+from ..protocol import OFFERED, OPERATIONS, Agreement
 from .digest import pack
 from .memory import Columns, Memory, Supply
-from .ops import CombineSteps, Counts, DispatchSteps, Sections
-from .parcel import Payload, Routing
 from .scope import Scope
 from .shapes import Shapes
 from .signals import Signals
@@ -74,7 +74,7 @@ class CombineSignature(NamedTuple):
 
 
 class Ops(Protocol):
-    """Where steps come from: one hop (`one_hop.py`), or two (`relays/two_hops.py`).
+    """Where steps come from: one hop (`one_hop.py`), or two (`nodes/two_hops.py`).
 
     Attributes:
         shapes: How bulk kernels are launched, of steps that are made from now on.

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..stream import LaunchStream, Mark
-from ..trace import CALL, DEVICE, RECEIVE, SEND, WAIT, Slice, Trace
+from ...stream import LaunchStream, Mark
+from ...trace import CALL, DEVICE, RECEIVE, SEND, WAIT, Slice, Trace
 
 _KINDS = {"put": SEND, "send": SEND}  # those that are in neither list wait for peers
 _KINDS |= dict.fromkeys(("pull", "receive", "forward", "sum"), RECEIVE)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ...errors import EPTransportError
-from ...kernels.rail import FarPlaces, FarRows
-from ...sizing import align
-from ...transport.device import Part
-from ...transport.far import DOORBELL_WORDS, MOST_CHUNKS, MOST_SECTIONS, FarLayout
+from ....errors import EPTransportError
+from ....kernels.rail import FarPlaces, FarRows
+from ....sizing import align
+from ....transport.device import Part
+from ....transport.far import DOORBELL_WORDS, MOST_CHUNKS, MOST_SECTIONS, FarLayout
 from .couriers import Courier
 
 _SECTION_BYTES = 16  # sections begin at multiples of this

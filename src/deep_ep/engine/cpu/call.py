@@ -1,4 +1,4 @@
-"""One call as the protocol sees it: what must agree, the header, the offer, the steps (`docs/protocol.md`).
+"""The calls of a buffer on the CPU, one after the other, as the protocol sees them (`docs/protocol.md`).
 
 Everything here runs on the comm stream.
 """
@@ -6,177 +6,28 @@ Everything here runs on the comm stream.
 from __future__ import annotations
 
 import math
-import warnings
-import zlib
-from array import array
-from collections.abc import Sequence
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .. import env
-from ..errors import EPClosed, EPError, EPOverflow, EPPeerFailed, EPTransportError, EPUnsupported, account
-from ..trace import NO_SLICE, WAIT, Slice
-from ..transport import (
+from ... import env
+from ...errors import EPClosed, EPError, EPOverflow, EPPeerFailed, EPTransportError, EPUnsupported, account
+from ...trace import NO_SLICE, WAIT, Slice
+from ...transport import (
     HEADER,
     NORMAL,
     OFFER,
     POSTED_BYTES,
     Arena,
-    Base,
     PrivateMemory,
     Refusal,
     Window,
     ordinary_tensor,
 )
-from .stats import Stats
-
-# Steps of a call, in order. Those of round j are `READY + 2j` and `TAKEN + 2j`.
-ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4
-
-_STEP_NAMES = {ANNOUNCED: "announced", OFFERED: "offered", READY: "ready", TAKEN: "taken"}
-
-LOW_LATENCY = "low-latency"
-LEAVE = "leave"  # no call: what a rank says of itself that leaves its buffer by an exception
-OPERATIONS = (
-    "dispatch",
-    "worst-case dispatch",
-    "cached dispatch",
-    "combine",
-    "barrier",
-    f"{LOW_LATENCY} dispatch",
-    f"{LOW_LATENCY} combine",
-    f"{LOW_LATENCY} barrier",
-    LEAVE,
-)
-
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-_WORDS: dict[Any, int] = {None: 0, **{name: word for word, name in enumerate(OPERATIONS)}}
-_WORDS.update({dtype: word for word, dtype in enumerate(_DTYPES, 1)})  # numbers stand for themselves
-_NO_BASE = [0, 0, 0]
+from ..protocol import Agreement, Header, Offer, step_name, warn_staged
+from ..stats import Stats
 
 _LEAST_RECYCLED_BYTES = 1 << 20  # below, torch's own allocation is as good
-
-
-def step_name(step: int) -> str:
-    """What a step is called, in whichever round."""
-    return _STEP_NAMES[step if step < READY else READY + (step - READY) % 2]
-
-
-def warn_staged(operation: str, used_bytes: int, rank: int, num_ranks: int) -> None:
-    """Say that calls are slower than they could be."""
-    warnings.warn(
-        f"{operation}: the arena has no room for the rows ({used_bytes} bytes are in use), they go through staging "
-        f"in rounds (rank {rank}/{num_ranks}). Drop received tensors, or raise {env.ARENA_BYTES.name}. "
-        "This is said once",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
-class Agreement(NamedTuple):
-    """What all ranks must say alike in a call. 0 or None: the call has no such thing.
-
-    Attributes:
-        operation: One of `OPERATIONS`.
-        num_experts: E.
-        num_topk: K, of ids and weights.
-        hidden: Elements of a row.
-        dtype: Their type.
-        num_scales: Scales of a row.
-        scale_dtype: Their type.
-        idx_dtype: Type of the expert ids.
-        max_tokens: Most tokens of a rank (low latency).
-        handle: Checksum of the handle's counts, so that a handle of another dispatch is noticed.
-    """
-
-    operation: str
-    num_experts: int = 0
-    num_topk: int = 0
-    hidden: int = 0
-    dtype: torch.dtype | None = None
-    num_scales: int = 0
-    scale_dtype: torch.dtype | None = None
-    idx_dtype: torch.dtype | None = None
-    max_tokens: int = 0
-    handle: int = 0
-
-    def words(self) -> list[int]:
-        """As words of a header."""
-        return [value if isinstance(value, int) else _WORDS[value] for value in self]
-
-    @classmethod
-    def from_words(cls, words: Sequence[int]) -> Agreement:
-        """The reverse of `words`. What no rank says, because it is damaged, stays a number."""
-        values: dict[str, Any] = dict(zip(cls._fields, words, strict=False))
-        for name, word in values.items():
-            if name.endswith("dtype"):
-                values[name] = _DTYPES[word - 1] if 0 < word <= len(_DTYPES) else word or None
-        operation = OPERATIONS[words[0]] if 0 <= words[0] < len(OPERATIONS) else f"operation {words[0]}"
-        return cls(**{**values, "operation": operation})
-
-    def differences(self, other: Agreement) -> str:
-        """What the other says differently."""
-        pairs = zip(self._fields, self, other, strict=True)
-        return ", ".join(f"{name} {theirs} not {mine}" for name, mine, theirs in pairs if mine != theirs)
-
-
-def checksum(prefix: list[list[int]]) -> int:
-    """A number that tells handles of different dispatches apart, from their `rank_prefix_matrix`."""
-    return 1 + zlib.crc32(array("q", chain.from_iterable(prefix)))
-
-
-class Header(NamedTuple):
-    """What a rank says when it enters a call.
-
-    Attributes:
-        agreement: What all ranks must say alike.
-        num_tokens: Tokens of this rank.
-        num_worst_tokens: Rows that it made room for beforehand; 0: it makes room when it knows.
-        is_posted: Its rows lie on its board. Where all ranks' do, the call needs nothing but the headers.
-    """
-
-    agreement: Agreement
-    num_tokens: int
-    num_worst_tokens: int = 0
-    is_posted: int = 0
-
-    def words(self) -> list[int]:
-        """As words of the board."""
-        return [*self.agreement.words(), self.num_tokens, self.num_worst_tokens, self.is_posted]
-
-
-class Offer(NamedTuple):
-    """Where a rank takes, or gives, the rows of a call.
-
-    Attributes:
-        num_rows: Rows that there is room for.
-        is_staged: The room is staging, shared by the sources in lanes, and is used in rounds.
-        bases: The base of each section; None for one without bytes.
-    """
-
-    num_rows: int
-    is_staged: bool
-    bases: tuple[Base | None, ...]
-
-    def words(self) -> list[int]:
-        """As words of the board."""
-        words = [self.num_rows, int(self.is_staged), len(self.bases)]
-        for base in self.bases:
-            words += base.words() if base is not None else _NO_BASE
-        return words
-
-    @classmethod
-    def from_words(cls, words: Sequence[int]) -> Offer:
-        """The reverse of `words`."""
-        num_rows, is_staged, num_bases = words[:3]
-        parts = [words[3 + 3 * i : 6 + 3 * i] for i in range(num_bases)]
-        return cls(num_rows, bool(is_staged), tuple(Base.from_words(part) if any(part) else None for part in parts))
-
-    def lane_rows(self, num_ranks: int) -> int:
-        """Rows of staging that each source has."""
-        return self.num_rows // num_ranks
 
 
 class Call:
@@ -272,11 +123,6 @@ class Call:
             else:
                 rows.append(peer.rows(base, offer.num_rows, num_columns, dtype))
         return rows
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether an exception, raised before a call was begun, is about the call, which may be corrected and made."""
-    return isinstance(error, (ValueError, TypeError, AssertionError, EPError))
 
 
 class Chain:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...handle import RailHandle
-from ...kernels.exchange import PLAN_WORDS
-from ...kernels.notify import Nodes
-from ...kernels.steer import Course
-from ...topology import Topology
+from ....handle import RailHandle
+from ....kernels.exchange import PLAN_WORDS
+from ....kernels.notify import Nodes
+from ....kernels.steer import Course
+from ....topology import Topology
+from ...parcel import Routing
 from ..memory import Memory
-from ..parcel import Routing
 from ..scope import Scope
 
 

@@ -23,19 +23,19 @@ from typing import Any
 
 import torch
 
-from ...handle import RailHandle
-from ...kernels import notify, relay, relay_sums, staging, steer
-from ...kernels.exchange import STATE_RAIL_BYTES
-from ...kernels.notify import Counted, Form, Numbered, Post
-from ...kernels.pull import copy_in
-from ...kernels.put import Put, Unpack
-from ...kernels.rail import FarRows
-from ...kernels.staging import FinishCombine, FinishDispatch
-from ...topology import Topology
-from ..call import ANNOUNCED, OFFERED, READY
+from ....handle import RailHandle
+from ....kernels import notify, relay, relay_sums, staging, steer
+from ....kernels.exchange import STATE_RAIL_BYTES
+from ....kernels.notify import Counted, Form, Numbered, Post
+from ....kernels.pull import copy_in
+from ....kernels.put import Put, Unpack
+from ....kernels.rail import FarRows
+from ....kernels.staging import FinishCombine, FinishDispatch
+from ....topology import Topology
+from ...ops import Counts, Sections, received_of
+from ...parcel import Payload, Received, Routing, Unpacked, empty_topk
+from ...protocol import ANNOUNCED, OFFERED, READY
 from ..memory import Memory, Supply
-from ..ops import Counts, Sections, received_of
-from ..parcel import Payload, Received, Routing, Unpacked, empty_topk
 from ..scope import Scope
 from ..shapes import Shapes
 from ..signals import Handshaking, Signals

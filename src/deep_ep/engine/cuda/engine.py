@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from .. import layout
-from ..errors import EPClosed, EPUnsupported
-from ..event import EventHandle
-from ..kernels import counts
-from ..kernels.notify import Form, Post, Terms
-from ..kernels.put import VECTOR_BYTES
-from ..stream import LaunchStream
-from ..trace import Trace
-from ..transport.device import DeviceWindow
-from .call import LEAVE, OPERATIONS, TAKEN, Agreement
+from ... import layout
+from ...errors import EPClosed, EPUnsupported
+from ...event import EventHandle
+from ...kernels import counts
+from ...kernels.notify import Form, Post, Terms
+from ...kernels.put import VECTOR_BYTES
+from ...stream import LaunchStream
+from ...trace import Trace
+from ...transport.device import DeviceWindow
+from ..engine import Engine
+from ..low_latency.calls import operation_of
+from ..ops import CombineSteps, DispatchSteps, Order
+from ..parcel import Payload, Received, Routing
+from ..protocol import LEAVE, OPERATIONS, TAKEN, Agreement
 from .digest import pack
-from .engine import Engine
-from .low_latency.calls import operation_of
 from .marks import Marks
-from .ops import CombineSteps, DispatchSteps, Order
-from .parcel import Payload, Received, Routing
 from .scope import Scope
 from .shapes import Shapes
 from .signals import Signals
@@ -34,10 +34,10 @@ from .steps import CombineSignature, DispatchSignature, Ops
 
 _MOST_SCALE_BYTES = 8  # an integer of a kernel
 _MOST_SIGNATURES = 1024  # that are remembered, of each operation
-_kept: list[StreamedEngine] = []  # engines whose memory could not be given back
+_kept: list[CudaEngine] = []  # engines whose memory could not be given back
 
 
-class StreamedEngine(Engine):
+class CudaEngine(Engine):
     """Dispatch and combine over one window, by kernels.
 
     Args:
