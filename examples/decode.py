@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from deep_ep import Buffer
 from deep_ep.launch import run_ranks
-from deep_ep.mps import shared_gpu
+from deep_ep.tools.mps import shared_gpu
 
 VOCABULARY, EXPERTS_PER_RANK, TOPK = 256, 4, 2
 

@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from deep_ep import Buffer
 from deep_ep.launch import run_ranks
-from deep_ep.mps import shared_gpu
-from deep_ep.plotting import new_figure, require_matplotlib, write_png
+from deep_ep.tools.mps import shared_gpu
+from deep_ep.tools.plotting import new_figure, require_matplotlib, write_png
 
 EXPERTS_PER_RANK, TOKENS, HIDDEN, TOPK = 4, 32, 512, 2
 STAGES = 4  # of a layer: lines of the table above

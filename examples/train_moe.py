@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from deep_ep import Buffer
 from deep_ep.launch import run_ranks
 from deep_ep.moe import GateOptions, MoELayer, reduce_replicated_gradients
-from deep_ep.plotting import require_matplotlib
-from deep_ep.terminal import require_folder
+from deep_ep.tools.plotting import require_matplotlib
+from deep_ep.tools.terminal import require_folder
 from train_moe_gloo import GlooMoELayer, Shape, measure_exchange
 from train_moe_plot import write_plot
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from deep_ep.plotting import new_figure, write_png
+from deep_ep.tools.plotting import new_figure, write_png
 
 
 def write_plot(path: Path, title: str, losses: list[float], loads: torch.Tensor, entropy: float) -> None:

@@ -57,7 +57,7 @@ def _preload() -> None:
 
 def _share_gpu(config: pytest.Config) -> None:
     """Have ranks share the GPU by MPS, where it can be had, until the end of the suite."""
-    from deep_ep.mps import shared_gpu  # late: the environment that it is imported under is set above
+    from deep_ep.tools.mps import shared_gpu  # late: the environment that it is imported under is set above
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # who ends the suite ends the daemon, too
     torch.ones(1, device="cuda").sum().item()  # this process stays outside of MPS, so that MPS can end before it

@@ -21,7 +21,7 @@ import deep_ep.engine.cuda.engine
 import deep_ep.engine.low_latency.streamed
 import deep_ep.kernels
 import deep_ep.moe
-import deep_ep.soak
+import deep_ep.tools.soak
 import internode  # noqa: F401
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from .cli import main
+from .tools.cli import main
 
 # The guard is needed: every rank that `run_ranks` starts imports this module again, under another name.
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moe import dispatch, make_buffer, make_layer, round_trip
 
 from deep_ep.launch import run_ranks
-from deep_ep.mps import LOGS, PIPES
+from deep_ep.tools.mps import LOGS, PIPES
 
 NUM_RANKS, VICTIM = 3, 1
 LIMIT_SECS = 5.0

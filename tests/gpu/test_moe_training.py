@@ -138,7 +138,7 @@ def test_the_grouped_kernel_equals_a_product_for_each_expert() -> None:
 if __name__ == "__main__":
     import tempfile
 
-    from deep_ep.mps import shared_gpu
+    from deep_ep.tools.mps import shared_gpu
 
     with shared_gpu(), tempfile.TemporaryDirectory() as folder:
         test_dispatch_overlaps_with_the_shared_expert(Path(folder))

@@ -14,17 +14,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from deep_ep.bench import core, report, results
-from deep_ep.bench.cases import CASES
-from deep_ep.bench.core import FLOOR, GLOO, ONE_HOP, PRODUCT, Measured, Quartiles, Variant
-from deep_ep.bench.gpu import CallerClocks, EventStopwatch, script_stopwatch
-from deep_ep.bench.gpu_cases import GpuMeasured, gpu_titles, join_gpu_cases
-from deep_ep.bench.hop_buffers import find_sizes
-from deep_ep.bench.hop_cases import HopMeasured, hop_titles, join_hop_cases
-from deep_ep.bench.inputs import Setting, reason_to_skip, route
-from deep_ep.bench.internode_gpu import variables_of
-from deep_ep.bench.plot import write_plot
-from deep_ep.machine import find_machine
+from deep_ep.tools.bench import core, report, results
+from deep_ep.tools.bench.cases import CASES
+from deep_ep.tools.bench.core import FLOOR, GLOO, ONE_HOP, PRODUCT, Measured, Quartiles, Variant
+from deep_ep.tools.bench.gpu import CallerClocks, EventStopwatch, script_stopwatch
+from deep_ep.tools.bench.gpu_cases import GpuMeasured, gpu_titles, join_gpu_cases
+from deep_ep.tools.bench.hop_buffers import find_sizes
+from deep_ep.tools.bench.hop_cases import HopMeasured, hop_titles, join_hop_cases
+from deep_ep.tools.bench.inputs import Setting, reason_to_skip, route
+from deep_ep.tools.bench.internode_gpu import variables_of
+from deep_ep.tools.bench.plot import write_plot
+from deep_ep.tools.machine import find_machine
 
 # Two ranks, three rounds. Slowest by round: product 2, 4, 3; floor 2, 2, 2; gloo 8, 8, 9.
 MEASURED = Measured(

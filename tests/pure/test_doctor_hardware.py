@@ -12,13 +12,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from deep_ep.doctor import gpus
-from deep_ep.doctor.gpus import Gpu
-from deep_ep.doctor.hardware import compare
-from deep_ep.doctor.hardware_tables import show_hardware
-from deep_ep.doctor.network import find_nics
-from deep_ep.doctor.pci import FAR, NUMA, ROOT, SWITCH, UNKNOWN, Slot, distance, nearest, slot_of
-from deep_ep.doctor.report import GpuReport, NicReport
+from deep_ep.tools.doctor import gpus
+from deep_ep.tools.doctor.gpus import Gpu
+from deep_ep.tools.doctor.hardware import compare
+from deep_ep.tools.doctor.hardware_tables import show_hardware
+from deep_ep.tools.doctor.network import find_nics
+from deep_ep.tools.doctor.pci import FAR, NUMA, ROOT, SWITCH, UNKNOWN, Slot, distance, nearest, slot_of
+from deep_ep.tools.doctor.report import GpuReport, NicReport
 
 SWITCH_PATH = "pci0000:40/0000:40:01.1/0000:41:00.0"  # a root port, and the upper side of a switch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deep_ep import mps
+from deep_ep.tools import mps
 
 # Like the real one: `-d` leaves a process with a .pid file, and commands come on stdin, refused if there is none.
 DAEMON = """#!/bin/sh

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deep_ep.soak.fault_program import Account
-from deep_ep.soak.fault_runs import Result, accused, as_json, verdict
-from deep_ep.soak.plans import TOPOLOGIES, Moment, Plan, draw_plans
+from deep_ep.tools.soak.fault_program import Account
+from deep_ep.tools.soak.fault_runs import Result, accused, as_json, verdict
+from deep_ep.tools.soak.plans import TOPOLOGIES, Moment, Plan, draw_plans
 
 LINE = "KILL rank=2 at=call:before-offered op=dispatch way=sync path=direct call=3 ranks=4 per_node=2"
 KILL = Plan.parse("KILL rank=2 at=call:before-offered")

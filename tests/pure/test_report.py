@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from deep_ep.cli import main
-from deep_ep.report.figures import count
-from deep_ep.report.load import load
-from deep_ep.report.page import render
-from deep_ep.report.text import bytes_text, digits, share_text, time_text
-from deep_ep.report.timeline import timeline
+from deep_ep.tools.cli import main
+from deep_ep.tools.report.figures import count
+from deep_ep.tools.report.load import load
+from deep_ep.tools.report.page import render
+from deep_ep.tools.report.text import bytes_text, digits, share_text, time_text
+from deep_ep.tools.report.timeline import timeline
 
 COMM = 1000
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from deep_ep.cli import main
-from deep_ep.report.valid import MOST_RANKS
+from deep_ep.tools.cli import main
+from deep_ep.tools.report.valid import MOST_RANKS
 
 COMM = 1000
 EVENTS: list[dict[str, Any]] = [

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from deep_ep import quant, reference
-from deep_ep.soak import oracle
-from deep_ep.soak.checks import same
-from deep_ep.soak.data import Data, Limits
+from deep_ep.tools.soak import oracle
+from deep_ep.tools.soak.checks import same
+from deep_ep.tools.soak.data import Data, Limits
 
 NUM_RANKS = 4
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deep_ep.soak.checks import Mismatch, same, same_sums
-from deep_ep.soak.data import PAYLOADS, ROWS, Data, Form, Limits, X
-from deep_ep.soak.layouts import SUMMABLE, laid_out_scales, laid_out_x
-from deep_ep.soak.plan import Goal, calls_to_play, plan_calls, plan_segment
-from deep_ep.soak.program import CACHED, COMBINE, LEFT, MASKED, OVERFLOW, Call, Features, draw_program, kept
-from deep_ep.soak.shrink import shrink, without
+from deep_ep.tools.soak.checks import Mismatch, same, same_sums
+from deep_ep.tools.soak.data import PAYLOADS, ROWS, Data, Form, Limits, X
+from deep_ep.tools.soak.layouts import SUMMABLE, laid_out_scales, laid_out_x
+from deep_ep.tools.soak.plan import Goal, calls_to_play, plan_calls, plan_segment
+from deep_ep.tools.soak.program import CACHED, COMBINE, LEFT, MASKED, OVERFLOW, Call, Features, draw_program, kept
+from deep_ep.tools.soak.shrink import shrink, without
 
 GOAL = Goal(num_ranks=2, seed=5, num_calls=40)
 EVERYTHING = Features(has_low_latency=True, has_masks=True, has_exceptions=True)

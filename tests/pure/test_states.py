@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from deep_ep import cli
-from deep_ep.soak.states import command, low_latency, one_hop, two_hops
-from deep_ep.soak.states.explore import Label, Model, Result, State, Step, Violation, explore, is_path
-from deep_ep.soak.states.low_latency import SILENT, Kind, LowLatency
-from deep_ep.soak.states.one_hop import COMBINE, FULL, WORST_CASE, OneHop, draws, memories
-from deep_ep.soak.states.ranks import DIRECT, GIVE_UP, KILL, RAISE, Drawn
-from deep_ep.soak.states.steps import step_label
-from deep_ep.soak.states.suites import MODELS, Case, cases_of
-from deep_ep.soak.states.two_hops import TwoHops
+from deep_ep.tools import cli
+from deep_ep.tools.soak.states import command, low_latency, one_hop, two_hops
+from deep_ep.tools.soak.states.explore import Label, Model, Result, State, Step, Violation, explore, is_path
+from deep_ep.tools.soak.states.low_latency import SILENT, Kind, LowLatency
+from deep_ep.tools.soak.states.one_hop import COMBINE, FULL, WORST_CASE, OneHop, draws, memories
+from deep_ep.tools.soak.states.ranks import DIRECT, GIVE_UP, KILL, RAISE, Drawn
+from deep_ep.tools.soak.states.steps import step_label
+from deep_ep.tools.soak.states.suites import MODELS, Case, cases_of
+from deep_ep.tools.soak.states.two_hops import TwoHops
 
 # The explorer --------------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from deep_ep.bench import tune_report
-from deep_ep.bench.inputs import Setting
-from deep_ep.bench.tune import FIELDS, candidates
 from deep_ep.config import Config, combine_config, dispatch_config
 from deep_ep.engine.cuda.shapes import Shapes, load_shapes
 from deep_ep.kernels.put import Shape
+from deep_ep.tools.bench import tune_report
+from deep_ep.tools.bench.inputs import Setting
+from deep_ep.tools.bench.tune import FIELDS, candidates
 
 SHAPE = {"num_blocks": 48, "words": 2048, "num_warps": 8}
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from deep_ep.bench import cli
-from deep_ep.bench.cases import Case, check_outputs
-from deep_ep.bench.core import GLOO, PRODUCT, Variant
-from deep_ep.bench.inputs import Setting
-from deep_ep.bench.normal import titles_of
 from deep_ep.errors import EPError, EPUnsupported
+from deep_ep.tools.bench import cli
+from deep_ep.tools.bench.cases import Case, check_outputs
+from deep_ep.tools.bench.core import GLOO, PRODUCT, Variant
+from deep_ep.tools.bench.inputs import Setting
+from deep_ep.tools.bench.normal import titles_of
 
 VARIANTS = {"deep_ep", "copy", "gloo_preallocated", "gloo_as_written"}
 CALLERS = {f"{variant}_{clock}" for variant in ("deep_ep", "add") for clock in ("host", "in_a_row", "from_idle")}

@@ -9,13 +9,13 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from deep_ep.bench.cases import Note
-from deep_ep.bench.core import ADD, FLOOR, PRODUCT, WAITS, clock_name
-from deep_ep.bench.gpu_cases import GPU_CASES, join_gpu_cases, run_gpu_cases
-from deep_ep.bench.inputs import Setting
-from deep_ep.bench.tune import TuneNote, tune_rank
 from deep_ep.kernels.put import Shape
 from deep_ep.launch import RankFailed, run_ranks
+from deep_ep.tools.bench.cases import Note
+from deep_ep.tools.bench.core import ADD, FLOOR, PRODUCT, WAITS, clock_name
+from deep_ep.tools.bench.gpu_cases import GPU_CASES, join_gpu_cases, run_gpu_cases
+from deep_ep.tools.bench.inputs import Setting
+from deep_ep.tools.bench.tune import TuneNote, tune_rank
 
 INTERPRETED = {"DEEP_EP_TRANSPORT": "interpreted", "TRITON_INTERPRET": "1"}
 NUM_TOKENS, HIDDEN = 4, 128

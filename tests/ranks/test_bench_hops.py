@@ -6,14 +6,14 @@ from multiprocessing import Pipe
 
 import pytest
 
-from deep_ep import cli
-from deep_ep.bench.cases import Note
-from deep_ep.bench.core import FLOOR, ONE_HOP, PRODUCT
-from deep_ep.bench.hop_cases import HOP_CASES, HopMeasured, join_hop_cases, run_hop_cases
-from deep_ep.bench.inputs import Setting, draw
-from deep_ep.bench.internode_gpu import variables_of
 from deep_ep.kernels import _triton, relay
 from deep_ep.launch import RankFailed, run_ranks
+from deep_ep.tools import cli
+from deep_ep.tools.bench.cases import Note
+from deep_ep.tools.bench.core import FLOOR, ONE_HOP, PRODUCT
+from deep_ep.tools.bench.hop_cases import HOP_CASES, HopMeasured, join_hop_cases, run_hop_cases
+from deep_ep.tools.bench.inputs import Setting, draw
+from deep_ep.tools.bench.internode_gpu import variables_of
 
 NUM_TOKENS, HIDDEN, NUM_TOPK, NUM_EXPERTS = 4, 128, 2, 4
 ROW, FP8_ROW = 2 * HIDDEN, HIDDEN + 4

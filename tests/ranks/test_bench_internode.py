@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from deep_ep import EPUnsupported, cli
-from deep_ep.bench.internode_cases import RAIL_CASES
-from deep_ep.bench.report import read_json
-from deep_ep.namespaces import making_hosts
+from deep_ep import EPUnsupported
+from deep_ep.tools import cli
+from deep_ep.tools.bench.internode_cases import RAIL_CASES
+from deep_ep.tools.bench.report import read_json
+from deep_ep.tools.namespaces import making_hosts
 
 pytestmark = pytest.mark.cpu_only
 

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from deep_ep.bench import cli, core, report
-from deep_ep.bench.cases import Note
-from deep_ep.bench.core import ADD, FLOOR, GLOO, GLOO_AS_WRITTEN, PRODUCT, WAITS, Measured, clock_name
-from deep_ep.bench.gpu_cases import GpuMeasured, join_gpu_cases
-from deep_ep.bench.inputs import Setting
-from deep_ep.bench.low_latency import reason_to_skip
-from deep_ep.bench.low_latency_calls import OPERATIONS, Bytes, bytes_of, of_receive, of_send
-from deep_ep.bench.low_latency_cases import low_latency_titles, run_low_latency_cases
-from deep_ep.bench.low_latency_work import Work
 from deep_ep.launch import RankFailed, run_ranks
+from deep_ep.tools.bench import cli, core, report
+from deep_ep.tools.bench.cases import Note
+from deep_ep.tools.bench.core import ADD, FLOOR, GLOO, GLOO_AS_WRITTEN, PRODUCT, WAITS, Measured, clock_name
+from deep_ep.tools.bench.gpu_cases import GpuMeasured, join_gpu_cases
+from deep_ep.tools.bench.inputs import Setting
+from deep_ep.tools.bench.low_latency import reason_to_skip
+from deep_ep.tools.bench.low_latency_calls import OPERATIONS, Bytes, bytes_of, of_receive, of_send
+from deep_ep.tools.bench.low_latency_cases import low_latency_titles, run_low_latency_cases
+from deep_ep.tools.bench.low_latency_work import Work
 
 TINY = ["--tokens", "6", "--hidden", "264", "--topk", "3", "--experts", "8", "--rounds", "2"]
 INTERPRETED = {"DEEP_EP_TRANSPORT": "interpreted", "TRITON_INTERPRET": "1"}

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from deep_ep import __version__, cli
-from deep_ep.demo import layer, ranks
-from deep_ep.demo.traffic import ramp
+from deep_ep import __version__
 from deep_ep.errors import EPError
 from deep_ep.launch import RankFailed
+from deep_ep.tools import cli
+from deep_ep.tools.demo import layer, ranks
+from deep_ep.tools.demo.traffic import ramp
 
 pytestmark = pytest.mark.cpu_only
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deep_ep import cli, env
-from deep_ep.doctor import round_trip, shared_memory, transports
+from deep_ep import env
+from deep_ep.tools import cli
+from deep_ep.tools.doctor import round_trip, shared_memory, transports
 
 pytestmark = pytest.mark.cpu_only
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from deep_ep import Buffer, cli
-from deep_ep.soak import fault_program, fault_runs
-from deep_ep.soak.fault_program import Account
-from deep_ep.soak.fault_runs import run_plan
-from deep_ep.soak.plans import Plan
+from deep_ep import Buffer
+from deep_ep.tools import cli
+from deep_ep.tools.soak import fault_program, fault_runs
+from deep_ep.tools.soak.fault_program import Account
+from deep_ep.tools.soak.fault_runs import run_plan
+from deep_ep.tools.soak.plans import Plan
 
 pytestmark = pytest.mark.cpu_only
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from common import error_of, run_ranks
 from deep_ep import Buffer, Config, EventHandle, EventOverlap
 from deep_ep.engine.cpu.nodes.traffic import Traffic
-from deep_ep.soak import soak_rank
+from deep_ep.tools.soak import soak_rank
 from internode import (
     HIDDEN,
     combined,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from common import error_of, run_ranks
 from deep_ep import Buffer, EPOverflow, reference
 from deep_ep.kernels import _triton
-from deep_ep.soak import Limits, Report, soak_rank
+from deep_ep.tools.soak import Limits, Report, soak_rank
 
 pytestmark = [
     pytest.mark.cpu_only,

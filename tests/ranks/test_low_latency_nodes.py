@@ -49,7 +49,7 @@ from test_low_latency_faults import (
 import deep_ep
 from common import error_of, run_ranks
 from deep_ep import reference
-from deep_ep.soak import low_latency, play
+from deep_ep.tools.soak import low_latency, play
 
 pytestmark = [pytest.mark.usefixtures("device"), pytest.mark.cpu_only]
 

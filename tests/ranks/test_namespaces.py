@@ -23,7 +23,7 @@ import torch.distributed as dist
 from common import error_of, run_ranks
 from deep_ep import Buffer, Config, EPUnsupported, reference
 from deep_ep.engine.cpu.nodes.hops import FanOut
-from deep_ep.namespaces import INTERFACE, Hosts, making_hosts, sent_bytes
+from deep_ep.tools.namespaces import INTERFACE, Hosts, making_hosts, sent_bytes
 from deep_ep.transport.links import ROWS, Link
 from internode import TOPK, World, combined, dispatch, equal, make_buffer, make_world, round_trip
 

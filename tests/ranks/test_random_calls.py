@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from deep_ep.launch import run_ranks
-from deep_ep.soak import Report, soak_rank
+from deep_ep.tools.soak import Report, soak_rank
 
 # Arena limits of the four ranks, in bytes (0: none). Small ones force staging, on all ranks or on some.
 ARENAS = {

@@ -20,9 +20,9 @@ from deep_ep.engine.cpu import combine, dispatch, posted
 from deep_ep.engine.cpu.call import Call, Chain
 from deep_ep.engine.low_latency.direct import DirectLowLatency
 from deep_ep.engine.protocol import READY, Header, step_name
-from deep_ep.soak import parent
-from deep_ep.soak.plan import Goal
-from deep_ep.soak.rank import RankReport, play_rank
+from deep_ep.tools.soak import parent
+from deep_ep.tools.soak.plan import Goal
+from deep_ep.tools.soak.rank import RankReport, play_rank
 from deep_ep.transport.arena import Arena
 from deep_ep.transport.window import Window
 

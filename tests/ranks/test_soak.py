@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from deep_ep import Buffer, cli
-from deep_ep.soak import parent
-from deep_ep.soak.faults import Stops
-from deep_ep.soak.memory import Sample, growth_of
-from deep_ep.soak.plan import Goal, plan_segment
-from deep_ep.soak.rank import RankReport, play_rank
+from deep_ep import Buffer
+from deep_ep.tools import cli
+from deep_ep.tools.soak import parent
+from deep_ep.tools.soak.faults import Stops
+from deep_ep.tools.soak.memory import Sample, growth_of
+from deep_ep.tools.soak.plan import Goal, plan_segment
+from deep_ep.tools.soak.rank import RankReport, play_rank
 
 pytestmark = pytest.mark.cpu_only
 

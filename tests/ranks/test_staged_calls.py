@@ -12,8 +12,8 @@ import torch.distributed as dist
 from common import error_of, run_ranks
 from deep_ep import Buffer, reference
 from deep_ep.kernels import _triton
-from deep_ep.soak import Limits, Report, soak_rank
-from deep_ep.soak.checks import same
+from deep_ep.tools.soak import Limits, Report, soak_rank
+from deep_ep.tools.soak.checks import same
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 

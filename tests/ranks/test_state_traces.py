@@ -16,8 +16,8 @@ from low_latency import Case, inputs, make_buffer
 
 import deep_ep
 from common import NOTHING_POSTED, error_of, run_ranks
-from deep_ep.soak.states import trace as states
-from deep_ep.soak.states.trace import Event, Trace, recording
+from deep_ep.tools.soak.states import trace as states
+from deep_ep.tools.soak.states.trace import Event, Trace, recording
 from internode import dispatch as dispatch_world
 from internode import layout_arguments, make_world, nodes_of, topk_arguments
 from internode import make_buffer as make_rails_buffer

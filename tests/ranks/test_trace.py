@@ -18,8 +18,8 @@ import torch.distributed as dist
 import deep_ep
 from common import NOTHING_POSTED, error_of, run_ranks
 from deep_ep import Buffer, Config
-from deep_ep.report.figures import count
-from deep_ep.report.load import LoadedTrace, Slice, load
+from deep_ep.tools.report.figures import count
+from deep_ep.tools.report.load import LoadedTrace, Slice, load
 from deep_ep.trace import CALL, COMM, DEVICE
 from internode import far_env
 
