@@ -200,7 +200,6 @@ def slow_reader(rank: int, num_ranks: int) -> tuple[int, int]:
     """In turns a rank sleeps behind its signal, while the others go on to the next call, as far as they can."""
     buffer, given = make_buffer(), inputs(rank, num_ranks)
     *_, mask, _ = buffer.get_dispatch_layout(given["topk_idx"], given["num_experts"])
-    assert buffer._engine is not None
     calls = [0]
 
     def fault(point: str) -> None:
@@ -209,7 +208,7 @@ def slow_reader(rank: int, num_ranks: int) -> tuple[int, int]:
             if calls[0] % num_ranks == rank:
                 time.sleep(0.02)
 
-    buffer._engine.window.fault = fault
+    buffer.set_fault_hook(fault)
     for turn in range(12):
         given["x"].fill_(100 * rank + turn)
         recv_x, _, _, _, handle, _ = dispatch(buffer, given)

@@ -224,7 +224,7 @@ def in_a_process(work: Callable[..., None], *args: Any) -> None:
 
 def fail_in_a_call() -> None:
     buffer = alone()
-    buffer._engine.window.fault = _fail  # type: ignore[union-attr]
+    buffer.set_fault_hook(_fail)
     assert error_of(buffer.dispatch, **arguments(buffer, 1.0))[0] == "ArithmeticError"
     del buffer
     reaper.close_all()

@@ -243,7 +243,7 @@ def stuck_on_its_rail(rank: int, num_ranks: int) -> str:
             time.sleep(2 * STUCK_LIMIT_SECS)
 
     if rank == 0:
-        buffer._engine.window.fault = stop
+        buffer.set_fault_hook(stop)
 
     def calls() -> None:
         recv_x, *_, handle, _ = dispatch(buffer, world)
@@ -289,9 +289,9 @@ def broken(rank: int, num_ranks: int, how: str, victim: int) -> tuple[str, str, 
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "killed inside":
-            buffer._engine.window.fault = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            buffer.set_fault_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         elif how == "raises":
-            buffer._engine.window.fault = _raise
+            buffer.set_fault_hook(_raise)
         elif how == "silent":
             time.sleep(3 * LIMIT_SECS)
         elif how == "destroys":
@@ -422,7 +422,7 @@ def interrupted(rank: int, num_ranks: int, hidden: int) -> tuple[str, bool]:
 
     if rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        buffer._engine.window.fault = fault
+        buffer.set_fault_hook(fault)
         first = EventOverlap(EventHandle(gate))
         buffer.dispatch(x.clone(), handle=handle, previous_event=first, async_finish=True)
         threading.Timer(0.1, gate.set_result, [None]).start()

@@ -262,7 +262,7 @@ def broken_host(rank: int, num_ranks: int) -> tuple[str, str]:
         raise Broken(point)
 
     if rank == 1:
-        buffer._engine.window.fault = fault
+        buffer.set_fault_hook(fault)
     begin = time.monotonic()
     error = error_of(lambda: (buffer.combine(recv_x, handle), buffer.check()))
     assert time.monotonic() - begin < PATIENCE_SECS

@@ -297,8 +297,8 @@ def record(comm: FolderComm, folder: Path, operation: str) -> tuple[list[str], i
     buffer = deep_ep.Buffer(None, comm=comm, explicitly_destroy=True, num_cpu_timeout_secs=LIMIT_SECS)
     caller = Caller(buffer, operation)
     before = buffer.stats()["rounds"]
-    assert buffer._engine is not None
-    fault = buffer._engine.window.fault = Fault(-1, lambda: None)
+    fault = Fault(-1, lambda: None)
+    buffer.set_fault_hook(fault)
     caller.call()
     rounds = buffer.stats()["rounds"] - before
     buffer.destroy()
@@ -374,8 +374,7 @@ def die_at(comm: FolderComm, folder: Path, operation: str, victim: int, at: int,
         os.kill(os.getpid(), signal.SIGKILL)
 
     if comm.Get_rank() == victim:
-        assert buffer._engine is not None
-        buffer._engine.window.fault = Fault(at, die)
+        buffer.set_fault_hook(Fault(at, die))
     comm.allgather(None)  # who is still in the call before would hear of the failure there
     account = Account()
     for attempt in range(2):
@@ -477,12 +476,11 @@ def stop_at_each(comm: FolderComm, folder: Path, operation: str, num_points: int
     """In call k rank k modulo R stops at point k; somebody lets it go on. Results are checked by the caller."""
     buffer = deep_ep.Buffer(None, comm=comm, explicitly_destroy=True, num_cpu_timeout_secs=LIMIT_SECS)
     caller = Caller(buffer, operation)
-    assert buffer._engine is not None
     stopped_at = []
     for at in range(num_points):
         is_mine = at % comm.Get_size() == comm.Get_rank()
         fault = Fault(at if is_mine else -1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-        buffer._engine.window.fault = fault
+        buffer.set_fault_hook(fault)
         caller.call()
         if is_mine:
             stopped_at.append(fault.points[at])
@@ -517,7 +515,6 @@ def silent(rank: int, num_ranks: int) -> dict[str, tuple[str, str, float]]:
         set_limits(operation, num_ranks)
         buffer = deep_ep.Buffer(dist.group.WORLD, explicitly_destroy=True, num_cpu_timeout_secs=LIMIT_SECS)
         caller = Caller(buffer, operation)
-        assert buffer._engine is not None
         dist.barrier()
         buffer._engine.window.limit_secs = SHORT_LIMIT_SECS
         begin = time.monotonic()
@@ -543,11 +540,10 @@ def test_a_silent_rank_is_named_at_the_limit_with_operation_and_call(device: str
 def stop_for_long(comm: FolderComm, folder: Path, operation: str) -> tuple[str, str]:
     buffer = deep_ep.Buffer(None, comm=comm, explicitly_destroy=True, num_cpu_timeout_secs=LIMIT_SECS)
     caller = Caller(buffer, operation)
-    assert buffer._engine is not None
     buffer._engine.window.limit_secs = SHORT_LIMIT_SECS
     if comm.Get_rank() == 1:
         # Before its second signal: a call of any kind has at least two, and peers wait for it.
-        buffer._engine.window.fault = Fault(2, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        buffer.set_fault_hook(Fault(2, lambda: os.kill(os.getpid(), signal.SIGSTOP)))
     comm.allgather(None)
     error = error_of(caller.call)
     buffer.destroy()
@@ -612,8 +608,7 @@ def go_on(rank: int, num_ranks: int, victim: int, at: int) -> tuple[str, str]:
     buffer = deep_ep.Buffer(dist.group.WORLD, explicitly_destroy=True, num_cpu_timeout_secs=LIMIT_SECS)
     caller = Caller(buffer, "pulled combine")
     if rank == victim:
-        assert buffer._engine is not None
-        buffer._engine.window.fault = Fault(at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        buffer.set_fault_hook(Fault(at, lambda: os.kill(os.getpid(), signal.SIGKILL)))
     dist.barrier()
     error = error_of(caller.call)
     expected = caller.recv_x.clone()

@@ -225,7 +225,7 @@ def die_at(buffer: deep_ep.Buffer, point: str) -> None:
         if reached == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    buffer._engine.window.fault = fault
+    buffer.set_fault_hook(fault)
 
 
 @pytest.mark.parametrize("moment", ["before dispatch", "before sent", "before hook", "between", "combine sent"])
@@ -386,7 +386,7 @@ def fetch_late(rank: int, num_ranks: int, later: list[int]) -> tuple[list[float]
     else:
         hook()
         mask_rank(buffer, 0)  # as if it had been silent past the limit
-        buffer._engine.window.fault = fault
+        buffer.set_fault_hook(fault)
         for value, max_tokens in enumerate(later, 2):
             *_, hook = send(max_tokens, value)
             hook()

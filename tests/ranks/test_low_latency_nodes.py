@@ -366,7 +366,7 @@ def accidents(rank: int, num_ranks: int) -> list[tuple[str, str]]:
         buffer, this = make_buffer(num_ranks, CASE), Round(rank, num_ranks)
         one_round(buffer, rank, 0)
         if how == "raises" and rank == 3:
-            buffer._engine.window.fault = _raise
+            buffer.set_fault_hook(_raise)
         form = {"use_fp8": how == "another call" and rank == 3}
         errors.append(error_of(dispatch, buffer, this.mine, CASE, **form))
         assert error_of(dispatch, buffer, this.mine, CASE)[0] == "EPClosed"

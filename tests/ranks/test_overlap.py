@@ -162,7 +162,6 @@ class Broken(Exception):
 def broken_job(rank: int, num_ranks: int, operation: str, point: str) -> dict[str, tuple[str, str]]:
     buffer = make_buffer()
     recv_x, _, _, _, handle, _ = full_dispatch(buffer)
-    assert buffer._engine is not None
 
     def fault(reached: str) -> None:
         if reached == point:
@@ -170,7 +169,7 @@ def broken_job(rank: int, num_ranks: int, operation: str, point: str) -> dict[st
 
     dist.barrier()  # who is still in the call before would hear of the failure there
     if rank == 1:
-        buffer._engine.window.fault = fault
+        buffer.set_fault_hook(fault)
     if operation == "combine":
         event = buffer.combine(recv_x, handle, async_finish=True)[-1]
     elif operation == "full dispatch":
@@ -224,14 +223,13 @@ def unwaited(rank: int, num_ranks: int) -> list[tuple[str, str]]:
     """Nobody waits for a job that fails, nor for those queued behind it."""
     buffer = make_buffer()
     recv_x, _, _, _, handle, _ = full_dispatch(buffer)
-    assert buffer._engine is not None
 
     def fault(reached: str) -> None:
         raise Broken("a wire came off")
 
     dist.barrier()
     if rank == 0:
-        buffer._engine.window.fault = fault
+        buffer.set_fault_hook(fault)
     events = []
     for _ in range(3):
         try:
@@ -307,9 +305,8 @@ def intervals(rank: int, num_ranks: int) -> list[tuple[str, float, float]]:
     def fault(reached: str) -> None:
         raise Broken("a wire came off")
 
-    assert first._engine is not None
     dist.barrier()
-    first._engine.window.fault = fault
+    first.set_fault_hook(fault)
     assert error_of(lambda: full_dispatch(first))[0] in ("Broken", "EPPeerFailed")
     seen.append(("failure", sys.getswitchinterval(), usual))
     first.destroy()

@@ -164,7 +164,7 @@ def silent(rank: int, num_ranks: int, when: str, limit_secs: float) -> tuple[str
 
     kind, text, begin = "none", "", time.monotonic()
     if rank == 3 and when == "inside":
-        buffer._engine.window.fault = fault
+        buffer.set_fault_hook(fault)
     if rank != 3 or when == "inside":
         kind, text = error_of(lambda: [unchecked(buffer, world) for _ in range(2)])
     elapsed = time.monotonic() - begin

@@ -224,7 +224,7 @@ def broken(rank: int, num_ranks: int, operation: str) -> tuple[str, str]:
             raise ArithmeticError(point)
 
     if rank == 1:
-        buffer._engine.window.fault = fault
+        buffer.set_fault_hook(fault)
 
     def call() -> None:
         if operation == "combine":

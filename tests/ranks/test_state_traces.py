@@ -36,8 +36,7 @@ def disturbed(buffer: deep_ep.Buffer, seed: int) -> Iterator[Trace]:
     def fault(_: str) -> None:
         time.sleep(late.choice((0.0, 0.0, 0.004)))
 
-    assert buffer._engine is not None
-    buffer._engine.window.fault = fault
+    buffer.set_fault_hook(fault)
     with warnings.catch_warnings(), recording() as trace:
         warnings.simplefilter("ignore", RuntimeWarning)  # that calls are staged
         yield trace

@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 from weakref import ReferenceType, ref
@@ -610,6 +611,17 @@ class Buffer(LowLatencyMethods):
         """Wait for everything that was launched, and raise what has gone wrong. On a GPU errors come late otherwise."""
         with self._lock:
             self._require_engine("check").synchronize()
+
+    def set_fault_hook(self, hook: Callable[[str], None] | None) -> None:
+        """Have a function called at the steps of every call, to test how a program copes with failures.
+
+        The function may sleep, raise, or end the process. On the CPU it runs on the thread that communicates, before
+        and after each signal to the peers; on a GPU on the caller's, before each launch.
+
+        Args:
+            hook: Called with the operation and the step, as in `dispatch: before offered`; None: no function any more.
+        """
+        self._require_engine("set_fault_hook").window.fault = hook
 
     def release_graphs(self) -> None:
         """Let go of the window memory that captured CUDA graphs use. They must not be replayed any more."""

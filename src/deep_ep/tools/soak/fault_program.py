@@ -169,7 +169,6 @@ class Program:
         """Calls that this rank has made and ended, after waiting for what is queued."""
         self._buffer.get_comm_stream().synchronize()
         if self._op.startswith("ll-"):
-            assert self._buffer._engine is not None
             return self._buffer._engine.window.board.sent.load_acquire()
         return sum(self._buffer.stats()["calls"].values())
 
@@ -357,8 +356,7 @@ def _make_calls(program: Program, plan: Plan, fault: Fault, account: Account, bu
         if is_armed and operation == name:
             fault.reach("call", rest.replace(" ", "-"))
 
-    assert buffer._engine is not None
-    buffer._engine.window.fault = reach
+    buffer.set_fault_hook(reach)
     phase = plan.moment.phase
     num_steps = _STRETCH_STEPS if phase == "calls" else _FIRST_STEPS
     try:

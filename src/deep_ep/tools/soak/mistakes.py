@@ -62,7 +62,7 @@ def left(state: State, call: Call) -> None:
     state.settle()
     state.meet()  # a rank that is still in an earlier call would fail there
     state.report.past_stats.append(state.buffer.stats())
-    window, points = state.buffer._engine.window, []
+    points: list[str] = []
 
     def leave(point: str) -> None:
         points.append(point)
@@ -70,7 +70,7 @@ def left(state: State, call: Call) -> None:
             raise _Left
 
     if state.rank == leaver:
-        window.fault = leave
+        state.buffer.set_fault_hook(leave)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=state.buffer.device)
     try:
         for _ in range(2):  # who has left the first call, and those behind it, must not be able to make another

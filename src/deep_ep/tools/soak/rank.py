@@ -191,8 +191,7 @@ class _Player:
             num_cpu_timeout_secs=self.goal.limit_secs,
             num_gpu_timeout_secs=self.goal.limit_secs,
         )
-        assert buffer._engine is not None
-        buffer._engine.window.fault = delays
+        buffer.set_fault_hook(delays)
         return buffer
 
     def make_calls(self, state: State, segment: Segment, num_calls: int, delays: Delays) -> None:
