@@ -122,7 +122,8 @@ def test_every_call_leaves_its_slices(path: str, tmp_path: Path):
             parts = parts_of(trace, rank, call)
             assert any(part.startswith("wait: ") for part in parts), (call.name, parts)
             assert {"put rows", "post rows", "supply rows"} & set(parts), (call.name, parts)
-            assert {"fetch rows", "unpack", "sum rows"} & set(parts), (call.name, parts)
+            if call.name != "cached dispatch" or path == "posted":  # else rows arrive where they stay
+                assert {"fetch rows", "unpack", "sum rows"} & set(parts), (call.name, parts)
         callers = [one.name for one in trace.files[rank].slices if one.track < COMM]
         assert callers == ["dispatch"] * 3 + ["combine"] * 2
     figures = count(trace)
