@@ -47,6 +47,48 @@ class Handle(NamedTuple):
         return self.recv_src_idx.shape[0]
 
 
+class ColumnHandle(NamedTuple):
+    """By which a combine adds the rows of a token in the order of its columns. Callers never see one.
+
+    Attributes:
+        compact: The handle of the dispatch.
+        owners: [T, K] int32, the rank of each column; anything where `slots` is -1.
+        slots: [T, K] int32, the row of each column at that rank; -1: none.
+        num_rows: Rows that this rank gives.
+        has_compact_rows: They are the rows of the dispatch; False: others, in an order of their own.
+    """
+
+    compact: Handle
+    owners: torch.Tensor
+    slots: torch.Tensor
+    num_rows: int
+    has_compact_rows: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens that were dispatched."""
+        return self.slots.shape[0]
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
+        return (*self.compact, self.owners, self.slots)
+
+    @property
+    def rank_prefix_matrix(self) -> torch.Tensor:
+        """Of the dispatch."""
+        return self.compact.rank_prefix_matrix
+
+    @property
+    def send_head(self) -> torch.Tensor:
+        """Of the dispatch."""
+        return self.compact.send_head
+
+    @property
+    def recv_src_idx(self) -> torch.Tensor:
+        """Of the dispatch."""
+        return self.compact.recv_src_idx
+
+
 class RailHandle(NamedTuple):
     """The handle of a dispatch across nodes.
 
@@ -189,10 +231,15 @@ def require_filled(handle: Handle | RailHandle, where: str) -> None:
         EPOverflow: The dispatch was refused.
     """
     if is_refused(handle):
-        raise EPOverflow(
-            f"{where}: the dispatch that made this handle was refused, since more rows came than its num_worst_tokens "
-            "allows: no rows were sent. Dispatch again with a larger num_worst_tokens; tokens x ranks always suffices"
-        )
+        raise refusal(where)
+
+
+def refusal(where: str) -> EPOverflow:
+    """The error of such a call."""
+    return EPOverflow(
+        f"{where}: the dispatch that made this handle was refused, since more rows came than its num_worst_tokens "
+        "allows: no rows were sent. Dispatch again with a larger num_worst_tokens; tokens x ranks always suffices"
+    )
 
 
 def _mark_of(handle: Handle | RailHandle) -> torch.Tensor:

@@ -450,3 +450,128 @@ def _num_local_experts(num_experts: int | None, num_ranks: int) -> int:
     if num_experts is None or num_experts % num_ranks != 0:
         raise ValueError(f"reference: num_experts must be a multiple of {num_ranks} ranks, got {num_experts}")
     return num_experts // num_ranks
+
+
+# DeepEP V2 -----------------------------------------------------------------------------------------------------------
+
+
+class ElasticDispatched(NamedTuple):
+    """What one rank has after a V2 dispatch. L experts, K top-k, R ranks.
+
+    Attributes:
+        rows: (source rank, token) of each row; None: padding.
+        columns: The column that each row belongs to, if it is expanded; None: padding.
+        topk_idx: [n, K] local ids of the compact rows, -1 elsewhere.
+        sources: [n, 2 + K], as `recv_src_metadata`.
+        counts: Selections of each local expert.
+        ends: As `psum_num_recv_tokens_per_expert`.
+        rank_ends: Compact rows from ranks 0..s.
+    """
+
+    rows: list[tuple[int, int] | None]
+    columns: list[int | None]
+    topk_idx: torch.Tensor
+    sources: torch.Tensor
+    counts: list[int]
+    ends: list[int]
+    rank_ends: list[int]
+
+
+def elastic_dispatch(
+    topk_idx: Sequence[torch.Tensor],
+    rank: int,
+    num_experts: int,
+    max_tokens: int,
+    alignment: int = 1,
+    is_expanded: bool = False,
+) -> ElasticDispatched:
+    """Where the rows of a V2 dispatch lie at one rank.
+
+    Args:
+        topk_idx: [T, K] of every rank.
+        rank: The rank.
+        num_experts: E.
+        max_tokens: M.
+        alignment: To which the rows of each expert are rounded up.
+        is_expanded: One row for each (token, local expert).
+    """
+    num_local, num_topk = num_experts // len(topk_idx), topk_idx[0].size(1)
+    first = rank * num_local
+    compact: list[tuple[int, int]] = []
+    ids: list[list[int]] = []
+    rank_ends: list[int] = []
+    for source, idx in enumerate(topk_idx):
+        for token, selected in enumerate(idx.tolist()):
+            local = [expert - first if first <= expert < first + num_local else -1 for expert in selected]
+            if any(expert >= 0 for expert in local):
+                compact.append((source, token))
+                ids.append(local)
+        rank_ends.append(len(compact))
+    counts = [sum(row.count(expert) for row in ids) for expert in range(num_local)]
+    aligned = [-(-count // alignment) * alignment for count in counts]
+    starts = [sum(aligned[:expert]) for expert in range(num_local)]
+    found: list[list[int]] = [[-1] * num_topk for _ in ids]
+    rows: list[tuple[int, int] | None] = [None] * sum(aligned)
+    columns: list[int | None] = [None] * sum(aligned)
+    taken = list(starts)
+    for row, local in enumerate(ids):
+        for column, expert in enumerate(local):
+            if expert >= 0:
+                found[row][column] = taken[expert]
+                rows[taken[expert]], columns[taken[expert]] = compact[row], column
+                taken[expert] += 1
+    sources = [
+        [source * max_tokens + token, source * num_topk + max(k for k in range(num_topk) if local[k] >= 0), *where]
+        for (source, token), local, where in zip(compact, ids, found, strict=True)
+    ]
+    return ElasticDispatched(
+        rows if is_expanded else list(compact),
+        columns if is_expanded else [None] * len(compact),
+        torch.tensor(ids, dtype=topk_idx[0].dtype, device="cpu").view(-1, num_topk),
+        torch.tensor(sources, dtype=torch.int32, device="cpu").view(-1, 2 + num_topk),
+        counts,
+        [start + count for start, count in zip(starts, counts, strict=True)]
+        if is_expanded
+        else [start + size for start, size in zip(starts, aligned, strict=True)],
+        rank_ends,
+    )
+
+
+def elastic_combine(
+    y: torch.Tensor,
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    num_ranks: int,
+    biases: Sequence[torch.Tensor] = (),
+    is_summed_by_rank: bool = True,
+) -> torch.Tensor:
+    """The sums of a V2 combine inside one node, bit for bit.
+
+    Args:
+        y: [T, K, H], the contribution of each column.
+        topk_idx: [T, K]; an id outside [0, E) contributes nothing.
+        num_experts: E.
+        num_ranks: R.
+        biases: [T, H] each, added first.
+        is_summed_by_rank: Each rank sums, and rounds, its columns; the sum stands at its highest one.
+    """
+    wide = torch.float64 if y.dtype == torch.float64 else torch.float32
+    num_local, out = num_experts // num_ranks, torch.empty(y.size(0), y.size(2), dtype=y.dtype, device=y.device)
+    for token, selected in enumerate(topk_idx.tolist()):
+        owners = [expert // num_local if 0 <= expert < num_experts else -1 for expert in selected]
+        terms: list[torch.Tensor] = []
+        for column, owner in enumerate(owners):
+            if owner < 0 or (is_summed_by_rank and owner in owners[column + 1 :]):
+                continue
+            members = [k for k, other in enumerate(owners) if other == owner] if is_summed_by_rank else [column]
+            total = y[token, members[0]].to(wide)
+            for k in members[1:]:
+                total = total + y[token, k].to(wide)
+            terms.append(total.to(y.dtype))
+        total = torch.zeros(y.size(2), dtype=wide, device=y.device)
+        for index, bias in enumerate(biases):
+            total = bias[token].to(wide) if index == 0 else total + bias[token].to(wide)
+        for term in terms:
+            total = total + term.to(wide)
+        out[token] = total.to(y.dtype)
+    return out

@@ -17,8 +17,8 @@ stream. `docs/protocol.md` has the protocol that the steps follow.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,23 @@ from ..trace import Trace
 from .low_latency.calls import LowLatency
 from .ops import NO_SECTIONS, CombineSteps, Counts, DispatchSteps, Order, Scope, received_of
 from .parcel import Combined, Payload, Received, Routing
+
+
+class Around(NamedTuple):
+    """What a call does on this rank alone, before and after it.
+
+    Attributes:
+        prepare: Takes the scope, and returns what the call shall move: the payload of a dispatch, or rows and weights
+            of a combine; None: what was given.
+        finish: Of a dispatch: takes the scope, what was received, and the counts, and returns what the caller gets;
+            None: what was received.
+    """
+
+    prepare: Callable[[Any], Any] | None = None
+    finish: Callable[[Any, Received, Counts | None], Any] | None = None
+
+
+NOTHING_AROUND = Around()
 
 
 class Engine(ABC):
@@ -59,14 +76,21 @@ class Engine(ABC):
         """Count where this rank's tokens go. Local: it takes no part in the order of the calls."""
 
     def dispatch(
-        self, payload: Payload, routing: Routing, num_channels: int, order: Order, num_sms: int | None = None
-    ) -> tuple[Received, list[int], EventHandle | None]:
+        self,
+        payload: Payload,
+        routing: Routing,
+        num_channels: int,
+        order: Order,
+        num_sms: int | None = None,
+        around: Around = NOTHING_AROUND,
+    ) -> tuple[Any, list[int], EventHandle | None]:
         """A full dispatch. The host waits for the counts, also if the call is asynchronous.
 
         Returns:
-            What is received, the selections of each local expert, and the event of an asynchronous call.
+            What is received (or what `around` makes of it), the selections of each local expert, and the event of an
+            asynchronous call.
         """
-        return self._dispatch("dispatch", payload, routing, None, 0, num_channels, order, num_sms)
+        return self._dispatch("dispatch", payload, routing, None, 0, num_channels, order, num_sms, around)
 
     def worst_case_dispatch(
         self,
@@ -76,18 +100,20 @@ class Engine(ABC):
         num_channels: int,
         order: Order,
         num_sms: int | None = None,
-    ) -> tuple[Received, EventHandle | None]:
+        around: Around = NOTHING_AROUND,
+    ) -> tuple[Any, EventHandle | None]:
         """A dispatch into memory for `num_rows` rows; the host does not wait for counts."""
-        operation = "worst-case dispatch"
-        received, _, event = self._dispatch(operation, payload, routing, None, num_rows, num_channels, order, num_sms)
+        received, _, event = self._dispatch(
+            "worst-case dispatch", payload, routing, None, num_rows, num_channels, order, num_sms, around
+        )
         return received, event
 
     def cached_dispatch(
-        self, payload: Payload, handle: Any, order: Order, num_sms: int | None = None
-    ) -> tuple[Received, EventHandle | None]:
+        self, payload: Payload, handle: Any, order: Order, num_sms: int | None = None, around: Around = NOTHING_AROUND
+    ) -> tuple[Any, EventHandle | None]:
         """A dispatch along the slots of an earlier one."""
         operation, num_rows = "cached dispatch", handle.num_rows
-        received, _, event = self._dispatch(operation, payload, None, handle, num_rows, 0, order, num_sms)
+        received, _, event = self._dispatch(operation, payload, None, handle, num_rows, 0, order, num_sms, around)
         return received, event
 
     def _dispatch(
@@ -100,13 +126,16 @@ class Engine(ABC):
         num_channels: int,
         order: Order,
         num_sms: int | None,
-    ) -> tuple[Received, list[int], EventHandle | None]:
+        around: Around,
+    ) -> tuple[Any, list[int], EventHandle | None]:
         """The script of all dispatches: full (`num_rows` is 0 before it is known), worst case, and cached."""
         is_full, expert_counts = operation == "dispatch", []
         told: Counts | None = None
-        steps = self._dispatch_steps(operation, payload, routing, num_sms)
         with self._scope(operation, order) as scope:
             scope.hold_inputs((payload.x, payload.scales), handle if routing is None else routing.tensors())
+            if around.prepare is not None:
+                payload = around.prepare(scope)
+            steps = self._dispatch_steps(operation, payload, routing, num_sms)
             if routing is None:
                 routes = steps.follow(scope, handle)
             else:
@@ -137,7 +166,8 @@ class Engine(ABC):
                     unpacked = steps.unpack(scope, routing, routes, sections, num_channels)
                 received = steps.received(routes, sections, unpacked, num_rows, told)
             received = scope.hold_received(received)
-        return received, expert_counts, scope.event()
+            result = received if around.finish is None else around.finish(scope, received, told)
+        return result, expert_counts, scope.event()
 
     def combine(
         self,
@@ -147,17 +177,24 @@ class Engine(ABC):
         biases: Sequence[torch.Tensor],
         order: Order,
         num_sms: int | None = None,
+        around: Around = NOTHING_AROUND,
     ) -> tuple[Combined, EventHandle | None]:
         """A combine along the slots of an earlier dispatch: the script of all of them."""
-        steps = self._combine_steps(x, topk_weights, biases, num_sms)
-        parts = [x] if topk_weights is None else [x, topk_weights]
         with self._scope("combine", order) as scope:
-            scope.hold_inputs((*parts, *biases), handle)
+            scope.hold_inputs((x, topk_weights, *biases), handle if around.prepare is None else handle.tensors())
+            if around.prepare is not None:
+                x, topk_weights = around.prepare(scope)
+            steps = self._combine_steps(x, handle, topk_weights, biases, num_sms)
+            parts = [x] if topk_weights is None else [x, topk_weights]
             sums = steps.outputs(scope, parts, handle)
             supply = steps.notify(scope, parts, handle)
             steps.sum(scope, supply, parts, handle, sums, biases)
             combined = scope.hold_combined(sums)
         return combined, scope.event()
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Have the caller's stream (on the CPU: the caller) go on when all ranks have come here."""
 
     # What a device has in a form of its own --------------------------------------------------------------------------
 
@@ -177,9 +214,18 @@ class Engine(ABC):
 
     @abstractmethod
     def _combine_steps(
-        self, x: torch.Tensor, topk_weights: torch.Tensor | None, biases: Sequence[torch.Tensor], num_sms: int | None
+        self,
+        x: torch.Tensor,
+        handle: Any,
+        topk_weights: torch.Tensor | None,
+        biases: Sequence[torch.Tensor],
+        num_sms: int | None,
     ) -> CombineSteps:
         """The steps of a combine."""
+
+    @abstractmethod
+    def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Inside a call: an uninitialised tensor that it uses, in the window if there is room."""
 
     # Beside the calls ------------------------------------------------------------------------------------------------
 

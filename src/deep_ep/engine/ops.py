@@ -116,7 +116,12 @@ class Scope(Protocol):
     """Around a call: it comes after the caller's work (or just after an event) and after earlier calls.
 
     Autograd does not watch, and the peers learn of whatever exception leaves it.
+
+    Attributes:
+        outputs: Ordinary tensors that the caller gets are made inside of it.
     """
+
+    outputs: Any
 
     def __enter__(self) -> Any:
         """Begin."""
@@ -143,6 +148,18 @@ class Scope(Protocol):
 
     def hold_combined(self, sums: Sequence[torch.Tensor]) -> Combined:
         """The same of a combine."""
+        ...
+
+    def hold_outputs(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """The same of other tensors that the caller gets."""
+        ...
+
+    def launch(self, step: Callable[[], Any]) -> None:
+        """Have a function called that works with tensors in stream order: on a GPU at once, on the CPU in its turn."""
+        ...
+
+    def apart(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[Any]:
+        """Tensors that the caller gets, as `launch`ed functions should write them; see `parcel.apart`."""
         ...
 
     def event(self) -> EventHandle | None:

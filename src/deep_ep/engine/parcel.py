@@ -42,6 +42,7 @@ class Routing:
         topk_idx: [T, K] int32 or int64, or None.
         topk_weights: [T, K] float32, or None.
         num_tokens_per_node: [nodes] int32; None on one node.
+        max_tokens: Most tokens of a rank, which all ranks must say alike; 0: nobody asked.
     """
 
     num_tokens_per_rank: torch.Tensor
@@ -50,6 +51,7 @@ class Routing:
     topk_idx: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
     num_tokens_per_node: torch.Tensor | None = None
+    max_tokens: int = 0
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All of them."""
@@ -182,6 +184,7 @@ def agreement_of(operation: str, payload: Payload, routing: Routing | None, hand
         num_scales=scales.size(1) if scales is not None else 0,
         scale_dtype=scales.dtype if scales is not None else None,
         idx_dtype=routing.idx_dtype if routing is not None else None,
+        max_tokens=routing.max_tokens if routing is not None else 0,
         handle=handle,
     )
 

@@ -58,6 +58,65 @@ def _reduce_rows_torch(
         RowSums(peers, slots, shifts).sum(out, 0, biases)
 
 
+def reduce_columns(
+    out: torch.Tensor,
+    peers: Sequence[torch.Tensor],
+    owners: torch.Tensor,
+    slots: torch.Tensor,
+    shifts: Sequence[int],
+    biases: Sequence[torch.Tensor] = (),
+) -> None:
+    """Sum each token's rows in the order of its columns.
+
+    `out[t] = sum(biases[t]) + sum(peers[d][slots[t, k] + shifts[d]] for k with slots[t, k] >= 0)`, d = `owners[t, k]`
+
+    Args:
+        out: [T, H], written.
+        peers: R tensors [rows, H] of out's dtype, the peers' rows.
+        owners: [T, K] int32, the peer of each column.
+        slots: [T, K] int32; -1 where a column has no row.
+        shifts: What to add to the slots of each peer.
+        biases: Tensors [T, H] of out's dtype, added first and in order.
+
+    Raises:
+        EPError: A peer has no such rows.
+
+    Example:
+        One token, owners `[[1, 0]]`, slots `[[0, 2]]`: out is row 0 of peer 1, and row 2 of peer 0 added to it.
+    """
+    if not out.numel():
+        return
+    has_row = slots >= 0
+    token_idx: list[torch.Tensor] = []
+    row_idx: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for column in range(slots.size(1)):
+        for peer, rows in enumerate(peers):
+            tokens = (has_row[:, column] & (owners[:, column] == peer)).nonzero()[:, 0]
+            if not tokens.numel():
+                continue
+            wanted = slots[tokens, column].long() + shifts[peer]
+            if int(wanted.min()) < 0 or int(wanted.max()) >= rows.size(0):
+                raise EPError(
+                    f"combine: rows {int(wanted.min())} to {int(wanted.max())} are not among the {rows.size(0)} "
+                    "that a peer offered"
+                )
+            token_idx.append(tokens)
+            row_idx.append(wanted)
+            sources.append(rows)
+    accumulate, tile = _accumulator(out), tile_tokens(out)
+    bounds = tile_bounds(token_idx, out.size(0), tile) if token_idx else []
+    for index, start in enumerate(range(0, out.size(0), tile)):
+        stop = min(start + tile, out.size(0))
+        total = _sum_biases(out[start:stop], [bias[start:stop] for bias in biases], accumulate)
+        for tokens, wanted, rows, bound in zip(token_idx, row_idx, sources, bounds, strict=True):
+            first, last = bound[index], bound[index + 1]
+            if first < last:
+                found = rows.index_select(0, wanted[first:last]).to(accumulate)
+                total.index_add_(0, tokens[first:last] - start, found)
+        out[start:stop].copy_(total)
+
+
 class Scratch:
     """Accumulators that are used again: memory fresh from the system costs more than to add in it."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...handle import check_rows, is_refused, require_filled
+from ...handle import check_rows, is_refused, refusal
 from ...kernels.reduce import reduce_rows, sum_rows
 from ...kernels.rows import as_bytes, row_bytes
 from ...trace import RECEIVE, SEND
@@ -56,7 +56,7 @@ class Combine:
 
     def outputs(self, scope: CpuScope, parts: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
         """Private memory for the sums."""
-        if not scope.is_under_way() and not is_refused(handle):
+        if not scope.is_under_way() and not self._is_refused(handle):
             self._check_rows(handle)
         self._handle = handle
         self._sums = [self._chain.result((handle.num_tokens, part.size(1)), part.dtype) for part in parts]
@@ -83,14 +83,18 @@ class Combine:
     def _check_rows(self, handle: Any) -> None:
         check_rows(handle, self._window.rank, "combine")
 
+    def _is_refused(self, handle: Any) -> bool:
+        return is_refused(handle)
+
     # On the comm stream ----------------------------------------------------------------------------------------------
 
     def _offer_rows(self, scope: CpuScope) -> None:
         """Announce the combine, and offer this rank's rows, or post them."""
-        require_filled(self._handle, "combine")
+        if self._is_refused(self._handle):
+            raise refusal("combine")
         self._ends = self._handle.rank_prefix_matrix.tolist()
-        num_rows = self._ends[-1][self._window.rank]
-        is_posted = section_starts(num_rows, self._widths())[-1] <= self._chain.posted_bytes
+        num_rows = self._num_given()
+        is_posted = self._can_post(num_rows)
         call = scope.begin(Header(self._agreement(), self._handle.num_tokens, is_posted=is_posted))
         call.post_header()
         with call.slice("post rows" if is_posted else "supply rows", SEND, rows=num_rows):
@@ -111,6 +115,14 @@ class Combine:
         else:
             num_rounds = self._sum_in_rounds(call, headers, call.offers(), self._supply.staging)
         self._count(self._supply.path, num_rounds)
+
+    def _num_given(self) -> int:
+        """Rows that this rank gives back."""
+        return self._ends[-1][self._window.rank]
+
+    def _can_post(self, num_rows: int) -> bool:
+        """Whether they are few enough to lie on the board."""
+        return section_starts(num_rows, self._widths())[-1] <= self._chain.posted_bytes
 
     def _agreement(self) -> Agreement:
         weights = self._topk_weights

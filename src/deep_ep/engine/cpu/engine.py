@@ -12,6 +12,7 @@ import torch
 from ... import layout
 from ...errors import EPClosed, account
 from ...event import EventHandle
+from ...handle import ColumnHandle
 from ...stream import CommStream
 from ...trace import Trace
 from ...transport import Window, ordinary_tensor
@@ -20,8 +21,9 @@ from ..low_latency.calls import operation_of
 from ..low_latency.direct import DirectLowLatency
 from ..ops import Order
 from ..parcel import Payload, Routing, apart
-from ..protocol import LOW_LATENCY
+from ..protocol import ANNOUNCED, LOW_LATENCY, Agreement, Header
 from .call import Chain
+from .columns import ColumnCombine
 from .combine import Combine
 from .dispatch import Dispatch
 from .scope import CpuScope
@@ -48,6 +50,20 @@ class CpuEngine(Engine):
     ) -> tuple[layout.DispatchLayout, EventHandle | None]:
         """Count where this rank's tokens go. Local: it is queued only behind an event that is still to come."""
         return count_layout(self.stream, topk_idx, num_experts, len(self.window.peers), num_nodes, order)
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here."""
+        with self._scope("barrier", Order(None, False)) as scope:
+            scope.launch(partial(self._meet, scope))
+
+    def _meet(self, scope: CpuScope) -> None:
+        """On the comm stream: a call that has nothing but a header."""
+        call = scope.begin(Header(Agreement("barrier"), 0))
+        call.post_header()
+        call.signal(ANNOUNCED)
+        call.wait(ANNOUNCED)
+        call.headers()
+        self.chain.stats.count_path("barrier")
 
     # Beside the calls ------------------------------------------------------------------------------------------------
 
@@ -144,11 +160,21 @@ class CpuEngine(Engine):
         return Dispatch(self.chain, operation, payload, routing)
 
     def _combine_steps(
-        self, x: torch.Tensor, topk_weights: torch.Tensor | None, biases: Sequence[torch.Tensor], num_sms: int | None
+        self,
+        x: torch.Tensor,
+        handle: Any,
+        topk_weights: torch.Tensor | None,
+        biases: Sequence[torch.Tensor],
+        num_sms: int | None,
     ) -> Combine:
         """The steps of one combine."""
         del num_sms
-        return Combine(self.chain, x, topk_weights, biases)
+        kind = ColumnCombine if isinstance(handle, ColumnHandle) else Combine
+        return kind(self.chain, x, topk_weights, biases)
+
+    def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of the window, or of ordinary memory where the arena has no room."""
+        return self.room(shape, dtype)
 
 
 def count_layout(

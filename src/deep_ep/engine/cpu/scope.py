@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ class CpuScope:
 
     Attributes:
         order: The same.
+        outputs: See `ops.Scope`: the CPU has one kind of memory.
     """
 
     _call: Call | None = None  # once it is announced
@@ -40,13 +42,14 @@ class CpuScope:
     _is_cancelled = False  # it waits in the queue, and is taken out of it if its caller leaves
     _is_foreign = False  # what it was to come after has failed, which is none of this buffer's calls
     _event: EventHandle | None = None
+    outputs: AbstractContextManager[None] = nullcontext()
 
     def __init__(self, chain: Chain, stream: CommStream, order: Order):
         self.order = order
         self._chain = chain
         self._stream = stream
         self._after = order.after
-        self._steps: list[Callable[[], None]] = []
+        self._steps: list[Callable[[], Any]] = []
 
     def __enter__(self) -> CpuScope:
         self._chain.is_calling = True
@@ -66,7 +69,7 @@ class CpuScope:
 
     # For the steps ---------------------------------------------------------------------------------------------------
 
-    def launch(self, step: Callable[[], None]) -> None:
+    def launch(self, step: Callable[[], Any]) -> None:
         """Have a function run behind those that were handed over before, at the latest when the script ends."""
         self._steps.append(step)
 
@@ -106,6 +109,13 @@ class CpuScope:
         """The same of a combine."""
         x, *weights = apart(sums) if self.order.is_async else sums
         return Combined(x, weights[0] if weights else None)
+
+    def hold_outputs(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """The functions that are handed over hold what they write."""
+
+    def apart(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[Any]:
+        """The same memory as other tensors, if the caller has them before they are written."""
+        return apart(tensors) if self.order.is_async else tensors
 
     def event(self) -> EventHandle | None:
         """The event of an asynchronous call."""

@@ -14,16 +14,17 @@ import torch
 from ... import layout
 from ...errors import EPClosed, EPUnsupported
 from ...event import EventHandle
+from ...handle import ColumnHandle
 from ...kernels import counts
 from ...kernels.notify import Form, Post, Terms
 from ...kernels.put import VECTOR_BYTES
 from ...stream import LaunchStream
 from ...trace import Trace
 from ...transport.device import DeviceWindow
-from ..engine import Engine
+from ..engine import NOTHING_AROUND, Around, Engine
 from ..low_latency.calls import operation_of
 from ..ops import CombineSteps, DispatchSteps, Order
-from ..parcel import Payload, Received, Routing
+from ..parcel import Payload, Routing
 from ..protocol import LEAVE, OPERATIONS, TAKEN, Agreement
 from .digest import pack
 from .marks import Marks
@@ -90,15 +91,21 @@ class CudaEngine(Engine):
         return counted, self.stream.leave(order.is_async)
 
     def dispatch(
-        self, payload: Payload, routing: Routing, num_channels: int, order: Order, num_sms: int | None = None
-    ) -> tuple[Received, list[int], EventHandle | None]:
+        self,
+        payload: Payload,
+        routing: Routing,
+        num_channels: int,
+        order: Order,
+        num_sms: int | None = None,
+        around: Around = NOTHING_AROUND,
+    ) -> tuple[Any, list[int], EventHandle | None]:
         """A full dispatch, see `Engine`. A graph cannot capture it."""
         if self._is_capturing():
             raise EPUnsupported(
                 "dispatch: the host waits for the counts, which cannot be captured in a graph. "
                 "Pass `num_worst_tokens`, or the handle of an earlier dispatch"
             )
-        return super().dispatch(payload, routing, num_channels, order, num_sms)
+        return super().dispatch(payload, routing, num_channels, order, num_sms, around)
 
     def barrier(self) -> None:
         """Have the caller's stream go on when those of all ranks have come here. The host does not wait."""
@@ -127,15 +134,26 @@ class CudaEngine(Engine):
         return steps
 
     def _combine_steps(
-        self, x: torch.Tensor, topk_weights: torch.Tensor | None, biases: Sequence[torch.Tensor], num_sms: int | None
+        self,
+        x: torch.Tensor,
+        handle: Any,
+        topk_weights: torch.Tensor | None,
+        biases: Sequence[torch.Tensor],
+        num_sms: int | None,
     ) -> CombineSteps:
-        key = _combine_key(x, topk_weights, biases, num_sms)
+        num_columns = handle.slots.shape[1] if isinstance(handle, ColumnHandle) else 0
+        key = _combine_key(x, num_columns, topk_weights, biases, num_sms)
         steps = self._combines.get(key)
         if steps is None:
             if len(self._combines) == _MOST_SIGNATURES:
                 self._combines.clear()
             steps = self._combines[key] = self._ops.combine(CombineSignature(*key))
         return steps
+
+    def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of the window that the call uses first, or of ordinary memory where there is no room."""
+        region = self._ops.memory.region(shape, dtype)
+        return region if region is not None else torch.empty(shape, dtype=dtype, device=self.window.device)
 
     # Beside the calls ------------------------------------------------------------------------------------------------
 
@@ -272,9 +290,13 @@ def _dispatch_key(operation: str, payload: Payload, routing: Routing | None, num
 
 
 def _combine_key(
-    x: torch.Tensor, topk_weights: torch.Tensor | None, biases: Sequence[torch.Tensor], num_sms: int | None
+    x: torch.Tensor,
+    num_columns: int,
+    topk_weights: torch.Tensor | None,
+    biases: Sequence[torch.Tensor],
+    num_sms: int | None,
 ) -> tuple:
     """What `CombineSignature` has."""
     num_topk = topk_weights.shape[1] if topk_weights is not None else 0
     is_aligned = not any(bias.data_ptr() % VECTOR_BYTES for bias in biases) if biases else True
-    return x.shape[1], x.dtype, num_topk, len(biases), is_aligned, num_sms
+    return x.shape[1], x.dtype, num_columns, num_topk, len(biases), is_aligned, num_sms

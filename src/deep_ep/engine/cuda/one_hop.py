@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...handle import Handle
+from ...handle import ColumnHandle, Handle
 from ...kernels.notify import CopyingHandshake, Form, Post, can_share_a_wait
 from ...kernels.pull import Pull, copy_in
 from ...kernels.put import VECTOR_BYTES, Put, Unpack, word_of
@@ -206,7 +206,7 @@ class OneHopCombine(DeviceCombine):
     def __init__(self, ops: OneHop, signature: CombineSignature):
         super().__init__(ops.signals, ops.memory)
         places, shapes = ops.signals.places, ops.shapes
-        hidden, dtype, num_topk, num_biases, is_aligned, num_sms = signature
+        hidden, dtype, num_columns, num_topk, num_biases, is_aligned, num_sms = signature
         self._places = places
         self._terms = combine_terms(signature)
         self._handshake = ops.signals.handshake(self._terms, Form(has_prefix=True))
@@ -215,7 +215,7 @@ class OneHopCombine(DeviceCombine):
         self._can_copy_and_notify = can_share_a_wait(places)
         shape = shapes.for_pull(num_sms)
         is_whole = is_aligned and hidden * dtype.itemsize % VECTOR_BYTES == 0
-        self._pulls = [Pull(places, shape, 0, hidden, dtype, num_biases, is_whole)]
+        self._pulls = [Pull(places, shape, 0, hidden, dtype, num_biases, is_whole, num_columns)]
         if num_topk:
             self._pulls.append(Pull(places, shape, 1, num_topk, torch.float32, 0, 4 * num_topk % VECTOR_BYTES == 0))
         self._finish = FinishCombine(places, READY, self._terms.operation, hidden, dtype, num_topk)
@@ -265,7 +265,10 @@ class OneHopCombine(DeviceCombine):
         slots = handle.send_head.contiguous()
         if scope.reach is not None:
             scope.reach("pull")
-        self._pulls[0](sums[0], slots, biases)
+        if isinstance(handle, ColumnHandle):
+            self._pulls[0](sums[0], handle.slots.contiguous(), biases, handle.owners.contiguous())
+        else:
+            self._pulls[0](sums[0], slots, biases)
         if len(sums) > 1:
             self._pulls[1](sums[1], slots)
         if scope.reach is not None:

@@ -135,6 +135,14 @@ class Scope:
         elif order.is_async:
             stream.hold(tensors, stream.raw)
 
+    def launch(self, step: Callable[[], Any]) -> None:
+        """What a function does with tensors comes behind what was launched before: the call's stream is current."""
+        step()
+
+    def apart(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[Any]:
+        """The same tensors: autograd does not watch inside of a call."""
+        return tensors
+
     def event(self) -> Any:
         """After the call: an event for what was launched; None: the caller's stream waits for it."""
         if self.is_elsewhere or self._order.is_async:

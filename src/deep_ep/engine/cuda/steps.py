@@ -59,6 +59,7 @@ class CombineSignature(NamedTuple):
     Attributes:
         hidden: H.
         dtype: Of the rows.
+        num_columns: K, if rows are added in the order of columns; 0: in that of ranks.
         num_topk: K, of the weights that come back with the rows; 0: none do.
         num_biases: At most two.
         is_aligned: Sums and biases begin at multiples of 16 bytes.
@@ -67,6 +68,7 @@ class CombineSignature(NamedTuple):
 
     hidden: int
     dtype: torch.dtype
+    num_columns: int
     num_topk: int
     num_biases: int
     is_aligned: bool
@@ -78,9 +80,11 @@ class Ops(Protocol):
 
     Attributes:
         shapes: How bulk kernels are launched, of steps that are made from now on.
+        memory: Of the buffer.
     """
 
     shapes: Shapes
+    memory: Memory
 
     def dispatch(self, signature: DispatchSignature) -> DispatchSteps:
         """The steps of a signature, made anew."""

@@ -96,7 +96,12 @@ class RailsEngine(CpuEngine):
         return RailsDispatch(self._rail_chain, operation, payload, routing, self._config)
 
     def _combine_steps(
-        self, x: torch.Tensor, topk_weights: torch.Tensor | None, biases: Sequence[torch.Tensor], num_sms: int | None
+        self,
+        x: torch.Tensor,
+        handle: Any,
+        topk_weights: torch.Tensor | None,
+        biases: Sequence[torch.Tensor],
+        num_sms: int | None,
     ) -> RailsCombine:
-        del num_sms
+        del handle, num_sms
         return RailsCombine(self._rail_chain, x, topk_weights, biases, self._config)

@@ -1,0 +1,691 @@
+"""DeepEP V2's buffer: `ElasticBuffer`, and the handle of its dispatches, `EPHandle`.
+
+Shape letters: R ranks, E experts, L = E / R experts of a rank, T tokens of this rank, K top-k, H hidden size, M most
+tokens of a rank, n rows received, one for each (token, this rank), X expanded rows, one for each (token, local expert).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..control import Control
+from ..elastic_sizing import SIZE_UNIT_BYTES, Domains, Rates, elastic_buffer_bytes, theoretical_num_sms
+from ..engine.elastic import Arrived, Extras, Form, Layout, Unfold, fold_rows, fold_weights, own_columns, with_weights
+from ..engine.engine import Around
+from ..engine.ops import Order
+from ..engine.parcel import Routing
+from ..errors import EPUnsupported
+from ..event import EventHandle, EventOverlap, event_of
+from ..handle import ColumnHandle
+from ..sizing import align
+from ..topology import find_topology
+from . import checks
+from .calling import call
+from .engines import find_device, forced_ranks_per_node
+from .legacy import Buffer
+
+_QPS_HYBRID, _QPS_DIRECT, _DIRECT_QPS_PER_CALL = 129, 17, 9
+_NVLINK_GBS, _NVLINK_GBS_SM100, _RDMA_GBS = 405.0, 810.0, 50.0  # where nothing else is known
+_SMS_WITHOUT_GPU = 132
+_ONE_NODE = "ElasticBuffer works inside one node so far, and this group spans {num}. Use `Buffer` across nodes"
+
+_domains_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # ranks of a node, by group
+
+
+class EPHandle:
+    """What a dispatch leaves for its combine and for cached dispatches. Its tensors are ordinary memory.
+
+    Attributes:
+        do_expand: One row for each (token, local expert).
+        num_experts: E.
+        expert_alignment: To which the counts of each expert are rounded up.
+        num_max_tokens_per_rank: M.
+        num_sms: SMs that the dispatch used.
+        topk_idx: [T, K], this rank's selections.
+        num_recv_tokens: n; R * M if the host did not wait for the counts.
+        num_expanded_tokens: Sum of the aligned counts; the worst case if the host did not wait.
+        num_recv_tokens_per_expert_list: Aligned counts; empty if the host did not wait.
+        psum_num_recv_tokens_per_scaleup_rank: [R] int32, rows received from ranks 0..s. The last one is n.
+        psum_num_recv_tokens_per_expert: [L] int32. Compact: inclusive prefix sums of the aligned counts. Expanded: the
+            end of the rows of expert i, without its padding.
+        num_unaligned_recv_tokens_per_expert: [L] int32, counts.
+        recv_src_metadata: [n, 2 + K] int32: source rank * M + token; source rank * K + its highest column on this rank;
+            and the row of each column in an expanded result, -1: none. Rows beyond n are undefined.
+        dst_buffer_slot_idx: [T, K] int32, the row of the token at the rank of each column, in the highest column of
+            that rank; -1 in others.
+        token_metadata_at_forward: None.
+        channel_linked_list: None.
+    """
+
+    _layout: Layout
+    _remote_rows: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        do_expand: bool,
+        num_experts: int,
+        expert_alignment: int,
+        num_max_tokens_per_rank: int,
+        num_sms: int,
+        topk_idx: torch.Tensor,
+        num_recv_tokens: int,
+        num_expanded_tokens: int,
+        num_recv_tokens_per_expert_list: list[int],
+        psum_num_recv_tokens_per_scaleup_rank: torch.Tensor,
+        psum_num_recv_tokens_per_expert: torch.Tensor,
+        num_unaligned_recv_tokens_per_expert: torch.Tensor,
+        recv_src_metadata: torch.Tensor,
+        dst_buffer_slot_idx: torch.Tensor,
+        token_metadata_at_forward: torch.Tensor | None = None,
+        channel_linked_list: torch.Tensor | None = None,
+    ):
+        self.do_expand = do_expand
+        self.num_experts = num_experts
+        self.expert_alignment = expert_alignment
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_sms = num_sms
+        self.topk_idx = topk_idx
+        self.num_recv_tokens = num_recv_tokens
+        self.num_expanded_tokens = num_expanded_tokens
+        self.num_recv_tokens_per_expert_list = num_recv_tokens_per_expert_list
+        self.psum_num_recv_tokens_per_scaleup_rank = psum_num_recv_tokens_per_scaleup_rank
+        self.psum_num_recv_tokens_per_expert = psum_num_recv_tokens_per_expert
+        self.num_unaligned_recv_tokens_per_expert = num_unaligned_recv_tokens_per_expert
+        self.recv_src_metadata = recv_src_metadata
+        self.dst_buffer_slot_idx = dst_buffer_slot_idx
+        self.token_metadata_at_forward = token_metadata_at_forward
+        self.channel_linked_list = channel_linked_list
+
+    @classmethod
+    def _of(cls, layout: Layout, num_experts: int, num_sms: int) -> EPHandle:
+        """The handle of a dispatch."""
+        form = layout.form
+        handle = cls(
+            form.is_expanded,
+            num_experts,
+            form.alignment,
+            form.max_tokens,
+            num_sms,
+            layout.topk_idx,
+            layout.num_rows,
+            layout.num_expanded,
+            layout.aligned_counts,
+            layout.rank_ends,
+            layout.ends,
+            layout.num_per_expert,
+            layout.sources,
+            layout.slots,
+        )
+        handle._layout = layout
+        return handle
+
+
+class ElasticBuffer:
+    """The communication buffer of one rank, in the interface of DeepEP V2.
+
+    All ranks of the group construct it together, and then make the same calls in the same order. It works inside one
+    node, on the CPU and on GPUs. The window grows, so a call may be larger than the buffer was made for. Rows come in a
+    fixed order: by source rank, then by token.
+
+    Args:
+        group: The process group, of any kind.
+        num_bytes: Size of the window; None: as `num_max_tokens_per_rank` and `hidden` say.
+        num_cpu_bytes: Accepted for DeepEP's callers.
+        num_max_tokens_per_rank: M, which is also the default of dispatches.
+        hidden: H.
+        num_topk: K; 0: not known.
+        use_fp8_dispatch: Dispatches will move FP8. Nothing is cast.
+        deterministic: Accepted: results always are.
+        allow_hybrid_mode: Whether calls know of nodes. No difference inside one node.
+        allow_multiple_reduction: Whether a rank sums, and rounds, what its experts contribute to a token. Without it
+            every contribution is added once, at the token's rank, at the price of traffic.
+        prefer_overlap_with_compute: Use as few SMs as keep the links busy.
+        sl_idx: Accepted for DeepEP's callers.
+        num_allocated_qps: Accepted likewise; 0: the default.
+        num_cpu_timeout_secs: Seconds that a wait for a peer may take.
+        num_gpu_timeout_secs: The same for waits on a GPU.
+        explicitly_destroy: The caller may call `destroy()`. Without it the buffer goes with its last reference.
+        device: Where tensors live; default `DEEP_EP_DEVICE`, else the current GPU, else the CPU.
+        trace: A folder in which this rank records its calls; default `DEEP_EP_TRACE`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: float = 300,
+        num_gpu_timeout_secs: float = 100,
+        explicitly_destroy: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        trace: str | os.PathLike[str] | None = None,
+    ):
+        del num_cpu_bytes, sl_idx
+        where, most = "ElasticBuffer", checks.MOST_ROWS
+        for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("hidden", hidden)):
+            checks.check_int(where, name, value, 0, most)
+        if num_bytes is None and not (num_max_tokens_per_rank and hidden):
+            raise ValueError(f"{where}: pass `num_bytes`, or `num_max_tokens_per_rank` and `hidden`")
+        self.group = group
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.deterministic = bool(deterministic)
+        self.allow_hybrid_mode = bool(allow_hybrid_mode)
+        self.allow_multiple_reduction = bool(allow_multiple_reduction)
+        self.prefer_overlap_with_compute = bool(prefer_overlap_with_compute)
+        self.num_allocated_qps = num_allocated_qps or (_QPS_HYBRID if allow_hybrid_mode else _QPS_DIRECT)
+        self.explicitly_destroy = bool(explicitly_destroy)
+        self.nccl_comm_handle = None
+        if num_bytes is None:
+            sizes = (num_max_tokens_per_rank, hidden, num_topk, bool(use_fp8_dispatch))
+            num_bytes = self.get_buffer_size_hint(group, *sizes, allow_hybrid_mode, allow_multiple_reduction)
+        self.num_bytes = align(checks.check_int(where, "num_bytes", num_bytes, 1), SIZE_UNIT_BYTES)
+        self._buffer = Buffer(
+            group,
+            self.num_bytes,
+            device=device,
+            num_cpu_timeout_secs=num_cpu_timeout_secs,
+            num_gpu_timeout_secs=num_gpu_timeout_secs,
+            trace=trace,
+        )
+        topology = self._buffer._topology
+        if topology.num_nodes > 1:
+            self._buffer._close()
+            raise EPUnsupported(_ONE_NODE.format(num=f"{topology.num_nodes} nodes"))
+        self.rank_idx, self.num_ranks = self._buffer.rank, self._buffer.group_size
+        self._domains = Domains(self.num_ranks, topology.ranks_per_node, self.allow_hybrid_mode)
+        self.num_rdma_ranks, self.num_nvlink_ranks = self._domains.physical
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self._domains.logical
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
+        self._known_sms: dict[tuple, int] = {}
+
+    def __repr__(self) -> str:
+        return f"Elastic{self._buffer!r}"
+
+    @property
+    def runtime(self) -> Any:
+        """None after `destroy`."""
+        return self._buffer.runtime
+
+    # What `call` looks for
+    @property
+    def _lock(self) -> Any:
+        return self._buffer._lock
+
+    @property
+    def _engine(self) -> Any:
+        return self._buffer._engine
+
+    @property
+    def _trace(self) -> Any:
+        return self._buffer._trace
+
+    # Static ----------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes that calls of this size need. The first time for a group, all its ranks call it together.
+
+        Args:
+            group: The process group.
+            num_max_tokens_per_rank: M.
+            hidden: H.
+            num_topk: K; 0: not known.
+            use_fp8_dispatch: Dispatches will move FP8.
+            allow_hybrid_mode: As the buffer's.
+            allow_multiple_reduction: As the buffer's.
+        """
+        where, most = "get_buffer_size_hint", checks.MOST_ROWS
+        max_tokens = checks.check_int(where, "num_max_tokens_per_rank", num_max_tokens_per_rank, 1, most)
+        hidden = checks.check_int(where, "hidden", hidden, 1, most)
+        num_topk = checks.check_int(where, "num_topk", num_topk, 0, most)
+        domains = Domains(dist.get_world_size(group), _ranks_per_node(group), bool(allow_hybrid_mode))
+        return elastic_buffer_bytes(
+            domains, max_tokens, hidden, num_topk, bool(use_fp8_dispatch), bool(allow_multiple_reduction)
+        )
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """An event that marks everything the caller has issued so far."""
+        return EventHandle()
+
+    # The buffer ------------------------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Let the queued communication finish and close the buffer. Local: no other rank is waited for.
+
+        Received tensors stay valid. A second call does nothing.
+        """
+        assert self.explicitly_destroy, "ElasticBuffer.destroy: make the buffer with explicitly_destroy=True"
+        self._buffer._close()
+
+    def __enter__(self) -> ElasticBuffer:
+        self._buffer.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._buffer.__exit__(kind, error, traceback)
+
+    @call
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Have the streams of all ranks meet.
+
+        Args:
+            use_comm_stream: On the comm stream, which first waits for the caller's; that one then waits for it.
+            with_cpu_sync: The host waits, too, before and after.
+            sequential: Accepted for DeepEP's callers.
+        """
+        del use_comm_stream, sequential  # either way the caller's stream goes on when all ranks' have come here
+        engine = self._buffer._require_engine("barrier")
+        if with_cpu_sync:
+            engine.synchronize()
+        engine.barrier()
+        if with_cpu_sync:
+            engine.synchronize()
+
+    def get_comm_stream(self) -> Any:
+        """The stream that communication runs on."""
+        return self._buffer.get_comm_stream()
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Nodes, and ranks of a node."""
+        return self._domains.physical
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Scale-out and scale-up ranks."""
+        return self._domains.logical
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """SMs that keep the links busy, if the router is balanced.
+
+        Args:
+            num_experts: E.
+            num_topk: K.
+            num_scaleout_topk: Must be 0.
+            rdma_gbs: GB/s of the network; 0: 50.
+            nvlink_gbs: GB/s of NVLink; 0: 405, and 810 from SM100 on.
+            sm_read_gbs: What one SM reads.
+            sm_write_gbs: What one SM writes.
+        """
+        where = "get_theoretical_num_sms"
+        if num_scaleout_topk != 0:
+            raise ValueError(f"{where}: `num_scaleout_topk` must be 0, got {num_scaleout_topk}")
+        key = (num_experts, num_topk, rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs)
+        known = self._known_sms.get(key)
+        if known is None:
+            checks.check_num_experts(where, "num_experts", num_experts, self.num_ranks)
+            checks.check_int(where, "num_topk", num_topk, 1, num_experts)
+            num_sms, is_new = _SMS_WITHOUT_GPU, False
+            if self._buffer.device.type == "cuda":
+                properties = torch.cuda.get_device_properties(self._buffer.device)
+                num_sms, is_new = properties.multi_processor_count, properties.major >= 10
+            nvlink_gbs = nvlink_gbs or (_NVLINK_GBS_SM100 if is_new else _NVLINK_GBS)
+            rates = Rates(rdma_gbs or _RDMA_GBS, nvlink_gbs, sm_read_gbs, sm_write_gbs)
+            known = self._known_sms[key] = theoretical_num_sms(
+                self._domains, num_experts, num_topk, rates, num_sms, self.prefer_overlap_with_compute
+            )
+        return known
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Queue pairs that go with so many SMs. There are none here."""
+        wanted = 16 * num_sms + 1 if self.allow_hybrid_mode else min(num_sms, _DIRECT_QPS_PER_CALL)
+        return min(wanted, self.num_allocated_qps)
+
+    # Dispatch --------------------------------------------------------------------------------------------------------
+
+    @call
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventOverlap | EventHandle | None = None,
+        previous_event_before_epilogue: EventOverlap | EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+        """Send tokens to the ranks of their experts.
+
+        Args:
+            x: [T, H] contiguous, any dtype, or a tuple with scales [T, S], elements of 4 bytes, of any strides.
+            topk_idx: [T, K] int32 or int64 expert ids, contiguous; an id outside [0, E) selects nothing. Not with
+                `handle`.
+            topk_weights: [T, K] float32, contiguous, or None.
+            cumulative_local_expert_recv_stats: [L] int32, to which the selections of each local expert are added.
+            num_experts: E, a multiple of R.
+            num_max_tokens_per_rank: M, the same on all ranks; default the buffer's.
+            expert_alignment: Counts of each expert are rounded up to it; default 1.
+            num_sms: Most blocks of a kernel; 0: `get_theoretical_num_sms`. No effect on the CPU.
+            num_qps: Accepted for DeepEP's callers.
+            previous_event: Wait for it first; default: for what the caller has issued.
+            previous_event_before_epilogue: The last step waits for it, too.
+            async_with_compute_stream: Return an event instead of waiting.
+            allocate_on_comm_stream: Accepted for DeepEP's callers.
+            handle: Of an earlier dispatch: every row lands where it did then.
+            do_handle_copy: The handle has a copy of `topk_idx`, and not the tensor itself.
+            do_cpu_sync: Whether the host waits for the counts, so that shapes are exact; default: without a handle.
+                Without it shapes are those of the worst case, and the call can be captured in a CUDA graph.
+            do_expand: One row for each (token, local expert), grouped by expert, instead of one for each token.
+            do_zero_padding: Rows between the experts' become zero. Only with `do_expand`.
+            use_tma_aligned_col_major_sf: Received scales have strides (1, rows aligned to 4).
+
+        Returns:
+            `recv_x` (or a tuple with scales), `recv_topk_idx` [n, K] (local ids, -1 elsewhere; None if expanded),
+            `recv_topk_weights` [n, K] as sent (if expanded [X], of each row), the handle, and the event.
+        """
+        where, device = "dispatch", self._buffer.device
+        payload = checks.check_payload(where, x, device)
+        num_tokens = payload.x.shape[0]
+        if payload.scales is not None and payload.scales.element_size() != 4:
+            raise ValueError(f"{where}: scales must have elements of 4 bytes, they are {payload.scales.dtype}")
+        self._check_num_qps(where, num_qps)
+        order = _order(where, previous_event, async_with_compute_stream)
+        after = _event(where, "previous_event_before_epilogue", previous_event_before_epilogue)
+        engine = self._buffer._require_engine(where)
+        del allocate_on_comm_stream  # results belong to the stream that fills them where an event came before
+        if handle is not None:
+            assert topk_idx is None, f"{where}: `handle` and `topk_idx` exclude each other"
+            assert not do_cpu_sync, f"{where}: the host does not wait in a dispatch with a handle: `do_cpu_sync`"
+            self._check_cached(handle, num_tokens, num_experts, num_max_tokens_per_rank, expert_alignment, do_expand)
+            if cumulative_local_expert_recv_stats is not None:
+                raise ValueError(f"{where}: `cumulative_local_expert_recv_stats` is for dispatches without a handle")
+            form, selected, num_sms = handle._layout.form, handle.topk_idx, num_sms or handle.num_sms
+        else:
+            num_experts = checks.check_num_experts(where, "num_experts", num_experts, self.num_ranks)
+            selected = checks.check_tensor(
+                where, "topk_idx", topk_idx, (num_tokens, None), checks.IDX_DTYPES, device=device
+            )
+            form = self._form(num_tokens, selected, num_experts, num_max_tokens_per_rank, expert_alignment, do_expand)
+            num_sms = num_sms or self.get_theoretical_num_sms(num_experts, max(1, min(form.num_topk, num_experts)))
+        if do_zero_padding and not form.is_expanded:
+            raise ValueError(f"{where}: `do_zero_padding` needs `do_expand`")
+        if topk_weights is not None:
+            shape = (num_tokens, form.num_topk)
+            topk_weights = checks.check_tensor(
+                where, "topk_weights", topk_weights, shape, (torch.float32,), device=device
+            )
+        stats = cumulative_local_expert_recv_stats
+        if stats is not None:
+            stats = checks.check_tensor(
+                where, "cumulative_local_expert_recv_stats", stats, (form.num_local,), (torch.int32,),
+                is_written=True, device=device,
+            )  # fmt: skip
+        extras = Extras(bool(do_zero_padding), bool(use_tma_aligned_col_major_sf), stats, after)
+        scale_dtype = payload.scales.dtype if payload.scales is not None else None
+        prepare = partial(with_weights, payload=payload, topk_weights=topk_weights)
+        has_weights, ranks = topk_weights is not None, (self.num_ranks, self.rank_idx)
+        if handle is not None:
+            unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras)
+            layout = handle._layout
+            around = Around(prepare, lambda scope, received, _: unfold.again(scope, received, layout))
+            arrived, event = engine.cached_dispatch(payload, layout.compact, order, num_sms, around)
+            return *_results(arrived), handle, EventOverlap(event)
+        assert num_experts is not None
+        if do_handle_copy:
+            selected = self._copy(selected, order)
+        unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras)
+        around = Around(prepare, unfold.new)
+        counts, _ = engine.layout(selected, num_experts, 1, order)
+        weights = topk_weights if topk_weights is not None else selected.new_empty(selected.shape, dtype=torch.float32)
+        routing = Routing(
+            counts.num_tokens_per_rank, counts.num_tokens_per_expert, counts.is_token_in_rank, selected, weights,
+            max_tokens=form.max_tokens,
+        )  # fmt: skip
+        if do_cpu_sync or do_cpu_sync is None:
+            arrived, _, event = engine.dispatch(payload, routing, 1, order, num_sms, around)
+        else:
+            num_rows = max(1, self.num_ranks * form.max_tokens)
+            arrived, event = engine.worst_case_dispatch(payload, routing, num_rows, 1, order, num_sms, around)
+        made = EPHandle._of(arrived.layout, num_experts, num_sms)
+        return *_results(arrived), made, EventOverlap(event)
+
+    def _copy(self, topk_idx: torch.Tensor, order: Order) -> torch.Tensor:
+        """A copy that is made when the call may read."""
+        if order.after is None or order.is_due():
+            return topk_idx.clone()
+        order.after.current_stream_wait()
+        return topk_idx.clone()
+
+    def _form(
+        self,
+        num_tokens: int,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        max_tokens: int | None,
+        alignment: int | None,
+        is_expanded: bool,
+    ) -> Form:
+        where = "dispatch"
+        max_tokens = self.num_max_tokens_per_rank if max_tokens is None else max_tokens
+        most = checks.MOST_ROWS // self.num_ranks
+        max_tokens = checks.check_int(where, "num_max_tokens_per_rank", max_tokens, 0, most)
+        if num_tokens > max_tokens:
+            raise ValueError(
+                f"{where}: `x` has {num_tokens} tokens, more than num_max_tokens_per_rank={max_tokens}. Raise it, here "
+                "or where the buffer is made; it must be the same on all ranks"
+            )
+        alignment = (
+            1 if alignment is None else checks.check_int(where, "expert_alignment", alignment, 1, checks.MOST_ROWS)
+        )
+        return Form(num_experts // self.num_ranks, topk_idx.shape[1], max_tokens, alignment, bool(is_expanded))
+
+    def _check_cached(
+        self,
+        handle: Any,
+        num_tokens: int,
+        num_experts: int | None,
+        max_tokens: int | None,
+        alignment: int | None,
+        do_expand: bool,
+    ) -> None:
+        """Check a handle, and that other arguments do not contradict it."""
+        where = "dispatch"
+        self._check_handle(where, handle)
+        for name, given, known in (
+            ("num_experts", num_experts, handle.num_experts),
+            ("num_max_tokens_per_rank", max_tokens, handle.num_max_tokens_per_rank),
+            ("expert_alignment", alignment, handle.expert_alignment),
+        ):
+            assert given is None or given == known, f"{where}: `{name}` is {given}, the handle's is {known}"
+        if do_expand and not handle.do_expand:
+            raise ValueError(f"{where}: `do_expand` with the handle of a compact dispatch. Dispatch without a handle")
+        if handle.topk_idx.shape[0] != num_tokens:
+            raise ValueError(
+                f"{where}: `x` must have the handle's {handle.topk_idx.shape[0]} tokens, it has {num_tokens}"
+            )
+
+    @staticmethod
+    def _check_handle(where: str, handle: Any) -> None:
+        if not isinstance(handle, EPHandle) or not hasattr(handle, "_layout"):
+            raise TypeError(
+                f"{where}: `handle` must be the EPHandle that dispatch returned, got {type(handle).__name__}"
+            )
+
+    def _check_num_qps(self, where: str, num_qps: int) -> None:
+        assert num_qps <= self.num_allocated_qps, (
+            f"{where}: `num_qps` is {num_qps}, the buffer has {self.num_allocated_qps}"
+        )
+
+    # Combine ---------------------------------------------------------------------------------------------------------
+
+    @call
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventOverlap | EventHandle | None = None,
+        previous_event_before_epilogue: EventOverlap | EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Bring the experts' rows back and sum them per token, unweighted.
+
+        Contributions are added in the order of the token's columns, in FP32 (FP64 of FP64), biases first. Compact rows,
+        and the sums that a rank makes of expanded rows, stand at the rank's highest column.
+
+        Args:
+            x: BF16, FP16, FP32 or FP64, contiguous. Compact: [n, H], as dispatch returned. Expanded: [any, H], rows as
+                dispatch returned them; padding is not read.
+            handle: Of the dispatch.
+            topk_weights: float32, contiguous; compact [n, K], expanded [rows of x].
+            bias: [T, H] of x's dtype, contiguous, or a tuple of two.
+            num_sms: Most blocks of a kernel; 0: the handle's. No effect on the CPU.
+            num_qps: Accepted for DeepEP's callers.
+            previous_event: Wait for it first; default: for what the caller has issued.
+            previous_event_before_epilogue: The sum waits for it, too.
+            async_with_compute_stream: Return an event instead of waiting. `x` must stay as it is until then.
+            allocate_on_comm_stream: Accepted for DeepEP's callers.
+
+        Returns:
+            `combined_x` [T, H], `combined_topk_weights` [T, K] or None, and the event. Column k of the weights is what
+            the rank of expert k supplied for it; 0 where nothing was selected.
+        """
+        where, device = "combine", self._buffer.device
+        self._check_handle(where, handle)
+        self._check_num_qps(where, num_qps)
+        del allocate_on_comm_stream
+        layout, sources = handle._layout, handle.recv_src_metadata
+        num_rows = None if handle.do_expand else sources.shape[0]
+        x = checks.check_tensor(where, "x", x, (num_rows, None), checks.COMBINE_DTYPES, device=device)
+        if topk_weights is not None:
+            shape = (x.shape[0],) if handle.do_expand else (sources.shape[0], layout.form.num_topk)
+            topk_weights = checks.check_tensor(
+                where, "topk_weights", topk_weights, shape, (torch.float32,), device=device
+            )
+        if isinstance(bias, list):
+            raise TypeError(f"{where}: `bias` must be a tensor or a tuple of two, got a list")
+        if isinstance(bias, tuple):
+            assert len(bias) == 2, f"{where}: `bias` must be a tensor or a tuple of two, got {len(bias)}"
+        biases = checks.check_biases(where, bias, x, layout.topk_idx.shape[0])
+        order = _order(where, previous_event, async_with_compute_stream)
+        after = _event(where, "previous_event_before_epilogue", previous_event_before_epilogue)
+        engine, num_sms = self._buffer._require_engine(where), num_sms or handle.num_sms
+        slots, is_compact = layout.slots, True
+        if handle.do_expand and not self.allow_multiple_reduction:
+            slots, is_compact = self._remote_rows(handle, order), False
+        num_given = sources.shape[0] if is_compact else x.shape[0]
+        given = ColumnHandle(layout.compact, layout.owners, slots, num_given, is_compact)
+        prepare = partial(_prepare, engine, layout, sources, x, topk_weights, is_compact, handle.do_expand, after)
+        combined, event = engine.combine(x, given, topk_weights, biases, order, num_sms, Around(prepare))
+        return combined.x, combined.topk_weights, EventOverlap(event)
+
+    def _remote_rows(self, handle: EPHandle, order: Order) -> torch.Tensor:
+        """[T, K] int32: the expanded row of each selection at its rank, which that rank tells; -1: none."""
+        if handle._remote_rows is None:
+            layout = handle._layout
+            # As a combine of numbers: every rank gives those of its own columns, counted from 1, and 0 in others.
+            rows = (layout.sources[:, 2:] + 1).to(torch.float64)
+            given = ColumnHandle(layout.compact, layout.owners, layout.slots, rows.shape[0], True)
+            around = Around(lambda _: (rows, None))
+            sums, _ = self._engine.combine(rows, given, None, [], Order(order.after, False), None, around)
+            handle._remote_rows = (sums.x - 1).to(torch.int32)
+        return handle._remote_rows
+
+
+def _prepare(
+    engine: Any,
+    layout: Layout,
+    sources: torch.Tensor,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    is_compact: bool,
+    is_expanded: bool,
+    after: EventHandle | None,
+    scope: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a combine gives: compact rows, made of expanded ones, or expanded ones as they are; and weights by token."""
+    if after is not None:
+        scope.launch(after.current_stream_wait)
+    num_rows, rows, given = sources.shape[0], sources[:, 2:], x
+    if is_expanded and is_compact:
+        given = engine.region((num_rows, x.shape[1]), x.dtype)
+        scope.launch(partial(fold_rows, given, x, rows))
+    elif not is_compact:  # all rows, wherever they lie
+        given = engine.region(tuple(x.shape), x.dtype)
+        scope.launch(partial(given.copy_, x))
+    if topk_weights is None:
+        return given, None
+    weights = engine.region((given.shape[0], layout.form.num_topk), torch.float32)
+    if is_expanded:
+        scope.launch(partial(fold_weights, weights[:num_rows], topk_weights, rows))
+    else:
+        scope.launch(partial(own_columns, weights, topk_weights, layout.ids[:num_rows]))
+    return given, weights
+
+
+def _results(arrived: Arrived) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
+    """The first three results of a dispatch."""
+    x = arrived.x if arrived.scales is None else (arrived.x, arrived.scales)
+    return x, arrived.topk_idx, arrived.topk_weights
+
+
+def _event(where: str, name: str, event: Any) -> EventHandle | None:
+    if event is not None and not isinstance(event, (EventOverlap, EventHandle)):
+        raise TypeError(f"{where}: `{name}` must be an EventOverlap or an EventHandle, got {type(event).__name__}")
+    return event_of(event)
+
+
+def _order(where: str, previous_event: Any, is_async: bool) -> Order:
+    return Order(_event(where, "previous_event", previous_event), bool(is_async))
+
+
+def _ranks_per_node(group: dist.ProcessGroup) -> int:
+    """Ranks of a node. The first time for a group, all its ranks ask together."""
+    known = _domains_of.get(group)
+    if known is None:
+        control = Control(group, None, checks.check_secs("ElasticBuffer", "num_cpu_timeout_secs", None))
+        known = find_topology(control, forced_ranks_per_node(find_device(None))).ranks_per_node
+        _domains_of[group] = known
+    return known

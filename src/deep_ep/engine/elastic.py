@@ -1,0 +1,449 @@
+"""What V2's calls add to a dispatch and a combine: rows grouped by expert, metadata, sums in the order of columns.
+
+A V2 dispatch moves the rows of a *compact* dispatch, one for each (token, rank): the same as V1's. Everything else is
+local: the counts of each expert follow from the ids that came, and an *expanded* result, one row for each (token, local
+expert), is unfolded from the compact one. A V2 combine of expanded rows folds them first, and then sums compact rows.
+
+Shape letters: T tokens of this rank, K top-k, R ranks, L experts of a rank, N rows that there is memory for, n of which
+came, X rows of an expanded result. Nothing here looks at a value on the host: all of it can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..event import EventHandle
+from ..handle import Handle
+from ..sizing import align
+from .ops import Counts
+from .parcel import Payload, Received
+
+
+class Form(NamedTuple):
+    """How a V2 dispatch lays out what comes.
+
+    Attributes:
+        num_local: L.
+        num_topk: K.
+        max_tokens: M, most tokens of a rank.
+        alignment: To which the rows of each expert are rounded up.
+        is_expanded: One row for each (token, local expert), grouped by expert.
+    """
+
+    num_local: int
+    num_topk: int
+    max_tokens: int
+    alignment: int
+    is_expanded: bool
+
+    def most_expanded(self, num_ranks: int) -> int:
+        """X of the worst case."""
+        num_rows = num_ranks * self.max_tokens * min(self.num_topk, self.num_local)
+        return align(num_rows + (self.alignment - 1) * self.num_local, self.alignment)
+
+
+@dataclass
+class Layout:
+    """Where the rows of a dispatch lie, on this rank and at its peers: what a V2 handle consists of.
+
+    Attributes:
+        form: How they were asked for.
+        compact: The handle of the compact rows.
+        topk_idx: [T, K], this rank's selections.
+        ids: [N, K] the local ids of each compact row; -1: none.
+        sources: [N, 2 + K] int32, see `EPHandle.recv_src_metadata`.
+        row_sources: [X] int32, the compact row of each expanded row; -1: padding. Empty if it is not expanded.
+        slots: [T, K] int32, the compact row of each token at the rank of column k, in the highest column of that rank;
+            -1 in others.
+        owners: [T, K] int32, the rank of column k; -1: it selects nothing.
+        num_per_expert: [L] int32, selections of each local expert.
+        ends: [L] int32, see `EPHandle.psum_num_recv_tokens_per_expert`.
+        rank_ends: [R] int32, compact rows received from ranks 0..s.
+        num_rows: n; the memory's N where the host does not know it.
+        num_expanded: X.
+        aligned_counts: Rows of each expert, rounded up; empty where the host does not know them.
+    """
+
+    form: Form
+    compact: Handle
+    topk_idx: torch.Tensor
+    ids: torch.Tensor
+    sources: torch.Tensor
+    row_sources: torch.Tensor
+    slots: torch.Tensor
+    owners: torch.Tensor
+    num_per_expert: torch.Tensor
+    ends: torch.Tensor
+    rank_ends: torch.Tensor
+    num_rows: int
+    num_expanded: int
+    aligned_counts: list[int]
+
+    def apart(self, scope: Any) -> Layout:
+        """As functions that are handed to a call should write it."""
+        written = ("ids", "sources", "row_sources", "slots", "owners", "num_per_expert", "ends", "rank_ends")
+        tensors = scope.apart([getattr(self, name) for name in written])
+        return replace(self, **dict(zip(written, tensors, strict=True)))
+
+
+class Extras(NamedTuple):
+    """What a caller may want beside the rows.
+
+    Attributes:
+        has_zero_padding: Padding of an expanded result becomes zero.
+        has_column_scales: Scales lie column after column, columns aligned for a TMA.
+        stats: [L] int32, to which the selections of each local expert are added; None: nothing is.
+        after: What the last step waits for; None: nothing.
+    """
+
+    has_zero_padding: bool = False
+    has_column_scales: bool = False
+    stats: torch.Tensor | None = None
+    after: EventHandle | None = None
+
+
+class Arrived(NamedTuple):
+    """What a V2 dispatch returns.
+
+    Attributes:
+        x: [N or X, H].
+        scales: [N or X, S], or None.
+        topk_idx: [N, K] local ids; None if it is expanded.
+        topk_weights: [N, K], or [X] if it is expanded; None: there are none.
+        layout: Where the rows lie.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    layout: Layout
+
+
+# Dispatch ------------------------------------------------------------------------------------------------------------
+
+
+class Unfold:
+    """The end of a V2 dispatch: makes what it returns out of the compact rows that came.
+
+    Args:
+        form: How the rows are wanted.
+        topk_idx: [T, K], this rank's selections.
+        num_ranks: R.
+        rank: This rank.
+        has_weights: Weights came, as the last K columns of the scales.
+        scale_dtype: Type of the scales that came before them; None: there are none.
+        extras: What else is wanted.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        topk_idx: torch.Tensor,
+        num_ranks: int,
+        rank: int,
+        has_weights: bool,
+        scale_dtype: torch.dtype | None,
+        extras: Extras,
+    ):
+        self._form = form
+        self._topk_idx = topk_idx
+        self._num_ranks, self._rank = num_ranks, rank
+        self._has_weights = has_weights
+        self._scale_dtype = scale_dtype
+        self._extras = extras
+
+    def new(self, scope: Any, received: Received, told: Counts | None) -> Arrived:
+        """The end of a dispatch that has routing: also find where everything lies.
+
+        Args:
+            scope: Of the call.
+            received: The compact rows.
+            told: The counts; None: the host does not know them.
+        """
+        assert received.topk_idx is not None
+        layout = self._empty_layout(scope, received, told)
+        job_layout = layout.apart(scope)
+        topk_idx = received.topk_idx
+        scope.launch(lambda: self._fill_layout(job_layout, received))
+        arrived = self._arrive(scope, received, layout, job_layout)
+        return arrived._replace(topk_idx=None if self._form.is_expanded else topk_idx)
+
+    def again(self, scope: Any, received: Received, layout: Layout) -> Arrived:
+        """The end of a cached dispatch: everything lies where it did."""
+        arrived = self._arrive(scope, received, layout, layout)
+        if self._form.is_expanded:
+            return arrived
+        with scope.outputs:
+            topk_idx = torch.empty_like(layout.ids)
+        job_ids = scope.apart((topk_idx,))[0]
+        scope.launch(lambda: job_ids.copy_(layout.ids))
+        return arrived._replace(topk_idx=topk_idx)
+
+    # Memory ----------------------------------------------------------------------------------------------------------
+
+    def _empty_layout(self, scope: Any, received: Received, told: Counts | None) -> Layout:
+        """Memory for where everything lies."""
+        form, handle, like = self._form, received.handle, received.handle.rank_prefix_matrix
+        num_tokens, num_topk = self._topk_idx.shape
+        num_rows = handle.num_rows
+        aligned: list[int] = []
+        num_expanded = form.most_expanded(self._num_ranks)
+        if told is not None:
+            aligned = [align(count, form.alignment) for count in told.expert_counts]
+            num_expanded = sum(aligned)
+        with scope.outputs:
+            new = like.new_empty
+            return Layout(
+                form=form,
+                compact=handle,
+                topk_idx=self._topk_idx,
+                ids=new((num_rows, num_topk), dtype=self._topk_idx.dtype),
+                sources=new((num_rows, 2 + num_topk)),
+                row_sources=new(num_expanded if form.is_expanded else 0),
+                slots=new((num_tokens, num_topk)),
+                owners=new((num_tokens, num_topk)),
+                num_per_expert=new(form.num_local),
+                ends=new(form.num_local),
+                rank_ends=new(self._num_ranks),
+                num_rows=num_rows,
+                num_expanded=num_expanded,
+                aligned_counts=aligned,
+            )
+
+    def _arrive(self, scope: Any, received: Received, layout: Layout, job_layout: Layout) -> Arrived:
+        """Memory for the results, and the step that fills it."""
+        form, extras = self._form, self._extras
+        num_rows = layout.num_expanded if form.is_expanded else received.x.shape[0]
+        sent = received.scales
+        num_scales = 0
+        if sent is not None:
+            num_scales = sent.shape[1] - (form.num_topk if self._has_weights else 0)
+        x, weights, scales = received.x, None, None
+        with scope.outputs:
+            if form.is_expanded:
+                x = received.x.new_empty((num_rows, received.x.shape[1]))
+            if self._has_weights:
+                shape = (num_rows,) if form.is_expanded else (num_rows, form.num_topk)
+                weights = received.x.new_empty(shape, dtype=torch.float32)
+            if self._scale_dtype is not None:
+                strides = (1, align(num_rows, 4)) if extras.has_column_scales else (num_scales, 1)
+                scales = received.x.new_empty(0, dtype=self._scale_dtype)
+                scales = torch.empty_strided((num_rows, num_scales), strides, dtype=scales.dtype, device=scales.device)
+        outputs = scope.apart((x if form.is_expanded else None, scales, weights))
+        scope.launch(lambda: self._fill(job_layout, received, *outputs))
+        scope.hold_outputs((scales, weights, *(() if not form.is_expanded else (x,))))
+        return Arrived(x, scales, None, weights, layout)
+
+    # Values ----------------------------------------------------------------------------------------------------------
+
+    def _fill_layout(self, layout: Layout, received: Received) -> None:
+        """Find where everything lies."""
+        form, ids = self._form, received.topk_idx
+        assert ids is not None
+        layout.ids.copy_(ids)
+        prefix, rank = received.handle.rank_prefix_matrix, self._rank
+        layout.rank_ends.copy_(prefix[:, rank])
+        count_experts(ids, layout.num_per_expert)
+        if self._extras.stats is not None:
+            self._extras.stats.add_(layout.num_per_expert)
+        aligned = layout.num_per_expert + (form.alignment - 1)
+        aligned -= aligned % form.alignment
+        torch.cumsum(aligned, 0, dtype=torch.int32, out=layout.ends)
+        starts = layout.ends - aligned
+        if form.is_expanded:
+            torch.add(starts, layout.num_per_expert, out=layout.ends)
+        self._fill_sources(layout, ids, received.handle.recv_src_idx, starts)
+        self._fill_slots(layout, received.handle.send_head)
+
+    def _fill_sources(self, layout: Layout, ids: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor) -> None:
+        """Where each row comes from, and where its selections lie."""
+        form = self._form
+        row_idx = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
+        ranks = torch.searchsorted(layout.rank_ends, row_idx, right=True, out_int32=True)
+        columns = torch.arange(form.num_topk, dtype=torch.int32, device=ids.device)
+        highest = torch.where(ids >= 0, columns, -1).amax(1) if form.num_topk else torch.full_like(row_idx, -1)
+        layout.sources[:, 0] = ranks * form.max_tokens + tokens
+        layout.sources[:, 1] = ranks * form.num_topk + highest
+        layout.sources[:, 2:] = -1
+        if form.is_expanded:
+            rows = expanded_rows(ids, layout.num_per_expert, starts)
+            layout.sources[:, 2:] = rows
+            # One place more than there are rows takes what selects nothing.
+            found = layout.row_sources.new_full((layout.num_expanded + 1,), -1)
+            target = torch.where(rows >= 0, rows, layout.num_expanded).long()
+            found.scatter_(0, target.flatten(), row_idx[:, None].expand_as(rows).reshape(-1))
+            layout.row_sources.copy_(found[:-1])
+
+    def _fill_slots(self, layout: Layout, send_head: torch.Tensor) -> None:
+        """Where this rank's tokens are: at each column's rank, in the highest column of that rank."""
+        form, topk_idx = self._form, self._topk_idx
+        is_valid = (topk_idx >= 0) & (topk_idx < form.num_local * self._num_ranks)
+        owners = torch.where(is_valid, topk_idx // form.num_local, -1).to(torch.int32)
+        layout.owners.copy_(owners)
+        slots = send_head.gather(1, owners.clamp(min=0).long()) if form.num_topk else layout.slots
+        is_highest = is_valid.clone()
+        for column in range(1, form.num_topk):
+            is_highest[:, :column] &= owners[:, :column] != owners[:, column : column + 1]
+        layout.slots.copy_(torch.where(is_highest, slots, -1))
+
+    def _fill(
+        self,
+        layout: Layout,
+        received: Received,
+        x: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        weights: torch.Tensor | None,
+    ) -> None:
+        """Copy rows, scales and weights to where they stay."""
+        if self._extras.after is not None:
+            self._extras.after.current_stream_wait()
+        num_topk, sent = self._form.num_topk, received.scales
+        sent_weights = sent_scales = None
+        if sent is not None:
+            split = sent.shape[1] - (num_topk if self._has_weights else 0)
+            sent_scales = sent[:, :split].view(self._scale_dtype) if self._scale_dtype is not None else None
+            sent_weights = sent[:, split:].view(torch.float32) if self._has_weights else None
+        if not self._form.is_expanded:
+            for target, source in ((scales, sent_scales), (weights, sent_weights)):
+                if target is not None and source is not None:
+                    target.copy_(source)
+            return
+        assert x is not None
+        self._unfold(layout, received.x, x)
+        if scales is not None and sent_scales is not None:
+            self._unfold(layout, sent_scales, scales)
+        if weights is not None and sent_weights is not None:
+            self._unfold_weights(layout, sent_weights, weights)
+
+    def _unfold(self, layout: Layout, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Each expanded row is a copy of its compact one."""
+        if not out.numel() or not rows.shape[0]:  # without compact rows all experts are empty
+            return
+        if rows.dtype.itemsize == 1:  # not every operator takes FP8
+            rows, out = rows.view(torch.uint8), out.view(torch.uint8)
+        row_idx = layout.row_sources.clamp(min=0)
+        if out.is_contiguous():
+            torch.index_select(rows, 0, row_idx, out=out)
+        else:
+            out.copy_(rows.index_select(0, row_idx))
+        if self._extras.has_zero_padding:
+            out.masked_fill_((layout.row_sources < 0)[:, None], 0)
+
+    def _unfold_weights(self, layout: Layout, weights: torch.Tensor, out: torch.Tensor) -> None:
+        """The weight of each expanded row is that of its selection."""
+        rows = layout.sources[:, 2:]
+        target = torch.where(rows >= 0, rows, layout.num_expanded).long()
+        found = out.new_zeros(layout.num_expanded + 1)
+        found.scatter_(0, target.flatten(), weights.reshape(-1))
+        out.copy_(found[:-1])
+
+
+def count_experts(ids: torch.Tensor, out: torch.Tensor) -> None:
+    """Count the selections of each local expert.
+
+    Args:
+        ids: [N, K] local ids; -1: none.
+        out: [L] int32, written.
+
+    Example:
+        `[[0, -1], [2, 0]]` with three experts is `[2, 0, 1]`.
+    """
+    counted = out.new_zeros(out.shape[0] + 1)
+    flat = ids.flatten().long() + 1
+    counted.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    out.copy_(counted[1:])
+
+
+def expanded_rows(ids: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """The row that each selection takes: experts ascending, then rows, then columns.
+
+    Args:
+        ids: [N, K] local ids; -1: none.
+        counts: [L] int32 selections of each expert.
+        starts: [L] int32, the first row of each expert.
+
+    Returns:
+        [N, K] int32; -1 where nothing is selected.
+
+    Example:
+        `[[1, 0], [1, -1]]` with starts `[0, 4]` is `[[4, 0], [5, -1]]`.
+    """
+    num_local = counts.shape[0]
+    keys = torch.where(ids >= 0, ids, num_local).flatten().long()
+    order = keys.argsort(stable=True)
+    # Behind the experts comes what selects nothing, which takes no row.
+    shifts = torch.cat([starts - (counts.cumsum(0) - counts), starts.new_zeros(1)])
+    sorted_keys = keys[order]
+    taken = torch.arange(keys.shape[0], device=ids.device) + shifts[sorted_keys]
+    taken = torch.where(sorted_keys < num_local, taken, -1)
+    rows = torch.empty_like(taken)
+    rows.scatter_(0, order, taken)
+    return rows.to(torch.int32).view(ids.shape)
+
+
+def with_weights(scope: Any, payload: Payload, topk_weights: torch.Tensor | None) -> Payload:
+    """The payload, with weights as columns behind its scales: both have elements of 4 bytes.
+
+    Args:
+        scope: Of the call, in which the columns are put side by side.
+        payload: The payload.
+        topk_weights: [T, K] float32, or None.
+    """
+    if topk_weights is None:
+        return payload
+    if payload.scales is None:
+        return Payload(payload.x, topk_weights)
+    given, num_scales = payload.scales, payload.scales.shape[1]
+    both = topk_weights.new_empty((topk_weights.shape[0], num_scales + topk_weights.shape[1]), dtype=torch.int32)
+
+    def fill() -> None:
+        both[:, :num_scales].copy_(given.view(torch.int32) if given.dtype != torch.int32 else given)
+        both[:, num_scales:].copy_(topk_weights.view(torch.int32))
+
+    scope.launch(fill)
+    return Payload(payload.x, both)
+
+
+# Combine -------------------------------------------------------------------------------------------------------------
+
+
+def fold_rows(out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
+    """Sum the expanded rows of each token, columns ascending, in FP32 (FP64 of FP64), rounded once.
+
+    Args:
+        out: [N, H] of x's dtype, written.
+        x: [X, H].
+        rows: [N, K] int32; -1: none. One row alone is passed on as it is.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    total = torch.full(out.shape, -0.0, dtype=wide, device=out.device)  # to which -0.0 may be added
+    if x.shape[0]:
+        for column in range(rows.shape[1]):
+            found = rows[:, column]
+            value = x.index_select(0, found.clamp(min=0)).to(wide)
+            total = torch.where((found >= 0)[:, None], total + value, total)
+    out.copy_(total)
+
+
+def fold_weights(out: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> None:
+    """The weights of each token's own columns, 0 in others.
+
+    Args:
+        out: [N, K] float32, written.
+        weights: [X] float32.
+        rows: [N, K] int32; -1: none.
+    """
+    if not weights.shape[0]:
+        out.zero_()
+        return
+    found = weights.index_select(0, rows.flatten().clamp(min=0)).view(rows.shape)
+    out.copy_(torch.where(rows >= 0, found, 0.0))
+
+
+def own_columns(out: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+    """Weights [N, K] of the columns that select an expert of this rank, 0 in others: so that a sum is a gather."""
+    out.copy_(torch.where(ids >= 0, weights, 0.0))

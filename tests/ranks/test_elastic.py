@@ -1,0 +1,214 @@
+"""DeepEP V2's calls: compact and expanded, with and without the host's wait, cached, and what combine makes of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common import run_ranks
+from deep_ep import reference
+from deep_ep.buffers.elastic import ElasticBuffer, EPHandle
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+class Case(NamedTuple):
+    """A dispatch."""
+
+    tokens: int = 9
+    experts_per_rank: int = 3
+    topk: int = 4
+    hidden: int = 24
+    alignment: int = 1
+    is_fp8: bool = False
+    idx_dtype: torch.dtype = torch.int64
+    masked: float = 0.2
+
+
+CASES = {
+    "plain": Case(),
+    "aligned": Case(alignment=4, idx_dtype=torch.int32),
+    "scales": Case(is_fp8=True, alignment=8),
+    "one expert": Case(experts_per_rank=1, topk=1),
+    "nothing": Case(tokens=0),
+    "masked": Case(masked=1.0),
+    "many": Case(tokens=70, hidden=7, experts_per_rank=5, topk=6, alignment=16),
+}
+
+
+class Inputs(NamedTuple):
+    """What a rank brings."""
+
+    x: Any
+    topk_idx: torch.Tensor
+    weights: torch.Tensor
+
+
+def inputs_of(case: Case, rank: int, num_ranks: int) -> Inputs:
+    """The same on every rank that asks."""
+    generator = torch.Generator("cpu").manual_seed(100 + rank)
+    num_tokens, num_experts = max(0, case.tokens - rank), case.experts_per_rank * num_ranks
+    x = torch.randn(num_tokens, case.hidden, generator=generator).bfloat16()
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    topk = min(case.topk, num_experts)
+    topk_idx = scores.topk(topk, 1)[1].to(case.idx_dtype) if num_tokens else torch.empty(0, topk, dtype=case.idx_dtype)
+    is_masked = torch.rand(topk_idx.shape, generator=generator) < case.masked
+    topk_idx = topk_idx.masked_fill(is_masked, -1)
+    weights = torch.rand(topk_idx.shape, generator=generator)
+    if not case.is_fp8:
+        return Inputs(x, topk_idx, weights)
+    scales = torch.rand(num_tokens, 3, generator=generator).t().contiguous().t()
+    return Inputs((x.to(torch.float8_e4m3fn), scales), topk_idx, weights)
+
+
+def make_buffer(case: Case, **options: Any) -> ElasticBuffer:
+    return ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=max(1, case.tokens), hidden=case.hidden, **options)
+
+
+def parts_of(x: Any) -> list[torch.Tensor]:
+    """The payload as bytes, and the scales."""
+    payload, *scales = x if isinstance(x, tuple) else (x,)
+    return [payload.contiguous().view(torch.uint8), *scales]
+
+
+def expected_rows(told: reference.ElasticDispatched, part: int, every: list[Inputs]) -> list[torch.Tensor | None]:
+    return [None if row is None else parts_of(every[row[0]].x)[part][row[1]] for row in told.rows]
+
+
+def check_rows(x: Any, told: reference.ElasticDispatched, every: list[Inputs], is_zero: bool = False) -> None:
+    for part, received in enumerate(parts_of(x)):
+        for row, expected in enumerate(expected_rows(told, part, every)):
+            if expected is not None:
+                assert torch.equal(received[row], expected), (part, row)
+            elif is_zero:
+                assert not received[row].any()
+
+
+def check_handle(handle: EPHandle, told: reference.ElasticDispatched, case: Case, has_waited: bool) -> None:
+    num_rows = told.rank_ends[-1]
+    assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == told.rank_ends
+    assert handle.psum_num_recv_tokens_per_expert.tolist() == told.ends
+    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == told.counts
+    width = None if handle.do_expand else 2
+    assert torch.equal(handle.recv_src_metadata[:num_rows, :width].cpu(), told.sources[:, :width])
+    aligned = [-(-count // case.alignment) * case.alignment for count in told.counts]
+    if has_waited:
+        assert handle.num_recv_tokens == num_rows
+        assert handle.num_expanded_tokens == sum(aligned)
+        assert handle.num_recv_tokens_per_expert_list == aligned
+    else:
+        assert handle.num_recv_tokens_per_expert_list == []
+
+
+def check_dispatch(
+    rank: int, num_ranks: int, case: Case, buffer: ElasticBuffer, has_waited: bool, is_expanded: bool
+) -> tuple[EPHandle, Any]:
+    every = [inputs_of(case, peer, num_ranks) for peer in range(num_ranks)]
+    mine, num_experts = every[rank], case.experts_per_rank * num_ranks
+    told = reference.elastic_dispatch(
+        [one.topk_idx.cpu() for one in every], rank, num_experts, max(1, case.tokens), case.alignment, is_expanded
+    )
+    stats = torch.full((case.experts_per_rank,), 5, dtype=torch.int32)
+    x, topk_idx, weights, handle, event = buffer.dispatch(
+        mine.x, mine.topk_idx, mine.weights, stats, num_experts, expert_alignment=case.alignment,
+        do_cpu_sync=has_waited, do_expand=is_expanded, do_zero_padding=is_expanded,
+        use_tma_aligned_col_major_sf=is_expanded,
+    )  # fmt: skip
+    assert event.event is None
+    check_rows(x, told, every, is_zero=is_expanded)
+    check_handle(handle, told, case, has_waited)
+    assert stats.tolist() == [5 + count for count in told.counts]
+    num_rows = told.rank_ends[-1]
+    if is_expanded:
+        assert topk_idx is None
+        for row, (source, column) in enumerate(zip(told.rows, told.columns, strict=True)):
+            expected = 0.0 if source is None else float(every[source[0]].weights[source[1], column])
+            assert float(weights[row]) == expected
+        if case.is_fp8:
+            assert x[1].stride() == (1, -(-x[1].size(0) // 4) * 4)
+    else:
+        assert torch.equal(topk_idx[:num_rows].cpu(), told.topk_idx)
+        assert bool((topk_idx[num_rows:] == -1).all())
+        for row, source in enumerate(told.rows):
+            assert source is not None
+            assert torch.equal(weights[row], every[source[0]].weights[source[1]])
+    again, ids_again, weights_again, same, _ = buffer.dispatch(mine.x, topk_weights=mine.weights, handle=handle)
+    assert same is handle
+    check_rows(again, told, every)
+    if not is_expanded:
+        assert torch.equal(ids_again[:num_rows], topk_idx[:num_rows])
+        assert torch.equal(weights_again[:num_rows], weights[:num_rows])
+    return handle, told
+
+
+def contributions(case: Case, rank: int, num_tokens: int, topk: int, dtype: torch.dtype) -> torch.Tensor:
+    """[T, K, H], what each column contributes to each token of a rank."""
+    generator = torch.Generator("cpu").manual_seed(500 + rank)
+    return torch.randn(num_tokens, topk, case.hidden, generator=generator).to(dtype)
+
+
+def check_combine(
+    rank: int, num_ranks: int, case: Case, buffer: ElasticBuffer, handle: EPHandle, told: Any, dtype: torch.dtype
+) -> None:
+    every = [inputs_of(case, peer, num_ranks) for peer in range(num_ranks)]
+    mine, num_experts = every[rank], case.experts_per_rank * num_ranks
+    topk = mine.topk_idx.size(1)
+    given = [contributions(case, peer, one.topk_idx.size(0), topk, dtype) for peer, one in enumerate(every)]
+    num_rows = handle.num_expanded_tokens if handle.do_expand else handle.recv_src_metadata.size(0)
+    y = torch.full((num_rows, case.hidden), float("nan"), dtype=dtype)
+    weights = torch.full((num_rows,) if handle.do_expand else (num_rows, topk), 7.0)
+    for row, source in enumerate(told.rows):
+        if source is None:
+            continue
+        peer, token = source
+        if handle.do_expand:
+            y[row] = given[peer][token, told.columns[row]]
+            weights[row] = every[peer].weights[token, told.columns[row]]
+            continue
+        total = None
+        for column in range(topk):
+            if told.topk_idx[row, column] >= 0:
+                value = given[peer][token, column].to(torch.float64 if dtype == torch.float64 else torch.float32)
+                total = value if total is None else total + value
+        assert total is not None
+        y[row] = total.to(dtype)
+        weights[row] = every[peer].weights[token]
+    is_summed = buffer.allow_multiple_reduction or not handle.do_expand
+    biases = [torch.randn(mine.topk_idx.size(0), case.hidden).to(dtype) for _ in range(2)]
+    for bias in (None, biases[0], tuple(biases)):
+        some = () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else bias
+        expected = reference.elastic_combine(given[rank], mine.topk_idx, num_experts, num_ranks, some, is_summed)
+        out, out_weights, event = buffer.combine(y, handle, weights, bias)
+        assert event.event is None
+        assert torch.equal(out, expected)
+        assert torch.equal(out_weights, mine.weights.masked_fill(mine.topk_idx < 0, 0.0))
+
+
+def round_trips(rank: int, num_ranks: int, case: Case, has_multiple_reduction: bool) -> None:
+    buffer = make_buffer(case, allow_multiple_reduction=has_multiple_reduction)
+    for has_waited in (True, False):
+        for is_expanded in (False, True):
+            handle, told = check_dispatch(rank, num_ranks, case, buffer, has_waited, is_expanded)
+            for dtype in (torch.bfloat16, torch.float32):
+                check_combine(rank, num_ranks, case, buffer, handle, told, dtype)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_round_trips(name: str, num_ranks: int) -> None:
+    run_ranks(round_trips, num_ranks, CASES[name], True)
+
+
+@pytest.mark.parametrize("name", ["plain", "aligned", "nothing"])
+def test_without_sums_on_the_way(name: str) -> None:
+    run_ranks(round_trips, 3, CASES[name], False)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("name", ["aligned", "scales", "nothing"])
+def test_kernels_do_the_same(name: str) -> None:
+    small = CASES[name]._replace(tokens=min(CASES[name].tokens, 5), hidden=16)
+    run_ranks(round_trips, 2, small, name != "aligned", env={"DEEP_EP_TRANSPORT": "interpreted"})
