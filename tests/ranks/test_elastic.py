@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import run_ranks
-from deep_ep import reference
+from common import error_of, run_ranks
+from deep_ep import EventHandle, EventOverlap, reference
 from deep_ep.buffers.elastic import ElasticBuffer, EPHandle
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -196,13 +196,12 @@ def round_trips(rank: int, num_ranks: int, case: Case, has_multiple_reduction: b
                 check_combine(rank, num_ranks, case, buffer, handle, told, dtype)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "num_ranks"), [("plain", 1), *((name, 2) for name in CASES), ("plain", 4)])
 def test_round_trips(name: str, num_ranks: int) -> None:
     run_ranks(round_trips, num_ranks, CASES[name], True)
 
 
-@pytest.mark.parametrize("name", ["plain", "aligned", "nothing"])
+@pytest.mark.parametrize("name", ["aligned", "nothing"])
 def test_without_sums_on_the_way(name: str) -> None:
     run_ranks(round_trips, 3, CASES[name], False)
 
@@ -212,3 +211,159 @@ def test_without_sums_on_the_way(name: str) -> None:
 def test_kernels_do_the_same(name: str) -> None:
     small = CASES[name]._replace(tokens=min(CASES[name].tokens, 5), hidden=16)
     run_ranks(round_trips, 2, small, name != "aligned", env={"DEEP_EP_TRANSPORT": "interpreted"})
+
+
+def asynchronous(rank: int, num_ranks: int, is_expanded: bool) -> None:
+    case = CASES["aligned"]
+    buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)
+    options = {
+        "num_experts": case.experts_per_rank * num_ranks,
+        "do_expand": is_expanded,
+        "do_zero_padding": is_expanded,
+    }
+    at_once, _, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, mine.weights, **options)
+    summed, _, _ = buffer.combine(at_once, handle)
+    for has_waited in (True, False):
+        later, ids, weights, second, event = buffer.dispatch(
+            mine.x, mine.topk_idx, mine.weights, **options, do_cpu_sync=has_waited, async_with_compute_stream=True,
+            previous_event=buffer.capture(), allocate_on_comm_stream=True,
+        )  # fmt: skip
+        assert isinstance(event, EventOverlap)
+        assert event.event is not None
+        out, _, done = buffer.combine(later, second, previous_event=event, async_with_compute_stream=True)
+        done.current_stream_wait()
+        assert torch.equal(out, summed)
+        num_rows = at_once.size(0)
+        assert torch.equal(later[:num_rows], at_once)
+        assert torch.equal(second.recv_src_metadata[: handle.num_recv_tokens], handle.recv_src_metadata)
+        assert weights is not None
+        assert (ids is None) == is_expanded
+        third, _, _, _, event = buffer.dispatch(mine.x, handle=second, async_with_compute_stream=True)
+        event.current_stream_wait()
+        assert torch.equal(third[:num_rows], at_once)
+
+
+@pytest.mark.parametrize("is_expanded", [False, True])
+def test_asynchronous_calls(is_expanded: bool) -> None:
+    run_ranks(asynchronous, 2, is_expanded)
+
+
+def the_last_step_waits(rank: int, num_ranks: int) -> None:
+    case = CASES["plain"]
+    buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)
+    stream, gate = buffer.get_comm_stream(), type(buffer.get_comm_stream())("gate")
+    release: list[int] = []
+    held = EventHandle(gate.submit(lambda: release.append(1)))
+    x, _, _, handle, event = buffer.dispatch(
+        mine.x, mine.topk_idx, num_experts=case.experts_per_rank * num_ranks, previous_event_before_epilogue=held,
+        async_with_compute_stream=True,
+    )  # fmt: skip
+    event.current_stream_wait()
+    assert release == [1]
+    buffer.combine(x, handle, previous_event_before_epilogue=held)
+    stream.synchronize()
+    gate.stop()
+
+
+@pytest.mark.cpu_only
+def test_the_last_step_waits() -> None:
+    run_ranks(the_last_step_waits, 2)
+
+
+def unequal_most_tokens(rank: int, num_ranks: int) -> tuple[Any, ...]:
+    case = CASES["plain"]
+    buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)
+    options = {"num_experts": case.experts_per_rank * num_ranks, "num_max_tokens_per_rank": 20 + rank}
+    _, _, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, **options)
+    seen = (handle.num_max_tokens_per_rank, int(handle.recv_src_metadata[-1, 0]))
+    return seen, error_of(buffer.dispatch, mine.x, mine.topk_idx, do_cpu_sync=False, **options)
+
+
+def test_the_largest_number_of_tokens_counts_where_the_host_waits() -> None:
+    results = run_ranks(unequal_most_tokens, 2)
+    for seen, (kind, text) in results:
+        assert seen[0] == 21
+        assert 21 <= seen[1] < 21 + 9
+        assert kind in ("EPError", "EPPeerFailed")  # this rank has noticed it, or a peer has
+        assert "max_tokens" in text
+        assert "20" in text
+        assert "21" in text
+
+
+def handle_and_pointers(rank: int, num_ranks: int) -> None:
+    case = CASES["plain"]
+    mine, num_experts = inputs_of(case, rank, num_ranks), case.experts_per_rank * num_ranks
+    with make_buffer(case, explicitly_destroy=True) as buffer:
+        for is_copied in (0, 1):
+            _, _, _, handle, _ = buffer.dispatch(
+                mine.x, mine.topk_idx, num_experts=num_experts, do_handle_copy=is_copied, do_cpu_sync=1
+            )
+            assert (handle.topk_idx.data_ptr() == mine.topk_idx.data_ptr()) != bool(is_copied)
+            assert torch.equal(handle.topk_idx, mine.topk_idx)
+        assert handle.num_sms == buffer.get_theoretical_num_sms(num_experts, case.topk)
+        x, ids, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, num_experts=num_experts, do_cpu_sync=False)
+        assert x.shape == (num_ranks * case.tokens, case.hidden)
+        num_rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        ids.fill_(3)  # clients write into what they received
+        handle.recv_src_metadata = handle.recv_src_metadata[:num_rows]
+        out, _, _ = buffer.combine(x[:num_rows].contiguous(), handle)
+        is_sent = (mine.topk_idx >= 0).any(1)
+        assert bool((out[~is_sent] == 0).all())
+        for _ in range(3):
+            buffer.barrier()
+        buffer.barrier(use_comm_stream=False, with_cpu_sync=True)
+        assert buffer.get_physical_domain_size() == buffer.get_logical_domain_size() == (1, num_ranks)
+        assert buffer.num_bytes % (2 << 20) == 0
+        assert buffer.runtime is not None
+        buffer.destroy()
+        buffer.destroy()
+        assert buffer.runtime is None
+
+
+def test_handles_barriers_and_the_end() -> None:
+    run_ranks(handle_and_pointers, 2)
+
+
+def mistakes(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    case = CASES["plain"]
+    buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)
+    num_experts = case.experts_per_rank * num_ranks
+    x, _, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, num_experts=num_experts)
+    stats = torch.zeros(case.experts_per_rank, dtype=torch.int32)
+    calls = (
+        (buffer.dispatch, (mine.x, mine.topk_idx), {"handle": handle}),
+        (buffer.dispatch, (mine.x,), {"handle": handle, "do_cpu_sync": True}),
+        (buffer.dispatch, (mine.x,), {"handle": handle, "expert_alignment": 2}),
+        (buffer.dispatch, (mine.x,), {"handle": handle, "do_expand": True}),
+        (buffer.dispatch, (mine.x,), {"handle": handle, "cumulative_local_expert_recv_stats": stats}),
+        (buffer.dispatch, (mine.x, mine.topk_idx), {"num_experts": num_experts, "num_max_tokens_per_rank": 1}),
+        (buffer.dispatch, (mine.x, mine.topk_idx), {"num_experts": num_experts, "do_zero_padding": True}),
+        (buffer.dispatch, (mine.x, mine.topk_idx), {}),
+        (buffer.dispatch, (mine.x, mine.topk_idx), {"num_experts": num_experts, "num_qps": 1000}),
+        (buffer.combine, (x[:-1], handle), {}),
+        (buffer.combine, (x, handle), {"bias": [x, x]}),
+        (buffer.combine, (x, "handle"), {}),
+        (buffer.destroy, (), {}),
+    )
+    seen = [error_of(method, *args, **options) for method, args, options in calls]
+    buffer.combine(x, handle)  # none of them has cost anything
+    return seen
+
+
+def test_mistakes_are_named() -> None:
+    kinds = ["AssertionError"] * 3 + ["ValueError"] * 4 + ["TypeError", "AssertionError", "ValueError"]
+    kinds += ["TypeError", "TypeError", "AssertionError"]
+    for seen in run_ranks(mistakes, 2):
+        assert [kind for kind, _ in seen] == kinds, seen
+        assert all(text for _, text in seen)
+
+
+def no_nodes(rank: int, num_ranks: int) -> tuple[str, str]:
+    return error_of(make_buffer, CASES["plain"])
+
+
+@pytest.mark.cpu_only
+def test_across_nodes_it_says_so() -> None:
+    for kind, text in run_ranks(no_nodes, 2, env={"DEEP_EP_RANKS_PER_NODE": "1"}):
+        assert kind == "EPUnsupported"
+        assert "2 nodes" in text

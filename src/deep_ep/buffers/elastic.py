@@ -469,10 +469,8 @@ class ElasticBuffer:
             arrived, event = engine.cached_dispatch(payload, layout.compact, order, num_sms, around)
             return *_results(arrived), handle, EventOverlap(event)
         assert num_experts is not None
-        if do_handle_copy:
-            selected = self._copy(selected, order)
         unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras)
-        around = Around(prepare, unfold.new)
+        around = Around(prepare, partial(unfold.new, is_topk_copied=bool(do_handle_copy)))
         counts, _ = engine.layout(selected, num_experts, 1, order)
         weights = topk_weights if topk_weights is not None else selected.new_empty(selected.shape, dtype=torch.float32)
         routing = Routing(
@@ -486,13 +484,6 @@ class ElasticBuffer:
             arrived, event = engine.worst_case_dispatch(payload, routing, num_rows, 1, order, num_sms, around)
         made = EPHandle._of(arrived.layout, num_experts, num_sms)
         return *_results(arrived), made, EventOverlap(event)
-
-    def _copy(self, topk_idx: torch.Tensor, order: Order) -> torch.Tensor:
-        """A copy that is made when the call may read."""
-        if order.after is None or order.is_due():
-            return topk_idx.clone()
-        order.after.current_stream_wait()
-        return topk_idx.clone()
 
     def _form(
         self,

@@ -84,7 +84,17 @@ class Layout:
 
     def apart(self, scope: Any) -> Layout:
         """As functions that are handed to a call should write it."""
-        written = ("ids", "sources", "row_sources", "slots", "owners", "num_per_expert", "ends", "rank_ends")
+        written = (
+            "topk_idx",
+            "ids",
+            "sources",
+            "row_sources",
+            "slots",
+            "owners",
+            "num_per_expert",
+            "ends",
+            "rank_ends",
+        )
         tensors = scope.apart([getattr(self, name) for name in written])
         return replace(self, **dict(zip(written, tensors, strict=True)))
 
@@ -156,18 +166,26 @@ class Unfold:
         self._scale_dtype = scale_dtype
         self._extras = extras
 
-    def new(self, scope: Any, received: Received, told: Counts | None) -> Arrived:
+    def new(self, scope: Any, received: Received, told: Counts | None, is_topk_copied: bool = False) -> Arrived:
         """The end of a dispatch that has routing: also find where everything lies.
 
         Args:
             scope: Of the call.
             received: The compact rows.
             told: The counts; None: the host does not know them.
+            is_topk_copied: The layout has a copy of this rank's selections.
         """
         assert received.topk_idx is not None
+        if told is not None and told.max_tokens != self._form.max_tokens:
+            self._form = self._form._replace(max_tokens=told.max_tokens)
         layout = self._empty_layout(scope, received, told)
+        if is_topk_copied:
+            with scope.outputs:
+                layout.topk_idx = torch.empty_like(self._topk_idx)
         job_layout = layout.apart(scope)
         topk_idx = received.topk_idx
+        if is_topk_copied:
+            scope.launch(lambda: job_layout.topk_idx.copy_(self._topk_idx))
         scope.launch(lambda: self._fill_layout(job_layout, received))
         arrived = self._arrive(scope, received, layout, job_layout)
         return arrived._replace(topk_idx=None if self._form.is_expanded else topk_idx)

@@ -50,6 +50,7 @@ class Counts(NamedTuple):
         num_rows: Rows that each rank receives (on the CPU across nodes: each rank of this node).
         expert_counts: Selections of each expert of this rank.
         fits: The rows fit into what was offered, on all ranks.
+        max_tokens: The largest M that a rank said; 0: nobody did.
         num_tokens: Tokens that each rank has; the CPU needs none of what follows.
         free_bytes: The largest region that each rank could take.
         far_rows: Rows that each rank relays, its own ones for its node included; on one node anything.
@@ -58,6 +59,7 @@ class Counts(NamedTuple):
     num_rows: list[int]
     expert_counts: list[int]
     fits: bool
+    max_tokens: int = 0
     num_tokens: Sequence[int] = ()
     free_bytes: Sequence[int] = ()
     far_rows: Sequence[int] = ()

@@ -184,7 +184,8 @@ def agreement_of(operation: str, payload: Payload, routing: Routing | None, hand
         num_scales=scales.size(1) if scales is not None else 0,
         scale_dtype=scales.dtype if scales is not None else None,
         idx_dtype=routing.idx_dtype if routing is not None else None,
-        max_tokens=routing.max_tokens if routing is not None else 0,
+        # Where the counts are waited for, the largest will do.
+        max_tokens=routing.max_tokens if routing is not None and operation != "dispatch" else 0,
         handle=handle,
     )
 

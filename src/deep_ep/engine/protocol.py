@@ -118,16 +118,18 @@ class Header(NamedTuple):
         num_tokens: Tokens of this rank.
         num_worst_tokens: Rows that it made room for beforehand; 0: it makes room when it knows.
         is_posted: Its rows lie on its board. Where all ranks' do, the call needs nothing but the headers.
+        max_tokens: Most tokens of a rank, as it says; 0: it does not.
     """
 
     agreement: Agreement
     num_tokens: int
     num_worst_tokens: int = 0
     is_posted: int = 0
+    max_tokens: int = 0
 
     def words(self) -> list[int]:
         """As words of the board."""
-        return [*self.agreement.words(), self.num_tokens, self.num_worst_tokens, self.is_posted]
+        return [*self.agreement.words(), self.num_tokens, self.num_worst_tokens, self.is_posted, self.max_tokens]
 
 
 class Offer(NamedTuple):

@@ -106,7 +106,7 @@ class Call:
                 f"{self}: all ranks must make the same call, but {'; '.join(clashes)} "
                 f"({self.window.me()}). Make the calls in the same order on all ranks"
             )
-        own = slice(len(expected), len(expected) + 3)
+        own = slice(len(expected), len(expected) + len(Header._fields) - 1)
         return [Header(mine, *words[own]) for words in posts]
 
     def offers(self) -> list[Offer]:

@@ -194,10 +194,11 @@ class Dispatch:
         call = scope.call
         call.signal(ANNOUNCED)
         call.wait(ANNOUNCED)
-        self._agree(call)
+        headers = self._agree(call)
         expert_counts = self._local_expert_counts(call)
         call.note(experts=expert_counts)
-        self._told = Counts(self._ends[-1], expert_counts, fits=False)  # nothing was offered
+        max_tokens = max(header.max_tokens for header in headers)
+        self._told = Counts(self._ends[-1], expert_counts, fits=False, max_tokens=max_tokens)  # nothing was offered
 
     def _move_rows(self, scope: CpuScope, sections: Sections) -> None:
         """Put rows in rounds, or fetch them."""
@@ -235,7 +236,8 @@ class Dispatch:
         agreement = agreement_of(self._operation, self._payload, routing, number)
         parts, num_sent = posted_parts(self._payload, routing), sum(self._counts)
         is_posted = section_starts(num_sent, [row_bytes(part) for part in parts])[-1] <= self._chain.posted_bytes
-        call = scope.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens, is_posted))
+        max_tokens = routing.max_tokens if routing is not None else 0
+        call = scope.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens, is_posted, max_tokens))
         if is_posted:
             with call.slice("post rows", SEND, rows=num_sent):
                 post_rows(call, num_sent, lay_rows(parts, is_sent, self._counts))
@@ -260,7 +262,7 @@ class Dispatch:
             raise ValueError(f"dispatch: `num_tokens_per_expert` must not be negative, it has a {least}")
         self._counts = told
 
-    def _agree(self, call: Call) -> None:
+    def _agree(self, call: Call) -> list[Header]:
         """Compare the headers: before, nothing else in them is believed. Then learn from them what comes."""
         headers = call.headers()
         self._is_posted = all(header.is_posted for header in headers)
@@ -269,6 +271,7 @@ class Dispatch:
             counts = [peer.board.read_values(call.epoch, 0, num_ranks) for peer in self._window.peers]
             self._ends = list(accumulate(counts, lambda ends, row: list(map(add, ends, row))))
             self._check_room(headers)
+        return headers
 
     def _fill_handle(self) -> None:
         """Fill what a worst-case dispatch did not know when it made the handle."""

@@ -34,6 +34,7 @@ from .signals import Signals
 from .steps import CombineSignature, DispatchSignature, Ops
 
 _MOST_SCALE_BYTES = 8  # an integer of a kernel
+_MOST_AGREED_TOKENS = 1 << 17  # of a word, see `digest.py`: larger numbers are not compared
 _MOST_SIGNATURES = 1024  # that are remembered, of each operation
 _kept: list[CudaEngine] = []  # engines whose memory could not be given back
 
@@ -275,10 +276,12 @@ def check_scales(payload: Payload) -> None:
 def _dispatch_key(operation: str, payload: Payload, routing: Routing | None, num_sms: int | None) -> tuple:
     """What `DispatchSignature` has."""
     x, scales = payload.x, payload.scales
-    num_topk = num_experts = num_scales = 0
+    num_topk = num_experts = num_scales = max_tokens = 0
     idx_dtype = scale_dtype = None
     if routing is not None:
         num_experts = routing.num_tokens_per_expert.shape[0]
+        if routing.max_tokens and operation != "dispatch" and routing.max_tokens < _MOST_AGREED_TOKENS:
+            max_tokens = routing.max_tokens
         if (topk_idx := routing.topk_idx) is not None:
             num_topk, idx_dtype = topk_idx.shape[1], topk_idx.dtype
     if scales is not None:
@@ -286,7 +289,10 @@ def _dispatch_key(operation: str, payload: Payload, routing: Routing | None, num
     address = x.data_ptr()
     alignment = VECTOR_BYTES if address % VECTOR_BYTES == 0 else address & -address
     hidden = x.shape[1]
-    return operation, hidden, x.dtype, alignment, num_scales, scale_dtype, num_topk, idx_dtype, num_experts, num_sms
+    return (
+        operation, hidden, x.dtype, alignment, num_scales, scale_dtype, num_topk, idx_dtype, num_experts, max_tokens,
+        num_sms,
+    )  # fmt: skip
 
 
 def _combine_key(

@@ -153,6 +153,7 @@ class Signals:
             words[last - num_ranks : last],
             words[last : last + num_experts // num_ranks],
             not words[exchange.STATE_HELD],
+            0,
             words[first + num_ranks : first + 2 * num_ranks],
             words[first : first + num_ranks],
             words[first + 2 * num_ranks : first + 3 * num_ranks],

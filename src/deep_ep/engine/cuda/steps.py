@@ -38,6 +38,7 @@ class DispatchSignature(NamedTuple):
         num_topk: K; 0: ids and weights do not travel.
         idx_dtype: Type of the ids; None: there are none.
         num_experts: E; 0: there is a handle.
+        max_tokens: Most tokens of a rank, which all ranks must say alike; 0: nobody asked.
         num_sms: Most blocks of a kernel; None: nothing bounds them.
     """
 
@@ -50,6 +51,7 @@ class DispatchSignature(NamedTuple):
     num_topk: int
     idx_dtype: torch.dtype | None
     num_experts: int
+    max_tokens: int
     num_sms: int | None
 
 
@@ -123,8 +125,10 @@ def columns_of(signature: DispatchSignature) -> Columns:
 
 def terms_of(signature: DispatchSignature, step: int, num_ranks: int) -> Terms:
     """What a rank says in all dispatches of a signature."""
-    operation, hidden, dtype, _, num_scales, scale_dtype, num_topk, idx_dtype, num_experts, _ = signature
-    agreement = Agreement(operation, num_experts, num_topk, hidden, dtype, num_scales, scale_dtype, idx_dtype)
+    operation, hidden, dtype, _, num_scales, scale_dtype, num_topk, idx_dtype, num_experts, max_tokens, _ = signature
+    agreement = Agreement(
+        operation, num_experts, num_topk, hidden, dtype, num_scales, scale_dtype, idx_dtype, max_tokens
+    )
     return Terms(step, OPERATIONS.index(operation), pack(agreement), num_experts // num_ranks)
 
 
@@ -167,6 +171,8 @@ class DeviceDispatch(ABC):
             scope.path = "dispatch/direct"  # what is guessed lies in the window
             free_bytes = self._memory.largest_free_bytes()
             num_tokens, ticket = payload.x.shape[0], self._signals.next_ticket()
+            if routing is not None and routing.max_tokens:  # tokens are of use only across nodes
+                num_tokens = routing.max_tokens
         offer = (sections.num_rows, sections.lane_rows, num_tokens, free_bytes, sections.bases, 0, ticket)
         self._notify(scope, make_post(offer), payload, routing, routes)
         if self._signals.marks is not None:
@@ -190,12 +196,12 @@ class DeviceDispatch(ABC):
 
     def counts(self, scope: Scope, routing: Routing) -> Counts:
         """Wait for the counts, from which the next dispatch guesses."""
-        del scope, routing
+        del scope
         told = self._signals.wait_for_counts(self._num_experts)
         if self._signals.marks is not None:
             self._signals.marks.note(experts=told.expert_counts)
         self._memory.guess_from(told.num_rows[self._signals.places.rank])
-        return told
+        return told._replace(max_tokens=max(told.num_tokens)) if routing.max_tokens else told
 
     def offer(self, scope: Scope, payload: Payload, routes: Any, sections: Sections) -> None:
         """Exchange offers once more."""
