@@ -350,6 +350,11 @@ class Control:
         self._num_begun = 0  # gathers that may have been begun
         self._roll_call: _RollCall | None = None
         self._begin_gather: Callable[[_Sent], _PolledGather | _ThreadGather]
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                "Buffer: this process is no member of `group`. Only the ranks of a group make a buffer of it; "
+                "`torch.distributed.new_group` returns no group to others"
+            )
         for name, given, needed in (("group", group, ("rank", "size")), ("comm", comm, Comm.__dict__)):
             missing = [part for part in needed if not part.startswith("_") and not hasattr(given, part)]
             if given is not None and missing:

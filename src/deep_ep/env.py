@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -150,6 +152,8 @@ QP_DEPTH = Variable(
     "NVSHMEM_QP_DEPTH", _non_negative_int, 1024, "Depth of a queue pair, as DeepEP's callers ask for it; unused here."
 )
 
+_PREFIX = "DEEP_EP_"
+
 VARIABLES: tuple[Variable, ...] = (
     TIMEOUT_SECS,
     DEVICE,
@@ -167,3 +171,17 @@ VARIABLES: tuple[Variable, ...] = (
     LOW_LATENCY_SERVICE_LEVEL,
     QP_DEPTH,
 )
+
+
+def warn_of_unknown() -> None:
+    """Warn once of each variable that looks like one of ours and is none: a name with a mistake has no effect."""
+    known = [variable.name for variable in VARIABLES]
+    for name in sorted(os.environ):
+        if name.startswith(_PREFIX) and name not in known and name not in _warned:
+            _warned.add(name)
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"Did you mean {close[0]}?" if close else "`python -m deep_ep doctor` lists those that there are"
+            warnings.warn(f"{name}: there is no such variable, so it has no effect. {meant}", stacklevel=3)
+
+
+_warned: set[str] = set()

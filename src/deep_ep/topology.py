@@ -92,7 +92,12 @@ def arrange(rank: int, hosts: list[str], ranks_per_node: int = 0) -> Topology:
     sizes = {size for _, size in blocks}
     size = ranks_per_node or blocks[0][1]
     scattered = len({host for host, _ in blocks}) < len(blocks)
-    if scattered or len(sizes) > 1 or blocks[0][1] % size:
+    if not scattered and len(sizes) == 1 and blocks[0][1] % size:
+        raise EPError(
+            f"topology: {env.RANKS_PER_NODE.name}={ranks_per_node} must divide the {blocks[0][1]} ranks of a host. "
+            "Set it to a divisor, or leave it out: then all ranks of a host are a node"
+        )
+    if scattered or len(sizes) > 1:
         placement = ", ".join(f"{count} on {host}" for host, count in blocks)
         raise EPError(
             "topology: the ranks of a node must be consecutive and equally many on every node "

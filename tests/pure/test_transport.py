@@ -200,7 +200,7 @@ def test_nodes_follow_the_hosts() -> None:
     ("hosts", "ranks_per_node"), [(["a", "b", "a"], 0), (["a", "a", "b"], 0), (["a"] * 4, 3), (["a", "a", "b", "b"], 4)]
 )
 def test_placements_that_cannot_work_are_shown(hosts: list[str], ranks_per_node: int) -> None:
-    with pytest.raises(EPError, match="on a"):
+    with pytest.raises(EPError, match=r"on a|must divide"):
         topology.arrange(0, hosts, ranks_per_node)
 
 

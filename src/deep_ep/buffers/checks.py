@@ -24,7 +24,7 @@ def check_tensor(
     where: str,
     name: str,
     value: Any,
-    shape: tuple[int | None, ...],
+    shape: tuple[int | str, ...],
     dtypes: tuple[torch.dtype, ...] = (),
     contiguous: bool = True,
     is_written: bool = False,
@@ -37,7 +37,7 @@ def check_tensor(
         where: The method.
         name: The argument.
         value: What was passed.
-        shape: What its shape must be; None: any size there.
+        shape: What its shape must be; a name: any size there.
         dtypes: What its dtype may be; none given: any.
         contiguous: Whether it must be contiguous.
         is_written: Whether the method writes into it.
@@ -49,11 +49,14 @@ def check_tensor(
         raise ValueError(f"{where}: `{name}` must be on the buffer's device {device}, it is on {value.device}")
     value = ordinary(where, name, value, is_written)
     if not _is_shaped(value.shape, shape):
-        expected = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
-        raise ValueError(f"{where}: `{name}` must have shape {expected}, it has {list(value.shape)}")
+        expected = ", ".join(str(size) for size in shape)
+        raise ValueError(f"{where}: `{name}` must have shape [{expected}], it has {list(value.shape)}")
     if dtypes and value.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{where}: `{name}` must be {names}, it is {str(value.dtype).removeprefix('torch.')}")
+        names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        raise ValueError(
+            f"{where}: `{name}` must be {' or '.join(names)}, it is {str(value.dtype).removeprefix('torch.')}. "
+            f"Pass `{name}.to(torch.{names[0]})`"
+        )
     if contiguous and not value.is_contiguous():
         raise ValueError(
             f"{where}: `{name}` must be contiguous, its strides are {value.stride()}. Pass `{name}.contiguous()`"
@@ -61,12 +64,12 @@ def check_tensor(
     return value
 
 
-def _is_shaped(shape: torch.Size, wanted: tuple[int | None, ...]) -> bool:
-    """Whether a shape is the wanted one; None: any size there. A loop, as every call asks it of every tensor."""
+def _is_shaped(shape: torch.Size, wanted: tuple[int | str, ...]) -> bool:
+    """Whether a shape is the wanted one; a name: any size there. A loop, as every call asks it of every tensor."""
     if len(shape) != len(wanted):
         return False
     for size, want in zip(shape, wanted, strict=False):  # noqa: SIM110 (`all` of a generator takes longer)
-        if want is not None and size != want:
+        if size != want and not isinstance(want, str):
             return False
     return True
 
@@ -143,11 +146,11 @@ def check_payload(where: str, x: Any, device: torch.device) -> Payload:
         if len(x) != 2:
             raise TypeError(f"{where}: `x` must be a tensor or a tuple (x, scales), got {len(x)} items")
         x, scales = x
-    x = check_tensor(where, "x", x, (None, None), device=device)
+    x = check_tensor(where, "x", x, ("tokens", "hidden"), device=device)
     if x.shape[1] == 0:
         raise ValueError(f"{where}: `x` must have a hidden size of at least 1, its shape is {list(x.shape)}")
     if scales is not None:
-        scales = check_tensor(where, "scales", scales, (x.size(0), None), contiguous=False, device=device)
+        scales = check_tensor(where, "scales", scales, (x.size(0), "scales"), contiguous=False, device=device)
         if scales.size(1) == 0:
             raise ValueError(f"{where}: `scales` must have at least one column. Pass `x` alone where there are none")
     return Payload(x, scales)
@@ -191,13 +194,13 @@ def check_routing(
     shape = (num_tokens, num_ranks)
     mask = check_tensor(where, "is_token_in_rank", is_token_in_rank, shape, (torch.bool,), device=device)
     per_expert = check_tensor(
-        where, "num_tokens_per_expert", num_tokens_per_expert, (None,), (torch.int32,), device=device
+        where, "num_tokens_per_expert", num_tokens_per_expert, ("experts",), (torch.int32,), device=device
     )
     check_num_experts(where, "num_tokens_per_expert", per_expert.shape[0], num_ranks)
     if (topk_idx is None) != (topk_weights is None):
         raise ValueError(f"{where}: `topk_idx` and `topk_weights` must be given together, or neither")
     if topk_idx is not None:
-        topk_idx = check_tensor(where, "topk_idx", topk_idx, (num_tokens, None), IDX_DTYPES, device=device)
+        topk_idx = check_tensor(where, "topk_idx", topk_idx, (num_tokens, "top-k"), IDX_DTYPES, device=device)
         topk_weights = check_tensor(
             where, "topk_weights", topk_weights, (num_tokens, topk_idx.shape[1]), (torch.float32,), device=device
         )

@@ -441,7 +441,7 @@ class ElasticBuffer:
         else:
             num_experts = checks.check_num_experts(where, "num_experts", num_experts, self.num_ranks)
             selected = checks.check_tensor(
-                where, "topk_idx", topk_idx, (num_tokens, None), checks.IDX_DTYPES, device=device
+                where, "topk_idx", topk_idx, (num_tokens, "top-k"), checks.IDX_DTYPES, device=device
             )
             form = self._form(num_tokens, selected, num_experts, num_max_tokens_per_rank, expert_alignment, do_expand)
             num_sms = num_sms or self.get_theoretical_num_sms(num_experts, max(1, min(form.num_topk, num_experts)))
@@ -588,8 +588,8 @@ class ElasticBuffer:
         self._check_num_qps(where, num_qps)
         del allocate_on_comm_stream
         layout, sources = handle._layout, handle.recv_src_metadata
-        num_rows = None if handle.do_expand else sources.shape[0]
-        x = checks.check_tensor(where, "x", x, (num_rows, None), checks.COMBINE_DTYPES, device=device)
+        num_rows: int | str = "rows" if handle.do_expand else sources.shape[0]
+        x = checks.check_tensor(where, "x", x, (num_rows, "hidden"), checks.COMBINE_DTYPES, device=device)
         if topk_weights is not None:
             shape = (x.shape[0],) if handle.do_expand else (sources.shape[0], layout.form.num_topk)
             topk_weights = checks.check_tensor(

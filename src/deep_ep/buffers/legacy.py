@@ -132,6 +132,7 @@ class Buffer(LowLatencyMethods):
         trace: str | os.PathLike[str] | None = None,
     ):
         del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
+        env.warn_of_unknown()
         limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
         control = Control(group, comm, limit_secs)
         self.group = group
@@ -274,7 +275,7 @@ class Buffer(LowLatencyMethods):
             order = self._order(where, previous_event, async_finish, allocate_on_comm_stream, topk_idx)
         if not usual.is_ids(topk_idx, self.device):
             dtypes, device = checks.IDX_DTYPES, self.device
-            topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, (None, None), dtypes, device=device)
+            topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, ("tokens", "top-k"), dtypes, device=device)
         num_experts = checks.check_num_experts(where, "num_experts", num_experts, self.group_size)
         self._require_open(where)
         num_nodes = self._num_nodes
@@ -458,7 +459,7 @@ class Buffer(LowLatencyMethods):
         if self._num_nodes > 1:
             engine.tune(given)
         parsed = self._parse(handle, where)
-        shape, device = (parsed.num_rows, None), self.device
+        shape, device = (parsed.num_rows, "columns"), self.device
         if (
             not usual.is_matrix(x, self.device)
             or x.shape[0] != shape[0]

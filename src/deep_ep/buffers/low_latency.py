@@ -137,8 +137,8 @@ class LowLatencyMethods:
         if use_ue8m0 and not round_scale:
             raise ValueError(f"{where}: `use_ue8m0` needs round_scale=True: exponents are all that is kept of a scale")
         form = Form(bool(use_fp8), bool(round_scale and use_fp8), bool(use_ue8m0 and use_fp8))
-        x = checks.check_tensor(where, "x", x, (None, None), (torch.bfloat16,), device=self.device)
-        shape = (x.size(0), None)
+        x = checks.check_tensor(where, "x", x, ("tokens", "hidden"), (torch.bfloat16,), device=self.device)
+        shape = (x.size(0), "top-k")
         topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, shape, checks.IDX_DTYPES, device=self.device)
         geometry = self._geometry(where, max_tokens, x.size(1), num_experts, topk_idx.size(1), x.size(0))
         num_local = geometry.num_local_experts
@@ -230,7 +230,9 @@ class LowLatencyMethods:
         where, device = _COMBINE, self.device
         way = _check_way(where, async_finish, return_recv_hook)
         assert not (use_logfmt and zero_copy), f"{where}: `use_logfmt` and `zero_copy` exclude each other"
-        topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, (None, None), checks.IDX_DTYPES, device=device)
+        topk_idx = checks.check_tensor(
+            where, "topk_idx", topk_idx, ("tokens", "top-k"), checks.IDX_DTYPES, device=device
+        )
         shape = num_tokens, num_topk = tuple(topk_idx.shape)
         topk_weights = checks.check_tensor(where, "topk_weights", topk_weights, shape, (torch.float32,), device=device)
         _, layout_range, geometry = self._parse_handle(where, handle, num_topk, num_tokens)

@@ -99,10 +99,45 @@ class Agreement(NamedTuple):
         operation = OPERATIONS[words[0]] if 0 <= words[0] < len(OPERATIONS) else f"operation {words[0]}"
         return cls(**{**values, "operation": operation})
 
+    def differing(self, other: Agreement) -> list[str]:
+        """The items that the other says differently."""
+        return [name for name, mine, theirs in zip(self._fields, self, other, strict=True) if mine != theirs]
+
     def differences(self, other: Agreement) -> str:
         """What the other says differently."""
-        pairs = zip(self._fields, self, other, strict=True)
-        return ", ".join(f"{name} {theirs} not {mine}" for name, mine, theirs in pairs if mine != theirs)
+        named = [f"{name} {getattr(other, name)} not {getattr(self, name)}" for name in self.differing(other)]
+        return ", ".join(named) or "nothing (it saw another difference)"
+
+
+_ARGUMENTS = {  # where the items of an agreement come from, as the caller knows it
+    "num_experts": "number of experts",
+    "num_topk": "number of columns of `topk_idx` and `topk_weights`",
+    "hidden": "hidden size of `x`",
+    "dtype": "dtype of `x`",
+    "num_scales": "number of columns of the scales",
+    "scale_dtype": "dtype of the scales",
+    "idx_dtype": "dtype of `topk_idx`",
+    "max_tokens": "most tokens of a rank",
+}
+
+
+def disagreement(where: str, me: str, clashes: Sequence[tuple[str, Agreement, Agreement]]) -> EPError:
+    """The error where ranks do not make the same call.
+
+    Args:
+        where: The call.
+        me: This rank, as messages name it.
+        clashes: The name of each rank that differs, what it is compared with, and what it says.
+    """
+    said = "; ".join(f"{name} has {mine.differences(theirs)}" for name, mine, theirs in clashes)
+    items = {item: None for _, mine, theirs in clashes for item in mine.differing(theirs)}
+    arguments = [_ARGUMENTS[item] for item in items if item in _ARGUMENTS]
+    remedy = "Make the calls in the same order on all ranks"
+    if "operation" not in items and arguments:
+        remedy = f"Pass the same {', the same '.join(arguments)} on all ranks"
+    elif list(items) == ["handle"]:
+        remedy = "Pass handles of one and the same dispatch on all ranks, and make the calls in the same order"
+    return EPError(f"{where}: all ranks must make the same call, but {said} ({me}). {remedy}")
 
 
 def checksum(prefix: list[list[int]]) -> int:

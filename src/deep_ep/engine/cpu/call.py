@@ -24,7 +24,7 @@ from ...transport import (
     Window,
     ordinary_tensor,
 )
-from ..protocol import Agreement, Header, Offer, step_name, warn_staged
+from ..protocol import Agreement, Header, Offer, disagreement, step_name, warn_staged
 from ..stats import Stats
 
 _LEAST_RECYCLED_BYTES = 1 << 20  # below, torch's own allocation is as good
@@ -100,12 +100,9 @@ class Call:
         clashes = []
         for rank, words in enumerate(posts):
             if words[: len(expected)] != expected:
-                clashes.append(f"rank {first + rank} has {mine.differences(Agreement.from_words(words))}")
+                clashes.append((f"rank {first + rank}", mine, Agreement.from_words(words)))
         if clashes:
-            raise EPError(
-                f"{self}: all ranks must make the same call, but {'; '.join(clashes)} "
-                f"({self.window.me()}). Make the calls in the same order on all ranks"
-            )
+            raise disagreement(str(self), self.window.me(), clashes)
         own = slice(len(expected), len(expected) + len(Header._fields) - 1)
         return [Header(mine, *words[own]) for words in posts]
 

@@ -257,9 +257,17 @@ class Dispatch:
                 "dispatch: `num_tokens_per_rank` must be the column sums of `is_token_in_rank`, "
                 f"got {told}, the sums are {seen}"
             )
-        least = int(self._routing.num_tokens_per_expert.amin())
+        per_expert, topk_idx = self._routing.num_tokens_per_expert, self._routing.topk_idx
+        least = int(per_expert.amin())
         if least < 0:
             raise ValueError(f"dispatch: `num_tokens_per_expert` must not be negative, it has a {least}")
+        if topk_idx is not None:
+            num_selected = int(((topk_idx >= 0) & (topk_idx < per_expert.numel())).sum())
+            if num_selected != int(per_expert.sum()):
+                raise ValueError(
+                    f"dispatch: `topk_idx` selects {num_selected} experts, `num_tokens_per_expert` counts "
+                    f"{int(per_expert.sum())}. Make the layout of these ids: `get_dispatch_layout(topk_idx, ...)`"
+                )
         self._counts = told
 
     def _agree(self, call: Call) -> list[Header]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...errors import EPError, EPOverflow, EPPeerFailed, EPTimeout, named
 from ...kernels import exchange
-from ..protocol import LEAVE, OPERATIONS, step_name
+from ..protocol import LEAVE, OPERATIONS, Agreement, disagreement, step_name
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Record:
         rank: int,
         num_ranks: int,
         limit_secs: float,
-        differences: Callable[[int], str],
+        header: Callable[[int], Agreement],
         reason: Callable[[], str],
     ) -> Exception:
         """The error to raise.
@@ -46,7 +46,7 @@ class Record:
             rank: This rank.
             num_ranks: R.
             limit_secs: The limit of a wait.
-            differences: Says what a rank does differently.
+            header: What a rank has said of the call.
             reason: Says why the rank has refused the call, if that is known here.
         """
         operation = OPERATIONS[self.operation]
@@ -63,11 +63,8 @@ class Record:
                 "Raise num_worst_tokens; tokens x ranks always suffices. The buffer is closed: make a new one"
             )
         if self.code == exchange.DISAGREE:
-            said = "; ".join(f"rank {one} has {differences(one)}" for one in _bits(self.subject))
-            return EPError(
-                f"{where}: all ranks must make the same call, but {said} ({_by(self.origin, rank)}{me}). "
-                "Make the calls in the same order on all ranks"
-            )
+            clashes = [(f"rank {one}", header(self.origin), header(one)) for one in _bits(self.subject)]
+            return disagreement(where, f"{_by(self.origin, rank)}{me}", clashes)
         if self.code == exchange.TIMEOUT:
             silent = named(_bits(self.subject))
             step = f" ({step_name(self.seen)})" if self.seen else ""  # low-latency calls have no steps

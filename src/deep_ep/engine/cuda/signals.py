@@ -277,8 +277,8 @@ class Signals:
         return Record(*self._words[exchange.STATE_RECORD : exchange.STATE_RECORD + 7])
 
     def _error(self, record: Record) -> Exception:
-        differences, reason = self._differences(record), partial(self._reason, record)
-        return record.error(self.places.rank, self.places.num_ranks, self._limit_secs, differences, reason)
+        header, reason = partial(self._header, record), partial(self._reason, record)
+        return record.error(self.places.rank, self.places.num_ranks, self._limit_secs, header, reason)
 
     def _reason(self, record: Record) -> str:
         """Why the rank of a record has refused a call; empty: it is on another node, which only its record reaches."""
@@ -292,16 +292,12 @@ class Signals:
         is_other_node = rank // self.places.num_near != self.places.rank // self.places.num_near
         return is_other_node and self.far_board is not None
 
-    def _differences(self, record: Record) -> Callable[[int], str]:
-        """A function that says what a rank's header of a call has differently from that of the rank that noticed."""
-
-        def header(rank: int) -> Agreement:
-            if OPERATIONS[record.operation].startswith(LOW_LATENCY) and self.low_latency_words is not None:
-                with self._stream.aside():
-                    first, second = self.low_latency_words[rank].tolist()
-                return unpack(first, second, 0)
-            board = self.far_board if self._is_far(rank) and self.far_board is not None else self._board
+    def _header(self, record: Record, rank: int) -> Agreement:
+        """What a rank has said of the call of a record."""
+        if OPERATIONS[record.operation].startswith(LOW_LATENCY) and self.low_latency_words is not None:
             with self._stream.aside():
-                return unpack(*self.places.said(board, record.epoch, rank))
-
-        return lambda rank: header(record.origin).differences(header(rank)) or "nothing (it saw another difference)"
+                first, second = self.low_latency_words[rank].tolist()
+            return unpack(first, second, 0)
+        board = self.far_board if self._is_far(rank) and self.far_board is not None else self._board
+        with self._stream.aside():
+            return unpack(*self.places.said(board, record.epoch, rank))

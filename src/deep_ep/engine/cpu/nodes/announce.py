@@ -14,7 +14,7 @@ from ....sizing import ceil_div
 from ....transport.links import ANNOUNCE, Frame
 from ....transport.message import Rail, Wait
 from ...parcel import Routing
-from ...protocol import Agreement
+from ...protocol import Agreement, disagreement
 from ..call import Call
 
 _NUM_AGREED = len(Agreement._fields)
@@ -85,7 +85,7 @@ def receive_announcements(
             raise spoiled(call, rail, node, f"an announcement of {frame.page.num_bytes} bytes")
         words = _WORDS.unpack_from(frame.page.view())
         if list(words[:_NUM_AGREED]) != mine.words():
-            clashes.append(f"{rail.name(node)} has {mine.differences(Agreement.from_words(words))}")
+            clashes.append((rail.name(node), mine, Agreement.from_words(words)))
             continue
         data = frame.page.tensor()[_WORDS.size :].clone()
         said = _parse(data, words[_NUM_AGREED], num_local_ranks, num_experts)
@@ -94,10 +94,7 @@ def receive_announcements(
         heard[node] = said
         rail.pool.give(frame.page)
     if clashes:
-        raise EPError(
-            f"{call}: all ranks must make the same call, but {'; '.join(clashes)} ({call.window.me()}). "
-            "Make the calls in the same order on all ranks"
-        )
+        raise disagreement(str(call), call.window.me(), clashes)
     return heard
 
 
