@@ -475,7 +475,7 @@ class ElasticBuffer:
         weights = topk_weights if topk_weights is not None else selected.new_empty(selected.shape, dtype=torch.float32)
         routing = Routing(
             counts.num_tokens_per_rank, counts.num_tokens_per_expert, counts.is_token_in_rank, selected, weights,
-            max_tokens=form.max_tokens,
+            max_tokens=form.max_tokens, has_known_ids=True,
         )  # fmt: skip
         if do_cpu_sync or do_cpu_sync is None:
             arrived, _, event = engine.dispatch(payload, routing, 1, order, num_sms, around)

@@ -108,6 +108,7 @@ class Buffer(LowLatencyMethods):
     num_sms: int = 20
     _trace: Trace | None = None
     _known_layout: tuple[ReferenceType, ...] | None = None  # to the last layout that was made here, see `usual.py`
+    _known_ids: ReferenceType | None = None  # to the ids that it was made of
     _known_head: ReferenceType | None = None  # to the `send_head` of the last handle, likewise
     _refusal: str | None = None  # why no method works in this process, which is a fork of the rank's
     _is_bounded = False  # whether `set_num_sms` was called: then configs made by default bound the blocks too
@@ -284,6 +285,7 @@ class Buffer(LowLatencyMethods):
         per_rank, per_node, per_expert, mask = counts
         if num_nodes == 1:
             self._known_layout = (ref(per_rank), ref(mask), ref(per_expert))
+            self._known_ids = ref(topk_idx)
             return per_rank, None, per_expert, mask, EventOverlap(event)
         return per_rank, per_node, per_expert, mask, EventOverlap(event)
 
@@ -383,6 +385,8 @@ class Buffer(LowLatencyMethods):
             self._num_nodes,
             num_tokens_per_rdma_rank,
         )
+        known_ids = self._known_ids
+        routing.has_known_ids = known_ids is not None and known_ids() is topk_idx
         most, num_channels = checks.MOST_ROWS, self._num_channels(given)
         if expert_alignment != 1 or type(expert_alignment) is not int:
             expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1, most)

@@ -74,7 +74,7 @@ class Sections(NamedTuple):
         records: Memory for n records, or None.
         num_rows: n.
         lane_rows: If the memory is not in the window: rows of a source that its part of the staging holds; else 0.
-        bases: Where peers write, a base for each section, as the device's offers have it.
+        bases: Where peers write, a base for each section; empty on the CPU, which looks when it makes its offer.
     """
 
     x: torch.Tensor | None

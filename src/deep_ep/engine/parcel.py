@@ -43,6 +43,7 @@ class Routing:
         topk_weights: [T, K] float32, or None.
         num_tokens_per_node: [nodes] int32; None on one node.
         max_tokens: Most tokens of a rank, which all ranks must say alike; 0: nobody asked.
+        has_known_ids: The ids are those of which the buffer has made the layout.
     """
 
     num_tokens_per_rank: torch.Tensor
@@ -52,6 +53,7 @@ class Routing:
     topk_weights: torch.Tensor | None = None
     num_tokens_per_node: torch.Tensor | None = None
     max_tokens: int = 0
+    has_known_ids: bool = False
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All of them."""

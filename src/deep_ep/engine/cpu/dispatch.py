@@ -107,10 +107,9 @@ class Dispatch:
             parts = [ordinary_tensor((num_rows, count), dtype) for count, dtype in columns]
             row_bytes = sum(count * dtype.itemsize for count, dtype in columns)
             num_lane_rows = lane_rows(len(self._window.peers), row_bytes, arena.limit_bytes)
-        bases = tuple(arena.base_of(part) if part is not None and part.numel() else None for part in parts)
         x = parts.pop(0)
         scales = parts.pop(0) if self._payload.scales is not None else None
-        return Sections(x, scales, parts.pop(0) if parts else None, num_rows, num_lane_rows, bases)
+        return Sections(x, scales, parts.pop(0) if parts else None, num_rows, num_lane_rows, ())
 
     def notify(
         self, scope: CpuScope, payload: Payload, routing: Routing | None, routes: None, sections: Sections
@@ -197,7 +196,8 @@ class Dispatch:
         headers = self._agree(call)
         expert_counts = self._local_expert_counts(call)
         call.note(experts=expert_counts)
-        max_tokens = max(header.max_tokens for header in headers)
+        assert self._routing is not None
+        max_tokens = max(header.max_tokens for header in headers) if self._routing.max_tokens else 0
         self._told = Counts(self._ends[-1], expert_counts, fits=False, max_tokens=max_tokens)  # nothing was offered
 
     def _move_rows(self, scope: CpuScope, sections: Sections) -> None:
@@ -261,7 +261,7 @@ class Dispatch:
         least = int(per_expert.amin())
         if least < 0:
             raise ValueError(f"dispatch: `num_tokens_per_expert` must not be negative, it has a {least}")
-        if topk_idx is not None:
+        if topk_idx is not None and not self._routing.has_known_ids:
             num_selected = int(((topk_idx >= 0) & (topk_idx < per_expert.numel())).sum())
             if num_selected != int(per_expert.sum()):
                 raise ValueError(
@@ -322,7 +322,9 @@ class Dispatch:
             self._staging = Staging(self._window, [row_bytes(part) for part in sections.parts()])
             scope.call.post_offer(self._staging.offer)
         else:
-            scope.call.post_offer(Offer(sections.num_rows, False, sections.bases))
+            base_of = self._window.arena.base_of
+            bases = tuple(base_of(part) if part.numel() else None for part in sections.parts())
+            scope.call.post_offer(Offer(sections.num_rows, False, bases))
         scope.call.signal(OFFERED)
 
     def _fetch_rows(self, call: Call, blocks: Blocks, sections: Sections) -> None:
