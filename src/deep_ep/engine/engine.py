@@ -28,7 +28,7 @@ from ..event import EventHandle
 from ..trace import Trace
 from .low_latency.calls import LowLatency
 from .ops import NO_SECTIONS, CombineSteps, Counts, DispatchSteps, Order, Scope, received_of
-from .parcel import Combined, Payload, Received, Routing
+from .parcel import Combined, Payload, Received, Routing, make_combined
 
 
 class Around(NamedTuple):
@@ -165,9 +165,10 @@ class Engine(ABC):
                 if unpacked is None:
                     unpacked = steps.unpack(scope, routing, routes, sections, num_channels)
                 received = steps.received(routes, sections, unpacked, num_rows, told)
-            received = scope.hold_received(received)
+            if scope.is_elsewhere:
+                received = scope.hold_received(received)
             result = received if around.finish is None else around.finish(scope, received, told)
-        return result, expert_counts, scope.event()
+        return result, expert_counts, scope.event
 
     def combine(
         self,
@@ -189,8 +190,9 @@ class Engine(ABC):
             sums = steps.outputs(scope, parts, handle)
             supply = steps.notify(scope, parts, handle)
             steps.sum(scope, supply, parts, handle, sums, biases)
-            combined = scope.hold_combined(sums)
-        return combined, scope.event()
+            if scope.is_elsewhere:
+                sums = scope.hold_combined(sums)
+        return make_combined((sums[0], sums[1] if len(sums) > 1 else None)), scope.event
 
     @abstractmethod
     def barrier(self) -> None:

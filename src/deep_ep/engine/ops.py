@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from ..event import EventHandle
-from .parcel import Combined, Payload, Received, Routing
+from .parcel import Payload, Received, Routing
 
 T = TypeVar("T")
 
@@ -121,9 +121,13 @@ class Scope(Protocol):
 
     Attributes:
         outputs: Ordinary tensors that the caller gets are made inside of it.
+        is_elsewhere: The call does not run on the caller's stream: what the caller gets must be held.
+        event: After the call: its event, if it is asynchronous.
     """
 
     outputs: Any
+    is_elsewhere: bool
+    event: EventHandle | None
 
     def __enter__(self) -> Any:
         """Begin."""
@@ -148,8 +152,8 @@ class Scope(Protocol):
         """Keep what a dispatch returns until the streams that use it are done. Returns what the caller gets."""
         ...
 
-    def hold_combined(self, sums: Sequence[torch.Tensor]) -> Combined:
-        """The same of a combine."""
+    def hold_combined(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same of the sums of a combine."""
         ...
 
     def hold_outputs(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -162,10 +166,6 @@ class Scope(Protocol):
 
     def apart(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[Any]:
         """Tensors that the caller gets, as `launch`ed functions should write them; see `parcel.apart`."""
-        ...
-
-    def event(self) -> EventHandle | None:
-        """After the call: its event if it is asynchronous."""
         ...
 
 

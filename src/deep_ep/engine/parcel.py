@@ -7,8 +7,9 @@ taken apart on arrival.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +113,9 @@ class Combined(NamedTuple):
 
     x: torch.Tensor
     topk_weights: torch.Tensor | None
+
+
+make_combined: Callable[[tuple], Combined] = partial(tuple.__new__, Combined)  # see `notify.make_post`
 
 
 class Unpacked(NamedTuple):

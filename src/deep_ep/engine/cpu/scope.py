@@ -15,7 +15,7 @@ from ...errors import EPOverflow, account
 from ...event import EventHandle
 from ...stream import CommStream
 from ..ops import Order
-from ..parcel import Combined, Received, apart
+from ..parcel import Received, apart
 from ..protocol import Header, is_refusal
 from .call import Call, Chain
 
@@ -34,6 +34,8 @@ class CpuScope:
     Attributes:
         order: The same.
         outputs: See `ops.Scope`: the CPU has one kind of memory.
+        is_elsewhere: The caller goes on before the call is made.
+        event: See `ops.Scope`.
     """
 
     _call: Call | None = None  # once it is announced
@@ -41,11 +43,12 @@ class CpuScope:
     _is_complete = False  # it has ended well
     _is_cancelled = False  # it waits in the queue, and is taken out of it if its caller leaves
     _is_foreign = False  # what it was to come after has failed, which is none of this buffer's calls
-    _event: EventHandle | None = None
+    event: EventHandle | None = None
     outputs: AbstractContextManager[None] = nullcontext()
 
     def __init__(self, chain: Chain, stream: CommStream, order: Order):
         self.order = order
+        self.is_elsewhere = order.is_async
         self._chain = chain
         self._stream = stream
         self._after = order.after
@@ -100,15 +103,12 @@ class CpuScope:
 
     def hold_received(self, received: Received) -> Received:
         """What the caller gets: see `apart`. The steps have done the same with handle, ids and weights."""
-        if not self.order.is_async:
-            return received
         x, scales = apart((received.x, received.scales))
         return replace(received, x=x, scales=scales)
 
-    def hold_combined(self, sums: Sequence[torch.Tensor]) -> Combined:
+    def hold_combined(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same of a combine."""
-        x, *weights = apart(sums) if self.order.is_async else sums
-        return Combined(x, weights[0] if weights else None)
+        return apart(sums)
 
     def hold_outputs(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """The functions that are handed over hold what they write."""
@@ -116,10 +116,6 @@ class CpuScope:
     def apart(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[Any]:
         """The same memory as other tensors, if the caller has them before they are written."""
         return apart(tensors) if self.order.is_async else tensors
-
-    def event(self) -> EventHandle | None:
-        """The event of an asynchronous call."""
-        return self._event
 
     # How a call runs, and how it ends --------------------------------------------------------------------------------
 
@@ -145,7 +141,7 @@ class CpuScope:
         """Make the call to its end: queue the rest, or, if the call is synchronous, run it."""
         work = self._work(is_last=True)
         if self.order.is_async:
-            self._event = EventHandle(self._stream.submit(partial(self._run_queued, work)))
+            self.event = EventHandle(self._stream.submit(partial(self._run_queued, work)))
         else:
             self._run(work)
 

@@ -63,6 +63,7 @@ class CudaEngine(Engine):
         self.stream = stream
         self.signals = signals
         self._is_capturing = window.memory.is_capturing
+        self.require_working = signals.require_working  # type: ignore[method-assign]  # a call less for every call
         self._ops = ops
         self._dispatches: dict[tuple, DispatchSteps] = {}  # by signature, of which a plain tuple is made faster
         self._combines: dict[tuple, CombineSteps] = {}
@@ -111,10 +112,9 @@ class CudaEngine(Engine):
     def barrier(self) -> None:
         """Have the caller's stream go on when those of all ranks have come here. The host does not wait."""
         self.require_working()
-        with self._scope("barrier", Order(None, False)) as scope:
+        with self._scope("barrier", Order(None, False)):
             self.signals.is_announced = True
             self._barrier(Post())
-        scope.event()
 
     # Steps -----------------------------------------------------------------------------------------------------------
 

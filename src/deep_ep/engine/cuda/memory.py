@@ -109,26 +109,14 @@ class Memory:
 
     def guess(self, columns: Columns) -> Sections:
         """Room for a few rows more than the last dispatch received; `NO_SECTIONS` where there is none."""
-        sections = self._sections(columns, self._guessed_rows) if self._guessed_rows else None
+        sections = self.sections(columns, self._guessed_rows) if self._guessed_rows else None
         return sections if sections is not None else NO_SECTIONS
 
     def guess_from(self, num_rows: int) -> None:
         """So many rows came with the last dispatch."""
         self._guessed_rows = num_rows + num_rows // 16 + 64
 
-    def exact(self, scope: Scope, columns: Columns, num_rows: int) -> Sections:
-        """Room for exactly so many rows: in the window, or elsewhere, by way of the staging.
-
-        Raises:
-            EPTransportError: There is no room, and no staging, or the staging cannot hold a row of every rank.
-        """
-        sections = self._sections(columns, num_rows)
-        if sections is None:
-            self._require_staging("dispatch")
-            sections = self._staged_sections(scope, columns, num_rows)
-        return sections
-
-    def _sections(self, columns: Columns, num_rows: int) -> Sections | None:
+    def sections(self, columns: Columns, num_rows: int) -> Sections | None:
         """Room for `num_rows` rows; None where there is none."""
         hidden, dtype, num_scales, scale_dtype, record_words = columns
         x = self.region((num_rows, hidden), dtype)
@@ -153,12 +141,13 @@ class Memory:
         record_base = -1 if records is None else self.base(records)
         return make_sections((x, scales, records, num_rows, 0, (self.base(x), scale_base, record_base)))
 
-    def _staged_sections(self, scope: Scope, columns: Columns, num_rows: int) -> Sections:
+    def staged_sections(self, scope: Scope, columns: Columns, num_rows: int) -> Sections:
         """The same in ordinary memory, which rows reach through the staging.
 
         Raises:
-            EPTransportError: The staging cannot hold a row of every rank.
+            EPTransportError: There is no staging, or it cannot hold a row of every rank.
         """
+        self._require_staging("dispatch")
         hidden, dtype, num_scales, scale_dtype, record_words = columns
         num_lane_rows, bases = self._lanes(columns.widths())
         device = self._window.device

@@ -253,9 +253,10 @@ class OneHopCombine(DeviceCombine):
         """What a dispatch sent there."""
         return rows_to_each(handle.rank_prefix_matrix, self._places.rank)
 
-    def _sum(
+    def sum(
         self,
         scope: Scope,
+        supply: Supply,
         parts: Sequence[torch.Tensor],
         handle: Handle,
         sums: Sequence[torch.Tensor],
@@ -275,3 +276,5 @@ class OneHopCombine(DeviceCombine):
             scope.reach("finish")
         prefix, source_idx = handle.rank_prefix_matrix.contiguous(), handle.recv_src_idx.contiguous()
         self._finish(parts, sums, biases, slots, prefix, source_idx)
+        if supply.copies:
+            self._release(supply)

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from ...event import EventHandle
 from ...stream import LaunchStream
 from ...transport.device import DeviceArena
 from ..ops import Order
-from ..parcel import Combined, Received, Routing
+from ..parcel import Received, Routing
 from .signals import Signals
 
-_make_combined: Callable[[tuple], Combined] = partial(tuple.__new__, Combined)  # see `notify.make_post`
 _set_grad_enabled = torch._C._set_grad_enabled
 
 
@@ -37,10 +37,12 @@ class Scope:
             event came before). Memory only: what is launched inside would be on the caller's stream.
         reach: To be told of each step before it is launched; None: nobody watches.
         path: How the rows go, which is counted when the call has been launched.
+        event: See `ops.Scope`.
     """
 
     is_elsewhere = False
     path = ""
+    event: EventHandle | None = None
     outputs: AbstractContextManager[None] = nullcontext()
     reach: Callable[[str], None] | None = None
     _marked: AbstractContextManager[None] | None = None
@@ -88,8 +90,11 @@ class Scope:
             _set_grad_enabled(self._grad)
             if error is not None:
                 self._signals.spread(self._operation, error)
-            elif self.path:
-                self._signals.stats.count_path(self.path)
+            else:
+                if self.path:
+                    self._signals.stats.count_path(self.path)
+                if self.is_elsewhere or self._order.is_async:  # otherwise the caller's stream has all that was launched
+                    self.event = self._stream.leave(self._order.is_async)
 
     def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
         """Keep what a call reads until the device has read it, see `ops.Scope`."""
@@ -104,8 +109,7 @@ class Scope:
 
     def hold_received(self, received: Received) -> Received:
         """Keep the rows of a dispatch; `hold_unpacked` has kept the rest."""
-        if self.is_elsewhere:
-            self.hold_outputs((received.x, received.scales))
+        self.hold_outputs((received.x, received.scales))
         return received
 
     def hold_unpacked(self, routing: Routing, unpacked: Any) -> None:
@@ -115,11 +119,10 @@ class Scope:
             made = [item for item in handle if item is not routing.is_token_in_rank]
             self.hold_outputs((topk_idx, topk_weights, *made))
 
-    def hold_combined(self, sums: Sequence[torch.Tensor]) -> Combined:
+    def hold_combined(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """Keep the sums of a combine."""
-        if self.is_elsewhere:
-            self.hold_outputs(sums)
-        return _make_combined((sums[0], sums[1] if len(sums) > 1 else None))
+        self.hold_outputs(sums)
+        return sums
 
     def hold_outputs(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Keep what a call returns until the streams that use it are done: the caller's, and the call's.
@@ -142,9 +145,3 @@ class Scope:
     def apart(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[Any]:
         """The same tensors: autograd does not watch inside of a call."""
         return tensors
-
-    def event(self) -> Any:
-        """After the call: an event for what was launched; None: the caller's stream waits for it."""
-        if self.is_elsewhere or self._order.is_async:
-            return self._stream.leave(self._order.is_async)
-        return None

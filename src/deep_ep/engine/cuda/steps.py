@@ -160,8 +160,11 @@ class DeviceDispatch(ABC):
 
     def memory(self, scope: Scope, num_rows: int) -> Sections:
         """Memory for exactly so many rows."""
-        sections = self._memory.exact(scope, self._columns, num_rows)
-        scope.path = "dispatch/staged" if sections.lane_rows else "dispatch/direct"
+        sections = self._memory.sections(self._columns, num_rows)
+        scope.path = "dispatch/direct"
+        if sections is None:
+            sections = self._memory.staged_sections(scope, self._columns, num_rows)
+            scope.path = "dispatch/staged"
         return sections
 
     def notify(self, scope: Scope, payload: Payload, routing: Routing | None, routes: Any, sections: Sections) -> None:
@@ -257,31 +260,10 @@ class DeviceCombine(ABC):
             if (rows_from := self._rows_from(handle)) is not None:
                 marks.note_rows(rows_from=rows_from)
 
-    def sum(
-        self,
-        scope: Scope,
-        supply: Supply,
-        parts: Sequence[torch.Tensor],
-        handle: Any,
-        sums: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor],
-    ) -> None:
-        """Sum rows, and let go of what was copied to."""
-        self._sum(scope, parts, handle, sums, biases)
-        if supply.copies:
-            supply.copies.clear()
-            self._memory.reclaim()
-
-    @abstractmethod
-    def _sum(
-        self,
-        scope: Scope,
-        parts: Sequence[torch.Tensor],
-        handle: Any,
-        sums: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor],
-    ) -> None:
-        """Launch the sums."""
+    def _release(self, supply: Supply) -> None:
+        """Let go of what was copied to, behind what has been launched."""
+        supply.copies.clear()
+        self._memory.reclaim()
 
 
 def rows_to_each(prefix: torch.Tensor, rank: int) -> torch.Tensor:

@@ -298,9 +298,10 @@ class TwoHopCombine(DeviceCombine):
         post = supply.post._replace(far_rows=ops.far.capacity(self._widths))
         self._handshake(post, nodes=ops.router.nodes_of(handle))
 
-    def _sum(
+    def sum(
         self,
         scope: Scope,
+        supply: Supply,
         parts: Sequence[torch.Tensor],
         handle: RailHandle,
         sums: Sequence[torch.Tensor],
@@ -334,6 +335,8 @@ class TwoHopCombine(DeviceCombine):
             scope.reach("finish")
         nothing = (ops.nothing,) * 3  # of use only where somebody is staged
         self._finish(parts, sums, biases, *nothing)
+        if supply.copies:
+            self._release(supply)
 
 
 def _rows_of(memory: torch.Tensor, rows: FarRows, section: int, capacity: int, part: torch.Tensor) -> torch.Tensor:
