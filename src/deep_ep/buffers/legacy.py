@@ -178,6 +178,10 @@ class Buffer(LowLatencyMethods):
         shrinks, topology = self.enable_shrink, self._topology
         return make_engine(control, self.group, self.device, sizes, gpu_limit_secs, shrinks, topology)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        """The same buffer: a copy of a model, such as one of averaged weights, shares it with the model."""
+        return self
+
     def __repr__(self) -> str:
         return f"Buffer(rank {self.rank}/{self.group_size}, {self.device}, transport {self.transport})"
 

@@ -296,7 +296,8 @@ class Gate(nn.Module):
         """
         options, num_experts = self.options, self.weight.size(0)
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
-        scores = score(F.linear(x.to(dtype), self.weight.to(dtype)), options.scoring)
+        with torch.autocast(x.device.type, enabled=False):
+            scores = score(F.linear(x.to(dtype), self.weight.to(dtype)), options.scoring)
         topk_idx = choose_experts(
             scores + self.bias.to(dtype), self.topk, options.num_groups, options.topk_groups, options.num_deciding
         )
