@@ -1,4 +1,4 @@
-"""Checkpoints of model and optimizer: saved on four ranks, opened on others, and training goes on as if nothing had been.
+"""Checkpoints of model and optimizer: saved on four ranks, opened on others, where training goes on as it would have.
 
 The batch of a step is split over however many ranks there are, so losses do not depend on them.
 """
