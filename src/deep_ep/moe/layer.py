@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..buffers.legacy import Buffer
 from . import ops
 from .experts import Experts, Reduction, SwiGLU, cast_as_autocast, draw
-from .gate import Gate, GateOptions, count_ids
+from .gate import Gate, GateOptions, Routes, count_ids
 
 
 class MoEOutput(NamedTuple):
@@ -141,6 +141,12 @@ class MoELayer(nn.Module):
         tokens = x.reshape(-1, x.size(-1))
         routes = self.gate(tokens, num_sequences)
         tokens = cast_as_autocast(tokens)  # before they travel: the experts would cast them
+        is_opaque = torch.compiler.is_compiling() and not self.num_worst_tokens
+        combined = (self._exchange_untraced if is_opaque else self._exchange)(tokens, routes)
+        return MoEOutput(combined.view_as(x), routes.balance_loss)
+
+    def _exchange(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """[T, H], what the experts make of the tokens, and the shared one while they travel."""
         sending = ops.dispatch(
             self.buffer,
             tokens,
@@ -151,12 +157,12 @@ class MoELayer(nn.Module):
             is_fp8=self.is_fp8,
             async_finish=True,
         )
-        shared = self.shared(tokens) if self.shared is not None else None  # while the rows are on their way
+        shared = self.shared(tokens) if self.shared is not None else None
         received = sending.wait()
         combined = ops.combine(self.buffer, self._run_experts(received), received, is_fp8=self.is_fp8)
-        if shared is not None:
-            combined = combined + shared
-        return MoEOutput(combined.view_as(x), routes.balance_loss)
+        return combined if shared is None else combined + shared
+
+    _exchange_untraced = ops.untraced(_exchange)
 
     def _run_experts(self, received: ops.Received) -> torch.Tensor:
         """[n, H], each row the weighted sum of what this rank's experts make of it; in the window."""
