@@ -99,6 +99,24 @@ def test_without_fixed_shapes_the_exchange_is_one_graph_break(device: str) -> No
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # before it and after it, no more inside
 
 
+@pytest.mark.cpu_only  # nothing of it depends on the device
+def test_calls_of_a_buffer_are_not_traced(device: str) -> None:
+    buffer = deep_ep.Buffer(None, comm=OneRank())
+
+    def program(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(ids, E)
+        layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": mask, "num_tokens_per_expert": per_expert}
+        rows, *_, handle, _ = buffer.dispatch(x.sin(), **layout)
+        return buffer.combine(rows.cos(), handle)[0].tan()
+
+    x, ids = torch.randn(T, H), torch.rand(T, E).topk(K).indices
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(torch.compile(program, backend="eager")(x, ids), program(x, ids))
+    assert all("calls of a buffer are not traced" in why for why in torch._dynamo.utils.counters["graph_break"])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # between three calls
+
+
 Program = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], list[torch.Tensor]]
 
 
