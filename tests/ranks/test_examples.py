@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from types import ModuleType
 
 import pytest
@@ -77,15 +78,32 @@ def test_train_moe_does_not_depend_on_the_ranks(device: str) -> None:
 def train_in_all_ways(rank: int, num_ranks: int) -> list[list[float]]:
     """In one process each: an optimizer takes seconds to import."""
     options = train_moe.Options(steps=4, sequences=num_ranks - 1, length=32)
-    ways = (options, replace(options, checkpoint=True), replace(options, exchange="gloo"))
+    compiled = replace(options, compiler="aot_eager")
+    ways = (options, replace(options, checkpoint=True), replace(options, exchange="gloo"), compiled)
     return [train_moe.train(rank, num_ranks, way).losses for way in ways]
 
 
-def test_train_moe_checkpointed_and_over_gloo(device: str) -> None:
+def test_train_moe_checkpointed_and_over_gloo_and_compiled(device: str) -> None:
     """On three ranks, over which experts do not divide evenly, and one of which has no sequences."""
     plain, *others = run_ranks(train_in_all_ways, 3)[0]
     for losses in others:
         assert losses == pytest.approx(plain, rel=1e-4)
+
+
+def train_ways(rank: int, num_ranks: int, *ways: train_moe.Options) -> list[list[float]]:
+    return [train_moe.train(rank, num_ranks, way).losses for way in ways]
+
+
+@pytest.mark.cpu_only  # ranks that share a GPU have no FSDP2
+def test_train_moe_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    options = train_moe.Options(steps=8, sequences=8, length=32, ep=2, device="cpu")
+    begun = replace(options, steps=5, state=tmp_path / "state", save_every=3)
+    expected, _ = run_ranks(train_ways, 4, options, begun)[0]
+    copytree(tmp_path / "state", tmp_path / "other")
+    for num_ranks, folder in ((2, "state"), (1, "other")):
+        rest = replace(options, ep=0, state=tmp_path / folder)
+        (losses,) = run_ranks(train_ways, num_ranks, rest)[0]
+        assert losses == pytest.approx(expected[5:], rel=1e-5)
 
 
 def measure(rank: int, num_ranks: int) -> list[float]:
