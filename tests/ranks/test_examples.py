@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import re
@@ -197,8 +198,9 @@ def test_the_program_in_the_readme(device: str, tmp_path: Path) -> None:
 
 @pytest.mark.cpu_only
 def test_the_training_loop_in_the_readme(device: str, tmp_path: Path) -> None:
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    before = f"import os, torch\nos.environ.update({alone})\nbatches = [torch.randn(2, 16, 512)] * 3\n"
+    """As it is pasted: one of its ranks has no tokens."""
     program = tmp_path / "train.py"
-    program.write_text(before + BLOCKS[0] + "print(loss.isfinite().item(), layer.gate.bias.any().item())\n")
-    assert run(str(program)).strip() == "True True"
+    program.write_text(BLOCKS[0])
+    losses = ast.literal_eval(run(str(program)).strip())
+    assert losses[0] == 0.0
+    assert all(0 < loss < 100 for loss in losses[1:])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,22 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         how = {"buffer": buffer} | how if "mesh" not in how or how["mesh"] is world else how
         return Model(make_layer(torch.float32, **how), torch.float32)
 
-    def clipped(model: Model) -> Any:
+    def clipped(model: Model) -> torch.Tensor:
         outputs, loss = model(batch(0, rank, torch.float32)[:, 0])
         (outputs.square().sum() + loss).backward()
-        return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+
+    def clipped_on_one_mesh() -> None:
+        """Where all parameters are DTensors of one mesh torch's own norm is right."""
+        sharded = model(mesh=world)
+        fully_shard(sharded, mesh=world, ignored_params=moe.expert_parameters(sharded))
+        torch.testing.assert_close(clipped(sharded).full_tensor().double(), moe.clip_grad_norm_(sharded, math.inf))
+
+    def clipped_on_two_meshes() -> None:
+        sharded = model(mesh=grid["ep"])
+        fully_shard(sharded.moe.experts, mesh=grid["dp"])
+        fully_shard(sharded, mesh=world, ignored_params=moe.expert_parameters(sharded))
+        clipped(sharded)
 
     def loaded(model: Model) -> None:
         state = model.state_dict()
@@ -118,6 +131,8 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         "DCP, loading": checkpoint_error(loaded, model()),
         "clip_grad_norm_": error_of(clipped, model()),
         "clip_grad_norm_, DTensors": error_of(clipped, model(mesh=world)),
+        "clip_grad_norm_, one mesh": error_of(clipped_on_one_mesh),
+        "clip_grad_norm_, two meshes": error_of(clipped_on_two_meshes),
         "reduction": error_of(moe.reduce_replicated_gradients, model(mesh=world), dist.group.WORLD),
         "mesh": error_of(model, mesh=grid),
         "ranks": error_of(make_layer, torch.float32, buffer=buffer, mesh=grid["ep"]),
@@ -135,6 +150,8 @@ REFUSED = {
     "DCP, loading": "or load one file with `deep_ep.moe.take_experts`",
     "clip_grad_norm_": "Use `deep_ep.moe.clip_grad_norm_(model, ...)`",
     "clip_grad_norm_, DTensors": "mixed torch.Tensor and DTensor",
+    "clip_grad_norm_, one mesh": "",
+    "clip_grad_norm_, two meshes": "mesh",
     "reduction": "Pass reduction='mean'",
     "mesh": "such as `mesh['ep']`",
     "ranks": "`mesh` must have the buffer's ranks [0, 1, 2, 3]",
@@ -146,3 +163,4 @@ def test_what_would_go_wrong_in_silence_is_refused(tmp_path: Path) -> None:
         assert errors.keys() == REFUSED.keys()
         for name, (_, text) in errors.items():
             assert REFUSED[name] in text, f"{name}: {text}"
+            assert bool(text) == bool(REFUSED[name]), f"{name}: {text}"

@@ -219,7 +219,7 @@ def _find_buffer(group: dist.ProcessGroup | None, buffer: Buffer | None, mesh: D
             f"MoELayer: `mesh` must have one dimension, over which experts are split, this one has {mesh.ndim}. Pass "
             "one of them, such as `mesh['ep']`"
         )
-    buffer = buffer if buffer is not None else Buffer(mesh.get_group())
+    buffer = buffer if buffer is not None else Buffer(mesh.get_group(), device=mesh.device_type)
     ranks = dist.get_process_group_ranks(buffer.group) if buffer.group is not None else None
     if ranks != mesh.mesh.tolist():
         raise ValueError(f"MoELayer: `mesh` must have the buffer's ranks {ranks}, it has {mesh.mesh.tolist()}")
