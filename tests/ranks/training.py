@@ -56,23 +56,24 @@ class Row:
     optimizer: dict[str, bool] = field(default_factory=dict)
 
 
+FOREACH, FUSED = {"foreach": True}, {"fused": True}
 ROWS = {
-    "plain experts, summed": Row("plain", "sum", is_clipped=True),
-    "plain experts, mean, averaged copy": Row("plain", "mean", is_averaged=True),
-    "plain experts, DDP": Row("plain", is_clipped=True, num_parts=2),
-    "DDP": Row(is_averaged=True, is_checkpointed=True),
-    "DDP, accumulated, clipped, foreach": Row(num_parts=2, is_clipped=True, optimizer={"foreach": True}),
+    "plain experts, summed, clipped": Row("plain", "sum", is_clipped=True),
+    "plain experts, mean, checkpointed": Row("plain", "mean", is_checkpointed=True),
+    "plain experts, DDP, accumulated, averaged copy": Row("plain", num_parts=2, is_averaged=True),
+    "DDP, checkpointed, averaged copy": Row(is_checkpointed=True, is_averaged=True),
+    "DDP, accumulated, clipped, foreach": Row(num_parts=2, is_clipped=True, optimizer=FOREACH),
     "DDP, autocast": Row(is_autocast=True),
-    "FSDP2": Row(rest="fsdp", is_clipped=True, optimizer={"fused": True}),
     "FSDP2, accumulated, checkpointed": Row(rest="fsdp", num_parts=2, is_checkpointed=True),
-    "FSDP2, meta device": Row(rest="fsdp", is_meta=True),
-    "FSDP2, experts over a second dimension": Row("ep x dp", "fsdp", is_clipped=True),
-    "the same, accumulated, checkpointed, foreach": Row(
-        "ep x dp", "fsdp", num_parts=2, is_checkpointed=True, optimizer={"foreach": True}
+    "FSDP2, meta device, clipped, fused": Row(rest="fsdp", is_meta=True, is_clipped=True, optimizer=FUSED),
+    "FSDP2 x experts, accumulated, clipped, foreach": Row(
+        "ep x dp", "fsdp", num_parts=2, is_clipped=True, optimizer=FOREACH
     ),
-    "the same, meta device, fused": Row("ep x dp", "fsdp", is_meta=True, is_clipped=True, optimizer={"fused": True}),
-    "the same, autocast": Row("ep x dp", "fsdp", is_autocast=True),
-    "DDP, experts over a second dimension": Row("ep x dp", is_clipped=True),
+    "FSDP2 x experts, meta device, checkpointed, fused": Row(
+        "ep x dp", "fsdp", is_meta=True, is_checkpointed=True, optimizer=FUSED
+    ),
+    "FSDP2 x experts, autocast": Row("ep x dp", "fsdp", is_autocast=True),
+    "FSDP2 of experts, DDP of the rest, clipped": Row("ep x dp", is_clipped=True),
 }
 
 
@@ -226,8 +227,8 @@ def make_layer(dtype: torch.dtype, **how: Any) -> MoELayer:
     return MoELayer(H, INNER, E, K, shared_intermediate=INNER, options=OPTIONS, dtype=dtype, **how)
 
 
-def train_rows(rank: int, num_ranks: int, names: list[str], dtype: torch.dtype) -> dict[str, Seen]:
-    """Each row in turn, in one set of processes."""
+def train_rows(rank: int, num_ranks: int, cells: list[tuple[str, torch.dtype]]) -> dict[tuple[str, torch.dtype], Seen]:
+    """Rows, each in a dtype, in turn, in one set of processes."""
     world = init_device_mesh("cpu", (num_ranks,))
     grid = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("dp", "ep"))
     buffers = {
@@ -237,10 +238,10 @@ def train_rows(rank: int, num_ranks: int, names: list[str], dtype: torch.dtype) 
     buffers["plain"] = buffers["ep"]
     meshes = {"plain": None, "ep": world, "ep x dp": grid["ep"]}
     seen = {}
-    for name in names:
+    for name, dtype in cells:
         row = ROWS[name]
         model = make_model(row, dtype, buffers[row.experts], meshes[row.experts])
-        seen[name] = train_row(row, prepare(row, model, world, grid), rank, dtype)
+        seen[name, dtype] = train_row(row, prepare(row, model, world, grid), rank, dtype)
     return seen
 
 
