@@ -21,7 +21,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import LIMIT_SECS, NUM_RANKS, ROWS, Model, Seen, batch, make_layer, train_dense, train_rows
+from training import (
+    EMPTY_RANK,
+    LIMIT_SECS,
+    NUM_RANKS,
+    ROWS,
+    STEPS,
+    K,
+    Model,
+    Seen,
+    T,
+    batch,
+    make_layer,
+    train_dense,
+    train_rows,
+)
 
 import deep_ep
 from common import error_of, run_ranks
@@ -65,6 +79,10 @@ def test_a_row_trains_like_the_dense_model(trained: Any, row: str, dtype: torch.
         for name in right:
             assert_close(f"{what} of {name}", left[name], right[name], limit)
     assert_close("outputs", torch.cat([result.outputs for result in results]), dense.outputs, limit)
+    times = 1 + ROWS[row].is_checkpointed  # it counts again
+    assert [result.num_choices for result in results] == [
+        0 if rank == EMPTY_RANK else times * STEPS * T * K for rank in range(NUM_RANKS)
+    ]
     for result, step in itertools.product(results, range(len(dense.norms))):
         assert torch.equal(result.norms[step], results[0].norms[step])  # the same everywhere, to the bit
         assert_close(f"norm of step {step}", result.norms[step], dense.norms[step], limit)

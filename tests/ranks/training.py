@@ -58,8 +58,8 @@ class Row:
 
 FOREACH, FUSED = {"foreach": True}, {"fused": True}
 ROWS = {
-    "plain experts, summed, clipped": Row("plain", "sum", is_clipped=True),
-    "plain experts, mean, checkpointed": Row("plain", "mean", is_checkpointed=True),
+    "plain experts, summed, clipped, fused": Row("plain", "sum", is_clipped=True, optimizer=FUSED),
+    "plain experts, mean, checkpointed, foreach": Row("plain", "mean", is_checkpointed=True, optimizer=FOREACH),
     "plain experts, DDP, accumulated, averaged copy": Row("plain", num_parts=2, is_averaged=True),
     "DDP, checkpointed, averaged copy": Row(is_checkpointed=True, is_averaged=True),
     "DDP, accumulated, clipped, foreach": Row(num_parts=2, is_clipped=True, optimizer=FOREACH),
@@ -88,6 +88,7 @@ class Seen:
         last_weights: After the last step.
         norms: Of each step, where gradients are clipped.
         averages: Of the weights, after the last step.
+        num_choices: How many choices of this rank's tokens the gate has counted.
     """
 
     first_weights: dict[str, torch.Tensor]
@@ -96,6 +97,7 @@ class Seen:
     last_weights: dict[str, torch.Tensor] = field(default_factory=dict)
     norms: list[torch.Tensor] = field(default_factory=list)
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_choices: int = 0
 
     @staticmethod
     def merge(results: list[Seen]) -> Seen:
@@ -297,6 +299,7 @@ def train_row(row: Row, model: nn.Module, rank: int, dtype: torch.dtype) -> Seen
             update_average(average, model)
     seen.last_weights = weights_of(model)
     seen.averages = weights_of(average) if average is not None else {}
+    seen.num_choices = int(getattr(model, "module", model).moe.gate.load.sum())
     return seen
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from .gate import without_autocast
 from .grouped import grouped_linear, padded_linear
 
 Reduction = Literal["sum", "mean"]
@@ -125,7 +126,7 @@ class Experts(nn.Module):
         up, down = (cast_as_autocast(self._local(weight)) for weight in (self.up, self.down))
         linear: Callable[..., torch.Tensor] = padded_linear if isinstance(num_rows, torch.Tensor) else grouped_linear
         x = cast_as_autocast(x)
-        with torch.autocast(x.device.type, enabled=False):  # it is cast, also for operators that autocast does not know
+        with without_autocast(x.device):  # it is cast, also for operators that autocast does not know
             return linear(_activate(linear(x, up, num_rows)), down, num_rows)
 
     def _local(self, weight: torch.Tensor) -> torch.Tensor:
