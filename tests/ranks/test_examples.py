@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -196,11 +197,22 @@ def test_the_program_in_the_readme(device: str, tmp_path: Path) -> None:
     assert run(str(program)).strip() == "[True, True, True, True]"
 
 
+def run_pasted(rank: int, num_ranks: int, program: str) -> float:
+    """The training loop of a pasted program, on a rank whose process has everything imported."""
+    names: dict[str, Any] = {"__name__": "pasted"}
+    exec(program, names)
+    return names["train"](rank, num_ranks)
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("python", marks=pytest.mark.exhaustive), "run_ranks"])
 @pytest.mark.cpu_only
-def test_the_training_loop_in_the_readme(device: str, tmp_path: Path) -> None:
+def test_the_training_loop_in_the_readme(device: str, launcher: str, tmp_path: Path) -> None:
     """As it is pasted: one of its ranks has no tokens."""
-    program = tmp_path / "train.py"
-    program.write_text(BLOCKS[0])
-    losses = ast.literal_eval(run(str(program)).strip())
+    if launcher == "python":
+        program = tmp_path / "train.py"
+        program.write_text(BLOCKS[0])
+        losses = ast.literal_eval(run(str(program)).strip())
+    else:
+        losses = run_ranks(run_pasted, 4, BLOCKS[0])
     assert losses[0] == 0.0
     assert all(0 < loss < 100 for loss in losses[1:])

@@ -79,7 +79,8 @@ def compile_block(
 def test_a_compiled_block(device: str, where: str) -> None:
     compiler = "inductor" if device == "cuda" else "aot_eager"
     env = {"DEEP_EP_RANKS_PER_NODE": "1"} if where == "two nodes" else {}
-    for plain, compiled in run_ranks(compile_block, 2, compiler, torch.float32, "DTensors" in where, env=env):
+    dtype = torch.float64 if where == "two nodes" else torch.float32
+    for plain, compiled in run_ranks(compile_block, 2, compiler, dtype, "DTensors" in where, env=env):
         for expected, seen in zip(plain, compiled, strict=True):
             torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
         assert plain[-1].any()  # gradients came to the experts of both ranks

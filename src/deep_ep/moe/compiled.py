@@ -202,8 +202,8 @@ def _sum_back(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of received rows [n, H] and weights [n, K] to those of tokens [T, H] and weights [T, K]."""
     sums = sum_back(registry.find(buffer), grad_x, grad_weights, _unpack(routes), topk_idx, _NOW)
-    if grad_weights.dtype == torch.float64:  # two views of one tensor, and results may not share memory
-        return sums.x.contiguous(), sums.topk_weights.contiguous()
+    if grad_weights.dtype == torch.float64:  # two views of one tensor, and results may not share memory, even if empty
+        return sums.x.clone(memory_format=torch.contiguous_format), sums.topk_weights.contiguous()
     return sums.x, sums.topk_weights
 
 
