@@ -344,9 +344,9 @@ def _check_ddp(ddp: DistributedDataParallel, name: str, experts: Experts) -> Non
         num_holders = experts.up.device_mesh.size()  # FSDP2 adds the dimension over which it averages
     if ddp.process_group.size() != num_holders:
         raise ValueError(
-            f"{where} are on {num_holders} ranks, and DDP is on {ddp.process_group.size()}: all gradients must be averaged "
-            "over the same ranks. Where experts have replicas, call `fully_shard(layer.experts, mesh=mesh['dp'])` before, "
-            "over the other dimension of their mesh"
+            f"{where} are on {num_holders} ranks, and DDP is on {ddp.process_group.size()}: all gradients must be "
+            "averaged over the same ranks. Where experts have replicas, call "
+            "`fully_shard(layer.experts, mesh=mesh['dp'])` before, over the other dimension of their mesh"
         )
 
 

@@ -162,7 +162,9 @@ class MoELayer(nn.Module):
         combined = ops.combine(self.buffer, self._run_experts(received), received, is_fp8=self.is_fp8)
         return combined if shared is None else combined + shared
 
-    _exchange_untraced = ops.untraced(_exchange)
+    @ops.untraced
+    def _exchange_untraced(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
+        return self._exchange(tokens, routes)
 
     def _run_experts(self, received: ops.Received) -> torch.Tensor:
         """[n, H], each row the weighted sum of what this rank's experts make of it; in the window."""
@@ -242,7 +244,7 @@ def _find_device(device: torch.device | str | None, buffer: Buffer) -> torch.dev
 
 def _common_seed(buffer: Buffer) -> int:
     """A seed from the first rank's default generator. The other ranks' generators move on alike."""
-    seed = [int(torch.randint(2**31, ()))]
+    seed = [int(torch.randint(2**31, (), device="cpu"))]
     if buffer.group is not None and buffer.group_size > 1:
         dist.broadcast_object_list(seed, src=dist.get_global_rank(buffer.group, 0), group=buffer.group)
     return seed[0]
