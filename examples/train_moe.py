@@ -210,13 +210,13 @@ def make_grid(num_ranks: int, options: Options) -> DeviceMesh:
         raise ValueError(f"train_moe: --ep must divide the {num_ranks} ranks, got {ep}")
     if options.exchange == "gloo" and ep != num_ranks:
         raise ValueError("train_moe: --exchange gloo needs the experts over all ranks; leave --ep out")
-    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = options.device or os.environ.get("DEEP_EP_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
     return init_device_mesh(kind, (num_ranks // ep, ep), mesh_dim_names=("dp", "ep"))
 
 
 def has_fsdp(grid: DeviceMesh) -> bool:
     """Whether torch can shard there: not for ranks that share a GPU, which NCCL refuses."""
-    return grid.device_type == "cpu" or "nccl" in dist.get_backend(grid.get_group("ep"))
+    return grid.device_type == "cpu" or "nccl" in dist.get_backend_config(grid.get_group("ep"))
 
 
 def shard(model: Decoder, grid: DeviceMesh, options: Options) -> None:

@@ -143,7 +143,8 @@ class MoELayer(nn.Module):
         tokens = cast_as_autocast(tokens)  # before they travel: the experts would cast them
         is_opaque = torch.compiler.is_compiling() and not self.num_worst_tokens
         combined = (self._exchange_untraced if is_opaque else self._exchange)(tokens, routes)
-        return MoEOutput(combined.view_as(x), routes.balance_loss)
+        # Not a view where none is needed: FSDP2 warns of views that leave a module.
+        return MoEOutput(combined if x.dim() == 2 else combined.view_as(x), routes.balance_loss)
 
     def _exchange(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
         """[T, H], what the experts make of the tokens, and the shared one while they travel."""
