@@ -126,6 +126,15 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         sharded = model(mesh=world)
         fully_shard(sharded, mesh=world, ignored_params=moe.expert_parameters(sharded))
         torch.testing.assert_close(clipped(sharded).full_tensor().double(), moe.clip_grad_norm_(sharded, math.inf))
+        largest = max(parameter.grad.full_tensor().abs().max() for parameter in sharded.parameters())
+        assert moe.clip_grad_norm_(sharded, math.inf, math.inf) == largest
+
+    def clipped_infinity() -> None:
+        """All ranks raise for what only one has."""
+        plain = model()
+        for parameter in plain.parameters():
+            parameter.grad = torch.full_like(parameter, math.inf if rank == 1 else 1.0)
+        moe.clip_grad_norm_(plain, 1.0, error_if_nonfinite=True)
 
     def clipped_on_two_meshes() -> None:
         sharded = model(mesh=grid["ep"])
@@ -151,6 +160,7 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         "clip_grad_norm_, DTensors": error_of(clipped, model(mesh=world)),
         "clip_grad_norm_, one mesh": error_of(clipped_on_one_mesh),
         "clip_grad_norm_, two meshes": error_of(clipped_on_two_meshes),
+        "clip_grad_norm_, infinite": error_of(clipped_infinity),
         "reduction": error_of(moe.reduce_replicated_gradients, model(mesh=world), dist.group.WORLD),
         "mesh": error_of(model, mesh=grid),
         "ranks": error_of(make_layer, torch.float32, buffer=buffer, mesh=grid["ep"]),
@@ -170,6 +180,7 @@ REFUSED = {
     "clip_grad_norm_, DTensors": "mixed torch.Tensor and DTensor",
     "clip_grad_norm_, one mesh": "",
     "clip_grad_norm_, two meshes": "mesh",
+    "clip_grad_norm_, infinite": "the total norm of order 2.0 is inf, nothing was scaled",
     "reduction": "Pass reduction='mean'",
     "mesh": "such as `mesh['ep']`",
     "ranks": "`mesh` must have the buffer's ranks [0, 1, 2, 3]",

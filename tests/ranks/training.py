@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ NUM_RANKS, STEPS, EMPTY_RANK = 4, 20, 1
 T, H, INNER, E, K = 6, 8, 4, 8, 2
 OPTIONS = GateOptions(balance_loss=0.1)
 MAX_NORM, DECAY, SEED = 0.05, 0.9, 3
-LIMIT_SECS = 30.0
+LIMIT_SECS = 60.0
 
 
 @dataclass(frozen=True)
@@ -298,9 +299,15 @@ def train_row(row: Row, model: nn.Module, rank: int, dtype: torch.dtype) -> Seen
         if average is not None:
             update_average(average, model)
     seen.last_weights = weights_of(model)
-    seen.averages = weights_of(average) if average is not None else {}
-    seen.num_choices = int(getattr(model, "module", model).moe.gate.load.sum())
+    if average is not None:
+        seen.averages = weights_of(average)
+        assert next(moe_layers(average)).buffer is next(moe_layers(model)).buffer
+    seen.num_choices = int(next(moe_layers(model)).gate.load.sum())
     return seen
+
+
+def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
+    return (module for module in model.modules() if isinstance(module, MoELayer))
 
 
 def syncing(row: Row, model: Any, is_last: bool) -> contextlib.AbstractContextManager:

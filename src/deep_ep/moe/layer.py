@@ -98,10 +98,11 @@ class MoELayer(nn.Module):
         if reduction not in ("sum", "mean"):
             raise ValueError(f"MoELayer: `reduction` must be 'sum' or 'mean', got {reduction!r}")
         self.num_experts, self.num_worst_tokens, self.is_fp8 = num_experts, num_worst_tokens, is_fp8
-        dtype, place = dtype or torch.get_default_dtype(), _find_device(device, buffer)
+        dtype, parameter_device = dtype or torch.get_default_dtype(), _find_device(device, buffer)
         # Not drawn here: all weights follow from the one number that `reset_parameters` draws, now or after `to_empty`.
         wide = torch.promote_types(dtype, torch.float32)
-        self.gate = Gate(hidden, num_experts, topk, options, device="meta", dtype=wide).to_empty(device=place)
+        gate = Gate(hidden, num_experts, topk, options, device="meta", dtype=wide)
+        self.gate = gate.to_empty(device=parameter_device)
         self.experts = Experts(
             num_experts,
             hidden,
@@ -110,13 +111,13 @@ class MoELayer(nn.Module):
             buffer.group_size,
             mesh=mesh,
             reduction=reduction,
-            device=place,
+            device=parameter_device,
             dtype=dtype,
         )
         self.shared = None
         if shared_intermediate:
-            self.shared = SwiGLU(hidden, shared_intermediate, device=place, dtype=dtype)
-        if place.type != "meta":
+            self.shared = SwiGLU(hidden, shared_intermediate, device=parameter_device, dtype=dtype)
+        if parameter_device.type != "meta":
             self.reset_parameters()
 
     @torch.no_grad()
