@@ -73,7 +73,7 @@ class GlooMoELayer(MoELayer):
 
     def _run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[n, H], each row the weighted sum of what this rank's experts make of it."""
-        num_local = self.experts.up.size(0)
+        num_local = self.experts.num_local
         ids = (ids - self.buffer.rank * num_local).flatten()
         ids = torch.where((ids >= 0) & (ids < num_local), ids, num_local)
         counts = torch.bincount(ids, minlength=num_local + 1)[:num_local].tolist()

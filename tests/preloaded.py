@@ -14,7 +14,8 @@ from importlib.util import find_spec
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
-import torch._dynamo  # noqa: F401  # of optimizers and custom operators
+import torch._dynamo  # of optimizers and custom operators
+import torch.distributed.checkpoint.state_dict  # noqa: F401
 
 import common
 import deep_ep.engine.cuda.engine

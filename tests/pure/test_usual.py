@@ -46,6 +46,10 @@ def test_payloads() -> None:
     negative = torch.complex(torch.ones(4, 6), torch.ones(4, 6)).conj().imag
     assert negative.is_neg()
     assert not usual.is_matrix(negative, CPU)
+    leaf = torch.randn(4, 6, requires_grad=True)
+    assert usual.payload(leaf, CPU) is None
+    with torch.no_grad():  # as inside of an autograd function, whose caller takes care of gradients
+        assert usual.payload(leaf, CPU) is not None
     for name, odd in odd_tensors(x.float()).items():
         assert usual.payload(odd, CPU) is None, name
         assert usual.payload((x, odd), CPU) is None, name

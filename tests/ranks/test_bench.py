@@ -108,3 +108,13 @@ def test_a_peer_that_delivers_something_else_is_not_timed():
     check_outputs(Case(48, [product]), "x", 0, 2)
     with pytest.raises(EPError, match=r"gloo_preallocated and deep_ep must deliver the same.*rank 0/2"):
         check_outputs(Case(48, [product, peer]), "x", 0, 2)
+
+
+def test_an_moe_layer_beside_one_process(capsys: pytest.CaptureFixture[str], device: str) -> None:
+    """It checks by itself that both compute the same."""
+    sizes = ["--hidden", "64", "--intermediate", "16", "--shared", "32", "--experts", "8", "--topk", "2"]
+    assert run_mode("layer", "--device", device, "--ranks", "2", "--tokens", "16", "--rounds", "2", *sizes) == 0
+    out = capsys.readouterr().out
+    assert "16 tokens a rank, hidden 64, top-2 of 8 experts of 16" in out
+    assert "communication adds" in out
+    assert ("dispatch kernels of rank 0" in out) == (device == "cuda")

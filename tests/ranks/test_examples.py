@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import re
@@ -9,7 +10,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -77,15 +80,32 @@ def test_train_moe_does_not_depend_on_the_ranks(device: str) -> None:
 def train_in_all_ways(rank: int, num_ranks: int) -> list[list[float]]:
     """In one process each: an optimizer takes seconds to import."""
     options = train_moe.Options(steps=4, sequences=num_ranks - 1, length=32)
-    ways = (options, replace(options, checkpoint=True), replace(options, exchange="gloo"))
+    compiled = replace(options, compiler="aot_eager")
+    ways = (options, replace(options, checkpoint=True), replace(options, exchange="gloo"), compiled)
     return [train_moe.train(rank, num_ranks, way).losses for way in ways]
 
 
-def test_train_moe_checkpointed_and_over_gloo(device: str) -> None:
+def test_train_moe_checkpointed_and_over_gloo_and_compiled(device: str) -> None:
     """On three ranks, over which experts do not divide evenly, and one of which has no sequences."""
     plain, *others = run_ranks(train_in_all_ways, 3)[0]
     for losses in others:
         assert losses == pytest.approx(plain, rel=1e-4)
+
+
+def train_ways(rank: int, num_ranks: int, *ways: train_moe.Options) -> list[list[float]]:
+    return [train_moe.train(rank, num_ranks, way).losses for way in ways]
+
+
+@pytest.mark.cpu_only  # ranks that share a GPU have no FSDP2
+def test_train_moe_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    options = train_moe.Options(steps=8, sequences=8, length=32, ep=2, device="cpu")
+    begun = replace(options, steps=5, state=tmp_path / "state", save_every=3)
+    expected, _ = run_ranks(train_ways, 4, options, begun)[0]
+    copytree(tmp_path / "state", tmp_path / "other")
+    for num_ranks, folder in ((2, "state"), (1, "other")):
+        rest = replace(options, ep=0, state=tmp_path / folder)
+        (losses,) = run_ranks(train_ways, num_ranks, rest)[0]
+        assert losses == pytest.approx(expected[5:], rel=1e-5)
 
 
 def measure(rank: int, num_ranks: int) -> list[float]:
@@ -177,10 +197,22 @@ def test_the_program_in_the_readme(device: str, tmp_path: Path) -> None:
     assert run(str(program)).strip() == "[True, True, True, True]"
 
 
+def run_pasted(rank: int, num_ranks: int, program: str) -> float:
+    """The training loop of a pasted program, on a rank whose process has everything imported."""
+    names: dict[str, Any] = {"__name__": "pasted"}
+    exec(program, names)
+    return names["train"](rank, num_ranks)
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("python", marks=pytest.mark.exhaustive), "run_ranks"])
 @pytest.mark.cpu_only
-def test_the_training_loop_in_the_readme(device: str, tmp_path: Path) -> None:
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    before = f"import os, torch\nos.environ.update({alone})\nbatches = [torch.randn(2, 16, 512)] * 3\n"
-    program = tmp_path / "train.py"
-    program.write_text(before + BLOCKS[0] + "print(loss.isfinite().item(), layer.gate.bias.any().item())\n")
-    assert run(str(program)).strip() == "True True"
+def test_the_training_loop_in_the_readme(device: str, launcher: str, tmp_path: Path) -> None:
+    """As it is pasted: one of its ranks has no tokens."""
+    if launcher == "python":
+        program = tmp_path / "train.py"
+        program.write_text(BLOCKS[0])
+        losses = ast.literal_eval(run(str(program)).strip())
+    else:
+        losses = run_ranks(run_pasted, 4, BLOCKS[0])
+    assert losses[0] == 0.0
+    assert all(0 < loss < 100 for loss in losses[1:])

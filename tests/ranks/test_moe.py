@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import deep_ep
 from common import OneRank, error_of, run_ranks
 from deep_ep import moe
+from deep_ep.buffers import checks
 from deep_ep.moe import GateOptions, MoELayer
 
 T, H, INNER, E, K = 20, 24, 16, 8, 3
@@ -281,7 +283,27 @@ def test_operations_without_gradients_and_with_bad_arguments(device: str) -> Non
     kind, text = error_of(moe.dispatch, buffer, torch.ones(1, H, dtype=torch.int32), topk_idx, weights, 2)
     assert (kind, text[:14]) == ("TypeError", "moe.dispatch: ")
     kind, text = error_of(MoELayer, H, INNER, E, K)
-    assert (kind, text) == ("ValueError", "MoELayer: `group` or `buffer` must be given, and not both")
+    assert (kind, text[:51]) == ("ValueError", "MoELayer: `group`, `buffer` or `mesh` must be given")
+
+
+def test_a_buffer_warns_once_of_gradients_that_it_loses(device: str) -> None:
+    buffer = deep_ep.Buffer(None, comm=OneRank())
+    x, mask = torch.ones(2, H, requires_grad=True), torch.ones(2, 1, dtype=torch.bool)
+    per_rank = torch.tensor([2], dtype=torch.int32)
+    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": mask, "num_tokens_per_expert": per_rank}
+    checks._warn_of_lost_gradients.cache_clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        buffer.dispatch(x.detach(), **layout)
+        with torch.no_grad():
+            buffer.dispatch(x, **layout)
+        assert not seen
+        for _ in range(2):
+            assert not buffer.dispatch(x, **layout)[0].requires_grad
+        moe.dispatch(buffer, x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 1)
+    (warning,) = seen
+    assert "Use `deep_ep.moe.dispatch`" in str(warning.message)
+    assert warning.filename == __file__
 
 
 def test_recomputation_makes_the_dispatch_again_and_not_the_combine(device: str) -> None:

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._inductor import config as inductor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import deep_ep
@@ -43,21 +45,28 @@ class Block(torch.nn.Module):
         return x + y, loss
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def step(block: Block, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """Output and all gradients."""
     block.zero_grad()
     x = x.clone().requires_grad_()
     y, loss = call(x)
     (y.square().sum() + loss).backward()
-    grads = {name: parameter.grad.clone() for name, parameter in block.named_parameters()}
+    grads = {name: local(parameter.grad).clone() for name, parameter in block.named_parameters()}
     return [y.detach(), x.grad, *grads.values(), grads["moe.experts.up"]]
 
 
-def compile_block(rank: int, num_ranks: int, compiler: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], ...]:
+def compile_block(
+    rank: int, num_ranks: int, compiler: str, dtype: torch.dtype, has_mesh: bool
+) -> tuple[list[torch.Tensor], ...]:
     """With no tokens on the last rank."""
     buffer = deep_ep.Buffer(dist.group.WORLD, num_cpu_timeout_secs=100, num_gpu_timeout_secs=100)
+    mesh = init_device_mesh(buffer.device.type, (num_ranks,)) if has_mesh else None
     torch.manual_seed(0)
-    block = Block(buffer, dtype, num_worst_tokens=T * num_ranks)
+    block = Block(buffer, dtype, num_worst_tokens=T * num_ranks, mesh=mesh)
     block.norm.to(buffer.device)
     compiled = torch.compile(block, backend=compiler, fullgraph=True)
     x = torch.randn(0 if rank == num_ranks - 1 else T, H, generator=torch.Generator().manual_seed(rank), dtype=dtype)
@@ -66,12 +75,47 @@ def compile_block(rank: int, num_ranks: int, compiler: str, dtype: torch.dtype) 
         return step(block, block, x), step(block, compiled, x)
 
 
-def test_a_compiled_block(device: str) -> None:
+@pytest.mark.parametrize("where", ["one node", "one node, experts as DTensors", "two nodes"])
+def test_a_compiled_block(device: str, where: str) -> None:
     compiler = "inductor" if device == "cuda" else "aot_eager"
-    for plain, compiled in run_ranks(compile_block, 2, compiler, torch.float32):
+    env = {"DEEP_EP_RANKS_PER_NODE": "1"} if where == "two nodes" else {}
+    dtype = torch.float64 if where == "two nodes" else torch.float32
+    for plain, compiled in run_ranks(compile_block, 2, compiler, dtype, "DTensors" in where, env=env):
         for expected, seen in zip(plain, compiled, strict=True):
             torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
         assert plain[-1].any()  # gradients came to the experts of both ranks
+
+
+@pytest.mark.cpu_only  # nothing of it depends on the device
+def test_without_fixed_shapes_the_exchange_is_one_graph_break(device: str) -> None:
+    buffer = deep_ep.Buffer(None, comm=OneRank())
+    block = Block(buffer, torch.float32)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled, x = torch.compile(block, backend="aot_eager"), torch.randn(T, H)
+    for expected, seen in zip(step(block, block, x), step(block, compiled, x), strict=True):
+        torch.testing.assert_close(seen, expected)
+    (reason,) = torch._dynamo.utils.counters["graph_break"]
+    assert "`MoELayer._exchange_untraced` receives as many rows as come" in reason
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # before it and after it, no more inside
+
+
+@pytest.mark.cpu_only  # nothing of it depends on the device
+def test_calls_of_a_buffer_are_not_traced(device: str) -> None:
+    buffer = deep_ep.Buffer(None, comm=OneRank())
+
+    def program(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(ids, E)
+        layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": mask, "num_tokens_per_expert": per_expert}
+        rows, *_, handle, _ = buffer.dispatch(x.sin(), **layout)
+        return buffer.combine(rows.cos(), handle)[0].tan()
+
+    x, ids = torch.randn(T, H), torch.rand(T, E).topk(K).indices
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(torch.compile(program, backend="eager")(x, ids), program(x, ids))
+    assert all("calls of a buffer are not traced" in why for why in torch._dynamo.utils.counters["graph_break"])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # between three calls
 
 
 Program = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], list[torch.Tensor]]
@@ -162,11 +206,11 @@ def test_operators_keep_their_word(device: str) -> None:
     torch.library.opcheck(ops.dispatch, (x, weights, topk_idx, buffer.number, E, T, False))
     with torch.no_grad():
         rows, ids, recv_weights, tie, *routes = ops.dispatch(x, weights, topk_idx, buffer.number, E, T, True)
-    torch.library.opcheck(ops.sum_back, (rows, recv_weights, ids, *routes, buffer.number))
-    torch.library.opcheck(ops.combine, (tie, rows.clone().requires_grad_(), *routes, buffer.number, False))
-    torch.library.opcheck(ops.send_back, (x.detach(), *routes, buffer.number, True))
+    torch.library.opcheck(ops.sum_back, (rows, recv_weights, ids, routes, buffer.number))
+    torch.library.opcheck(ops.combine, (tie, rows.clone().requires_grad_(), routes, buffer.number, False))
+    torch.library.opcheck(ops.send_back, (x.detach(), routes, buffer.number, True))
     values, places = torch.randn(2 * T, H, requires_grad=True), torch.arange(2 * T) // 2
-    torch.library.opcheck(ops.add_rows, (values, places, *routes, buffer.number, torch.bfloat16))
+    torch.library.opcheck(ops.add_rows, (values, places, routes, buffer.number, torch.bfloat16))
     matrices, ends = torch.randn(3, 8, H, requires_grad=True), torch.tensor([4, 4, 9], dtype=torch.int32)
     torch.library.opcheck(ops.padded_linear, (x, matrices, ends))
     torch.library.opcheck(ops.padded_outer, (torch.randn(T, 8), x.detach(), ends))

@@ -6,6 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import torch
+
+is_compiling = torch.compiler.is_compiling
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -14,12 +18,16 @@ def call(method: F) -> F:
 
     One thread at a time makes it (autograd calls from threads of its own). If an exception leaves it before anything
     was sent, be it a wrong argument or Ctrl-C, the peers are told, so that they do not wait for this rank. A trace
-    shows how long the caller was in it.
+    shows how long the caller was in it. `torch.compile` makes it as it is, and traces nothing inside.
     """
     name = method.__name__
 
     @functools.wraps(method)
     def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            from .untraced import untraced
+
+            return untraced(made, self, *args, **kwargs)
         with self._lock:
             engine, trace = self._engine, self._trace
             engine.expect_call()

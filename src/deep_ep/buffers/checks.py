@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +16,7 @@ from ..engine.parcel import Payload, Routing
 from ..event import EventHandle, EventOverlap, event_of
 from ..tensors import is_lazy, ordinary
 from ..transport import MAX_EXPERTS
+from .usual import loses_gradients
 
 COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 IDX_DTYPES = (torch.int32, torch.int64)
@@ -153,7 +156,20 @@ def check_payload(where: str, x: Any, device: torch.device) -> Payload:
         scales = check_tensor(where, "scales", scales, (x.size(0), "scales"), contiguous=False, device=device)
         if scales.size(1) == 0:
             raise ValueError(f"{where}: `scales` must have at least one column. Pass `x` alone where there are none")
+    if loses_gradients(x):
+        _warn_of_lost_gradients(where)
     return Payload(x, scales)
+
+
+@functools.cache
+def _warn_of_lost_gradients(where: str) -> None:
+    """Once in a process."""
+    warnings.warn(
+        f"Buffer.{where}: `x` requires gradients, and the rows that it brings do not: a buffer does not know autograd. "
+        "Use `deep_ep.moe.dispatch` and `deep_ep.moe.combine`, which do; or pass `x.detach()`, if that is meant",
+        UserWarning,
+        stacklevel=5,  # the caller of the buffer's method
+    )
 
 
 def check_routing(

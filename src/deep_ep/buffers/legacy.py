@@ -30,7 +30,7 @@ from ..topology import Topology, find_topology
 from ..trace import Trace, open_trace
 from ..transport import WindowSizes
 from . import checks, registry, usual
-from .calling import call
+from .calling import call, is_compiling
 from .engines import Engine, find_device, forced_ranks_per_node, make_engine
 from .low_latency import LowLatencyMethods
 
@@ -181,6 +181,10 @@ class Buffer(LowLatencyMethods):
         shrinks, topology = self.enable_shrink, self._topology
         return make_engine(control, self.group, self.device, sizes, gpu_limit_secs, shrinks, topology)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        """The same buffer: a copy of a model, such as one of averaged weights, shares it with the model."""
+        return self
+
     def __repr__(self) -> str:
         return f"Buffer(rank {self.rank}/{self.group_size}, {self.device}, transport {self.transport})"
 
@@ -271,6 +275,11 @@ class Buffer(LowLatencyMethods):
             `num_tokens_per_rank` [R] int32, `num_tokens_per_rdma_rank` [nodes] int32 (None on one node),
             `num_tokens_per_expert` [E] int32, `is_token_in_rank` [T, R] bool, and the event.
         """
+        if is_compiling():
+            from .untraced import untraced
+
+            stream = (previous_event, async_finish, allocate_on_comm_stream)
+            return untraced(self.get_dispatch_layout, topk_idx, num_experts, *stream)
         where, order = "get_dispatch_layout", _AT_ONCE
         if previous_event is not None or async_finish or allocate_on_comm_stream:
             order = self._order(where, previous_event, async_finish, allocate_on_comm_stream, topk_idx)

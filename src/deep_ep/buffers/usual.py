@@ -20,6 +20,7 @@ _Tensor = torch.Tensor
 _strided = torch.strided
 _int32, _int64, _float32, _bool = torch.int32, torch.int64, torch.float32, torch.bool
 _has_transform = torch._C._functorch.peek_interpreter_stack
+_is_grad_enabled = torch.is_grad_enabled
 
 _USUAL = frozenset(
     {torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int32}
@@ -38,7 +39,13 @@ def payload(x: Any, device: torch.device) -> Payload | None:
         x, scales = x
         if not is_matrix(scales, device) or scales.shape[0] != x.shape[0]:
             return None
-    return Payload(x, scales) if is_matrix(x, device) and x.is_contiguous() else None
+    is_usual = is_matrix(x, device) and x.is_contiguous() and not loses_gradients(x)
+    return Payload(x, scales) if is_usual else None
+
+
+def loses_gradients(x: torch.Tensor) -> bool:
+    """Whether autograd would follow `x` further than a buffer does. Not inside of an `autograd.Function`."""
+    return x.requires_grad and _is_grad_enabled()
 
 
 def is_matrix(x: Any, device: torch.device) -> bool:

@@ -11,6 +11,7 @@ The functions are the steps; `Gate` does them in order:
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -196,6 +197,12 @@ def sequence_balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, num_sequ
     return (often * share.unflatten(0, shape).mean(1)).sum(-1).mean()
 
 
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Inside the block operators compute in the dtype of their inputs. Where that is so already, it costs nothing."""
+    is_enabled = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_enabled else contextlib.nullcontext()
+
+
 # The module ----------------------------------------------------------------------------------------------------------
 
 
@@ -296,7 +303,8 @@ class Gate(nn.Module):
         """
         options, num_experts = self.options, self.weight.size(0)
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
-        scores = score(F.linear(x.to(dtype), self.weight.to(dtype)), options.scoring)
+        with without_autocast(x.device):
+            scores = score(F.linear(x.to(dtype), self.weight.to(dtype)), options.scoring)
         topk_idx = choose_experts(
             scores + self.bias.to(dtype), self.topk, options.num_groups, options.topk_groups, options.num_deciding
         )

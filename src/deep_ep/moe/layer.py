@@ -4,100 +4,30 @@ Shape letters: T tokens of this rank, n rows that it received, m selections amon
 an expert, E experts, R ranks, L = E / R experts of a rank, K selections of a token.
 
 A layer's parameters are of two kinds. Those of the experts (names with `experts` in them) are a rank's own, and get the
-gradients of all ranks' tokens. All others are the same on all ranks, and get those of the rank's own tokens: sum them
-with `reduce_replicated_gradients`. Then every gradient is that of the sum of all ranks' losses.
+gradients of all ranks' tokens. All others are the same on all ranks, and get those of the rank's own tokens: DDP, FSDP2
+or `reduce_replicated_gradients` reduces them over the ranks. `docs/training.md` has the rule and what composes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..buffers.legacy import Buffer
 from . import ops
-from .gate import Gate, GateOptions, count_ids
-from .grouped import grouped_linear, padded_linear
-
-
-class SwiGLU(nn.Module):
-    """One block, the same on all ranks: `down(silu(gate) * value)`.
-
-    Attributes:
-        up: [2I, H], gate and value below each other.
-        down: [H, I].
-    """
-
-    def __init__(self, hidden: int, intermediate: int, *, device: torch.device, dtype: torch.dtype):
-        super().__init__()
-        self.up = nn.Parameter(torch.empty(2 * intermediate, hidden, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(hidden, intermediate, device=device, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
-        return swiglu(x, self.up, self.down)
-
-
-class Experts(nn.Module):
-    """This rank's blocks.
-
-    Attributes:
-        up: [L, 2I, H].
-        down: [L, H, I].
-    """
-
-    def __init__(
-        self, num_local_experts: int, hidden: int, intermediate: int, *, device: torch.device, dtype: torch.dtype
-    ):
-        super().__init__()
-        self.up = nn.Parameter(torch.empty(num_local_experts, 2 * intermediate, hidden, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(num_local_experts, hidden, intermediate, device=device, dtype=dtype))
-
-    def forward(self, x: torch.Tensor, num_rows: list[int]) -> torch.Tensor:
-        """Rows through their experts.
-
-        Args:
-            x: [m, H], ordered by expert.
-            num_rows: Of each expert; they sum to m.
-
-        Returns:
-            [m, H], in the same order.
-        """
-        return grouped_linear(_activate(grouped_linear(x, self.up, num_rows)), self.down, num_rows)
-
-    def forward_padded(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """The same where the host does not know the counts.
-
-        Args:
-            x: [m, H], ordered by expert; then rows of nobody.
-            ends: [L] int32, where the rows of each expert end.
-
-        Returns:
-            [m, H], 0 for rows of nobody.
-        """
-        return padded_linear(_activate(padded_linear(x, self.up, ends)), self.down, ends)
-
-
-def _activate(inner: torch.Tensor) -> torch.Tensor:
-    """[m, 2I], gate and value side by side, to [m, I]."""
-    gate, value = inner.chunk(2, dim=-1)
-    return F.silu(gate) * value
-
-
-def swiglu(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """[m, H] through `up` [2I, H] and `down` [H, I] to [m, H]."""
-    return F.linear(_activate(F.linear(x, up)), down)
+from .experts import Experts, Reduction, SwiGLU, cast_as_autocast, draw
+from .gate import Gate, GateOptions, Routes, count_ids
 
 
 class MoEOutput(NamedTuple):
     """What a layer returns.
 
     Attributes:
-        x: Of the shape and dtype of the input. There is no residual connection in it.
+        x: Of the shape and dtype of the input (autocast's dtype under autocast). There is no residual connection in it.
         balance_loss: Scalar, to be added to the loss; 0 where none was asked for.
     """
 
@@ -117,13 +47,20 @@ class MoELayer(nn.Module):
         num_experts: E, a multiple of the ranks.
         topk: K.
         group: Make a buffer for this process group.
-        buffer: Or use this one, which layers may share. Exactly one of the two.
+        buffer: Or use this one, which layers may share.
+        mesh: A device mesh of one dimension (`mesh["ep"]` of a larger one): the experts are DTensors, `Shard(0)` over
+            it, which FSDP2, optimizers and `torch.distributed.checkpoint` know how to treat. With `buffer`, the same
+            ranks as the buffer's; without, a buffer is made for its group.
         shared_intermediate: Inner size of the shared expert; 0: there is none.
         options: How the gate chooses.
         dtype: Of the experts; the gate's is at least FP32. Default: torch's default dtype.
+        device: Of the parameters: the buffer's, which is the default, or `meta` (default inside
+            `with torch.device("meta")`). After `to_empty`, call `reset_parameters` or load a checkpoint.
+        reduction: Whether experts' gradients are those of the sum of the ranks' losses, or of their mean, which is what
+            DDP and FSDP2 make of all others. Default: the mean with `mesh`, the sum without.
         num_worst_tokens: Work on this many rows, whoever chooses what; the tokens of all ranks always suffice. Shapes
             are then fixed: the host never waits for counts, and `torch.compile(fullgraph=True)` takes the layer. 0: on
-            as many rows as come, which is less work.
+            as many rows as come, which is less work; in a compiled graph the exchange is then a graph break.
         is_fp8: Tokens, and in the backward pass gradients of sums, travel as FP8. Sums travel as they are.
 
     Attributes:
@@ -142,47 +79,58 @@ class MoELayer(nn.Module):
         *,
         group: dist.ProcessGroup | None = None,
         buffer: Buffer | None = None,
+        mesh: DeviceMesh | None = None,
         shared_intermediate: int = 0,
         options: GateOptions | None = None,
         dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        reduction: Reduction | None = None,
         num_worst_tokens: int = 0,
         is_fp8: bool = False,
     ):
         super().__init__()
-        if (group is None) == (buffer is None):
-            raise ValueError("MoELayer: `group` or `buffer` must be given, and not both")
-        self.buffer = buffer if buffer is not None else Buffer(group)
-        if num_experts % self.buffer.group_size:
+        self.buffer = buffer = _find_buffer(group, buffer, mesh)
+        if num_experts % buffer.group_size:
             raise ValueError(
-                f"MoELayer: `num_experts` must be a multiple of the {self.buffer.group_size} ranks, got {num_experts}"
+                f"MoELayer: `num_experts` must be a multiple of the {buffer.group_size} ranks, got {num_experts}"
             )
+        reduction = reduction or ("sum" if mesh is None else "mean")
+        if reduction not in ("sum", "mean"):
+            raise ValueError(f"MoELayer: `reduction` must be 'sum' or 'mean', got {reduction!r}")
         self.num_experts, self.num_worst_tokens, self.is_fp8 = num_experts, num_worst_tokens, is_fp8
-        dtype, device = dtype or torch.get_default_dtype(), self.buffer.device
-        self.gate = Gate(
-            hidden, num_experts, topk, options, device=device, dtype=torch.promote_types(dtype, torch.float32)
+        dtype, parameter_device = dtype or torch.get_default_dtype(), _find_device(device, buffer)
+        # Not drawn here: all weights follow from the one number that `reset_parameters` draws, now or after `to_empty`.
+        wide = torch.promote_types(dtype, torch.float32)
+        gate = Gate(hidden, num_experts, topk, options, device="meta", dtype=wide)
+        self.gate = gate.to_empty(device=parameter_device)
+        self.experts = Experts(
+            num_experts,
+            hidden,
+            intermediate,
+            buffer.rank,
+            buffer.group_size,
+            mesh=mesh,
+            reduction=reduction,
+            device=parameter_device,
+            dtype=dtype,
         )
-        num_local = num_experts // self.buffer.group_size
-        self.experts = Experts(num_local, hidden, intermediate, device=device, dtype=dtype)
         self.shared = None
         if shared_intermediate:
-            self.shared = SwiGLU(hidden, shared_intermediate, device=device, dtype=dtype)
-        self.reset_parameters()
+            self.shared = SwiGLU(hidden, shared_intermediate, device=parameter_device, dtype=dtype)
+        if parameter_device.type != "meta":
+            self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights. Collective where the buffer has a process group."""
+        """Draw all weights, and forget the balance. Collective where the buffer has a process group."""
         seed = _common_seed(self.buffer)
         generator = torch.Generator().manual_seed(seed)
-        replicated = [self.gate.weight]
+        draw(self.gate.weight, generator)
         if self.shared is not None:
-            replicated += [self.shared.up, self.shared.down]
-        for parameter in replicated:
-            _draw(parameter, generator)
-        first = self.buffer.rank * self.experts.up.size(0)
-        for expert, (up, down) in enumerate(zip(self.experts.up, self.experts.down, strict=True), first + 1):
-            generator.manual_seed(seed + expert)
-            _draw(up, generator)
-            _draw(down, generator)
+            self.shared.draw(generator)
+        self.experts.draw(seed)
+        self.gate.bias.zero_()
+        self.gate.load.zero_()
 
     def forward(self, x: torch.Tensor, num_sequences: int = 1) -> MoEOutput:
         """The layer.
@@ -193,6 +141,14 @@ class MoELayer(nn.Module):
         """
         tokens = x.reshape(-1, x.size(-1))
         routes = self.gate(tokens, num_sequences)
+        tokens = cast_as_autocast(tokens)  # before they travel: the experts would cast them
+        is_opaque = torch.compiler.is_compiling() and not self.num_worst_tokens
+        combined = (self._exchange_untraced if is_opaque else self._exchange)(tokens, routes)
+        # Not a view where none is needed: FSDP2 warns of views that leave a module.
+        return MoEOutput(combined if x.dim() == 2 else combined.view_as(x), routes.balance_loss)
+
+    def _exchange(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """[T, H], what the experts make of the tokens, and the shared one while they travel."""
         sending = ops.dispatch(
             self.buffer,
             tokens,
@@ -203,12 +159,14 @@ class MoELayer(nn.Module):
             is_fp8=self.is_fp8,
             async_finish=True,
         )
-        shared = self.shared(tokens) if self.shared is not None else None  # while the rows are on their way
+        shared = self.shared(tokens) if self.shared is not None else None
         received = sending.wait()
         combined = ops.combine(self.buffer, self._run_experts(received), received, is_fp8=self.is_fp8)
-        if shared is not None:
-            combined = combined + shared
-        return MoEOutput(combined.view_as(x), routes.balance_loss)
+        return combined if shared is None else combined + shared
+
+    @ops.untraced
+    def _exchange_untraced(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
+        return self._exchange(tokens, routes)
 
     def _run_experts(self, received: ops.Received) -> torch.Tensor:
         """[n, H], each row the weighted sum of what this rank's experts make of it; in the window."""
@@ -227,118 +185,68 @@ class MoELayer(nn.Module):
 
     def _select_padded(self, received: ops.Received) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same with as many selections as there could be; the last ones are of nothing, with output 0."""
-        num_local, (num_rows, num_topk) = self.experts.up.size(0), received.topk_idx.shape
+        num_local, (num_rows, num_topk) = self.experts.num_local, received.topk_idx.shape
         ids = received.topk_idx.flatten()
         ids = torch.where(ids < 0, num_local, ids)  # behind all others
         # A row's experts are all different, so it cannot have more of them here than there are.
         order = ids.argsort(stable=True)[: num_rows * min(num_topk, num_local)]
         ends = count_ids(ids, num_local + 1)[:num_local].cumsum(0).to(torch.int32)
         rows = order // num_topk
-        outputs = self.experts.forward_padded(received.x.index_select(0, rows), ends)
+        outputs = self.experts(received.x.index_select(0, rows), ends)
         return rows, received.topk_weights.flatten()[order], outputs
 
-    def update_bias(self, speed: float = 1e-3) -> None:
-        """One step of loss-free balancing, over the choices of all ranks since the last. After the backward pass."""
-        self.gate.update_bias(speed, self.buffer.group)
+    def update_bias(self, speed: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
+        """One step of loss-free balancing, over the choices of all ranks since the last. After the backward pass.
+
+        Args:
+            speed: The size of the step.
+            group: The ranks that share the gate; default those of the buffer. Give all of them where the layer has
+                replicas on a second mesh dimension.
+        """
+        self.gate.update_bias(speed, group or self.buffer.group)
 
     def extra_repr(self) -> str:
         """Shown by `print(layer)`."""
         return f"rank {self.buffer.rank}/{self.buffer.group_size}"
 
 
+def _find_buffer(group: dist.ProcessGroup | None, buffer: Buffer | None, mesh: DeviceMesh | None) -> Buffer:
+    """The buffer that was given, or one for the ranks that were."""
+    if mesh is None:
+        if (group is None) == (buffer is None):
+            raise ValueError("MoELayer: `group`, `buffer` or `mesh` must be given, and not both of the first two")
+        return buffer if buffer is not None else Buffer(group)
+    if group is not None:
+        raise ValueError("MoELayer: `group` and `mesh` exclude each other: the mesh has a group")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"MoELayer: `mesh` must have one dimension, over which experts are split, this one has {mesh.ndim}. Pass "
+            "one of them, such as `mesh['ep']`"
+        )
+    buffer = buffer if buffer is not None else Buffer(mesh.get_group(), device=mesh.device_type)
+    ranks = dist.get_process_group_ranks(buffer.group) if buffer.group is not None else None
+    if ranks != mesh.mesh.tolist():
+        raise ValueError(f"MoELayer: `mesh` must have the buffer's ranks {ranks}, it has {mesh.mesh.tolist()}")
+    if mesh.device_type != buffer.device.type:
+        raise ValueError(
+            f"MoELayer: `mesh` must be of the buffer's device {buffer.device}, it is of {mesh.device_type}"
+        )
+    return buffer
+
+
+def _find_device(device: torch.device | str | None, buffer: Buffer) -> torch.device:
+    """Where parameters are made."""
+    if device is None:
+        return torch.device("meta") if torch.get_default_device().type == "meta" else buffer.device
+    given = torch.device(device)
+    if given.type not in ("meta", buffer.device.type):
+        raise ValueError(f"MoELayer: `device` must be the buffer's {buffer.device} or meta, got {given}")
+    return given if given.type == "meta" else buffer.device
+
+
 def _common_seed(buffer: Buffer) -> int:
     """A seed from the first rank's default generator. The other ranks' generators move on alike."""
-    seed = [int(torch.randint(2**31, ()))]
+    seed = [int(torch.randint(2**31, (), device="cpu"))]
     if buffer.group is not None and buffer.group_size > 1:
         dist.broadcast_object_list(seed, src=dist.get_global_rank(buffer.group, 0), group=buffer.group)
     return seed[0]
-
-
-def _draw(weight: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill [out, in] with a standard deviation of 1 / sqrt(in), the same on all devices and in all dtypes."""
-    values = torch.randn(weight.shape, generator=generator, dtype=torch.float32, device="cpu")
-    weight.copy_(values * weight.size(1) ** -0.5)
-
-
-# Gradients and checkpoints -------------------------------------------------------------------------------------------
-
-
-def is_expert_name(name: str) -> bool:
-    """Whether a parameter of this name, of a layer or of a model around it, is a rank's own."""
-    return "experts" in name.split(".")
-
-
-def reduce_replicated_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Sum the gradients of everything but the experts over all ranks, in place. All ranks call it together.
-
-    A parameter that a rank did not use counts as 0. Divide the losses by what you like before: sums stay sums.
-
-    Args:
-        module: A layer, or a model with layers in it.
-        group: The ranks that hold it.
-    """
-    parameters = [
-        parameter
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and not is_expert_name(name)
-    ]
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
-        flat = torch.cat([grad.flatten() for grad in bucket])
-        dist.all_reduce(flat, group=group)
-        for grad, summed in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-            grad.copy_(summed.view_as(grad))
-
-
-_BUCKET_BYTES = 64 << 20  # of copies at a time
-
-
-def _buckets(grads: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Gradients of one dtype each, few enough to be copied: a call for every small one would cost more than its sum."""
-    for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        bucket: list[torch.Tensor] = []
-        for grad in grads:
-            if grad.dtype == dtype:
-                if bucket and sum(one.nbytes for one in bucket) + grad.nbytes > _BUCKET_BYTES:
-                    yield bucket
-                    bucket = []
-                bucket.append(grad)
-        yield bucket
-
-
-def merge_experts(shards: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """One state dict with all experts, out of those of all ranks. No communication: shards may come from files.
-
-    Args:
-        shards: `state_dict()` of each rank, of a layer or of a model around it, by rank.
-
-    Returns:
-        Experts [E, ...] joined; everything else as the first rank has it.
-    """
-    return {
-        name: torch.cat([shard[name] for shard in shards]) if is_expert_name(name) else value
-        for name, value in shards[0].items()
-    }
-
-
-def take_experts(state: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    """The state dict of one rank out of one with all experts. A checkpoint of N ranks so opens on M:
-
-        layer.load_state_dict(take_experts(merge_experts([torch.load(f) for f in files]), rank, num_ranks))
-
-    Args:
-        state: As `merge_experts` makes it.
-        rank: The rank.
-        num_ranks: How many there are now, a divisor of the experts.
-    """
-    taken = dict(state)
-    for name, value in state.items():
-        if is_expert_name(name):
-            if value.size(0) % num_ranks:
-                raise ValueError(
-                    f"take_experts: the {value.size(0)} experts of `{name}` must divide evenly over {num_ranks} ranks"
-                )
-            taken[name] = value.chunk(num_ranks)[rank].clone()  # not a view that would keep all experts alive
-    return taken

@@ -22,7 +22,8 @@ the same place; the combine only where something behind it needs its result.
 
 Under `torch.compile` both are custom operators (`compiled.py`): with `num_worst_tokens` every shape is known and there
 is no graph break. They finish before what follows; `async_finish` makes no difference there. Checkpointing inside a
-compiled graph takes `context_fn=keep_exchanges`.
+compiled graph takes `context_fn=keep_exchanges`. Without `num_worst_tokens` each call, and each `wait()`, is one graph
+break, and nothing inside of it is traced.
 
 Not here: gradients of gradients.
 """
@@ -41,7 +42,22 @@ from . import compiled
 from .exchange import DTYPES, Order, Plan, Rows, Sent, Sums, add_into_window, is_wide, send, send_again, sum_back
 
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 Event = EventOverlap | EventHandle
+
+
+def untraced(function: Function) -> Function:
+    """The same function, which a compiler calls as it is: one graph break, with the way around it as its reason."""
+    reason = (
+        f"deep_ep.moe: `{function.__qualname__}` receives as many rows as come, a number that is known only when it "
+        "runs. Pass `num_worst_tokens` for fixed shapes and a full graph; the tokens of all ranks always suffice"
+    )
+    return torch.compiler.disable(function, reason=reason)
+
+
+@untraced
+def _land(land: Callable[[], Result]) -> Result:
+    return land()
 
 
 class Received(NamedTuple):
@@ -64,6 +80,11 @@ class Received(NamedTuple):
     handle: tuple[torch.Tensor, ...]
     tie: torch.Tensor
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there are as many rows as the caller said, and not as many as came."""
+        return not self.num_tokens_per_expert
+
 
 class InFlight(Generic[Result]):
     """A call that has begun.
@@ -78,6 +99,8 @@ class InFlight(Generic[Result]):
 
     def wait(self) -> Result:
         """What the call brings; the caller's stream waits for it. Once."""
+        if self.event is not None and torch.compiler.is_compiling():
+            return _land(self._land)
         return self._land()
 
 
@@ -141,16 +164,27 @@ def dispatch(
     if x.dtype not in DTYPES:
         raise TypeError(f"moe.dispatch: `x` must be BF16, FP16, FP32 or FP64, it is {x.dtype}")
     weights = topk_weights.to(torch.float64 if is_wide(x, topk_weights, is_fp8) else torch.float32)
+    plan, order = Plan(num_experts, num_worst_tokens, is_fp8), Order(previous_event, async_finish)
+    if torch.compiler.is_compiling() and not num_worst_tokens:
+        return _dispatch_untraced(buffer, x, weights, topk_idx, plan, order)
     if torch.compiler.is_compiling():
         received = Received(*compiled.dispatch(buffer, x, weights, topk_idx, num_experts, num_worst_tokens, is_fp8))
         return InFlight(None, lambda: received) if async_finish else received
-    order = Order(previous_event, async_finish)
-    flight = _Dispatch(buffer, topk_idx, Plan(num_experts, num_worst_tokens, is_fp8), order)
+    return _dispatch(buffer, x, weights, topk_idx, plan, order)
+
+
+def _dispatch(
+    buffer: Buffer, x: torch.Tensor, weights: torch.Tensor, topk_idx: torch.Tensor, plan: Plan, order: Order
+) -> Received | InFlight[Received]:
+    flight = _Dispatch(buffer, topk_idx, plan, order)
     # Something that requires gradients among the inputs makes the outputs do so, on all ranks alike.
     anchor = x.new_empty(0).requires_grad_(torch.is_grad_enabled())
     promise = _DispatchBegin.apply(anchor, x, weights, flight)
     begun = InFlight(flight.event, lambda: Received(*_DispatchEnd.apply(promise, flight)))
-    return begun if async_finish else begun.wait()
+    return begun if order.is_async else begun.wait()
+
+
+_dispatch_untraced = untraced(_dispatch)
 
 
 class _Dispatch:
@@ -276,13 +310,25 @@ def combine(
     Returns:
         [T, H].
     """
+    order = Order(previous_event, async_finish)
+    if torch.compiler.is_compiling() and not received.is_fixed:
+        return _combine_untraced(buffer, y, received, is_fp8, order)
     if torch.compiler.is_compiling():
         combined = compiled.combine(buffer, y, received.tie, received.handle, is_fp8)
         return InFlight(None, lambda: combined) if async_finish else combined
-    flight = _Combine(buffer, received.handle, is_fp8, Order(previous_event, async_finish))
+    return _combine(buffer, y, received, is_fp8, order)
+
+
+def _combine(
+    buffer: Buffer, y: torch.Tensor, received: Received, is_fp8: bool, order: Order
+) -> torch.Tensor | InFlight[torch.Tensor]:
+    flight = _Combine(buffer, received.handle, is_fp8, order)
     promise = _CombineBegin.apply(received.tie, y, flight)
     begun = InFlight(flight.event, lambda: _CombineEnd.apply(promise, flight))
-    return begun if async_finish else begun.wait()
+    return begun if order.is_async else begun.wait()
+
+
+_combine_untraced = untraced(_combine)
 
 
 def add_rows(
@@ -300,8 +346,13 @@ def add_rows(
     Returns:
         [n, H].
     """
-    call = compiled.add_rows if torch.compiler.is_compiling() else add_into_window
+    call = add_into_window
+    if torch.compiler.is_compiling():
+        call = compiled.add_rows if received.is_fixed else _add_rows_untraced
     return call(buffer, values, rows, received.handle, dtype)
+
+
+_add_rows_untraced = untraced(add_into_window)
 
 
 class _Combine:

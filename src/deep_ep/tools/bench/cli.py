@@ -1,4 +1,4 @@
-"""`python -m deep_ep bench normal | low-latency | internode | tune | readme`: arguments, and what becomes of it."""
+"""`python -m deep_ep bench normal | low-latency | internode | layer | tune | readme`: arguments, and what follows."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rails = modes.add_parser(internode.NAME, help="measure dispatch and combine across nodes")
     _add_internode_arguments(rails)
+    _add_layer_arguments(modes.add_parser("layer", help="measure an MoE layer, forward and backward"))
     tuned = modes.add_parser("tune", help="find the best launch shapes for this GPU, and write a tuning file")
     tuned.add_argument("--ranks", type=int, metavar="R", default=_NUM_RANKS["cuda"], help="group size (default: 8)")
     _add_sizes(tuned, _TUNE)
@@ -127,6 +128,21 @@ def _add_internode_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sms(parser, _ON_GPU)
     markers = "`bench internode`, `bench internode RATE` of a link, or `bench internode TRANSPORT gpu`"
     _add_case_arguments(parser, [*RAIL_CASES, *HOP_CASES], markers)
+
+
+def _add_layer_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_device(parser)
+    for name, default, meaning in (
+        ("ranks", 4, "group size"),
+        ("tokens", 4096, "tokens of a rank"),
+        ("hidden", 4096, "elements of a token"),
+        ("intermediate", 1024, "inner size of an expert"),
+        ("shared", 4096, "inner size of the shared expert"),
+        ("experts", 64, "experts of all ranks together"),
+        ("topk", 8, "experts of a token"),
+        ("rounds", 20, "timed rounds"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=f"{meaning} (default: {default})")
 
 
 def _add_case_arguments(parser: argparse.ArgumentParser, cases: Sequence[str], markers: str) -> None:
@@ -219,6 +235,10 @@ def run(args: argparse.Namespace) -> int:
         _run_bench(args)
     elif args.mode == internode.NAME:
         _run_internode(args)
+    elif args.mode == "layer":
+        from .layer import run as run_layer  # late: training imports a second's worth of torch
+
+        run_layer(args)
     elif args.mode == "tune":
         _run_tune(args)
     else:

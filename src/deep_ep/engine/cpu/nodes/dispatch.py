@@ -269,7 +269,8 @@ class RailsDispatch(Dispatch):
         passed_on = torch.cat(slots)
         if passed_on.shape == handle.send_nvl_head.shape:
             handle.send_nvl_head.copy_(passed_on)
-        else:  # a worst-case dispatch, whose caller may have the handle already
+        else:  # a worst-case dispatch, whose caller may have the handle already: it stays the caller's tensor
+            assert self._returned_head is not None
             _replace(self._returned_head, passed_on)
             handle = self._handle = handle._replace(send_nvl_head=passed_on)
         handle.recv_rdma_channel_prefix_matrix.fill_(self._rails.mark(call.epoch))
@@ -396,9 +397,8 @@ class RailsDispatch(Dispatch):
         self._chain.stats.count("dispatch", path, self._num_rounds, routes.rows_put, routes.rows_got, bytes_each)
 
 
-def _replace(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
+def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Give a tensor another shape, without a change that autograd counts."""
-    assert tensor is not None
     with torch.inference_mode(tensor.is_inference()):  # a tensor stays what it was made as
         tensor.data = torch.empty_like(value).copy_(value)
 

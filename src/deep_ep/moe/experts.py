@@ -1,0 +1,353 @@
+"""The experts of a rank as torch's own tools see them.
+
+Shape letters: m rows of local experts, H hidden size, I inner size of an expert, E experts, R ranks, L = E / R experts
+of a rank.
+
+Every rank has other experts under the same names. As DTensors, `Shard(0)` over a dimension of a device mesh, they say
+so themselves: FSDP2, optimizers and `torch.distributed.checkpoint` then know that there are E of them. As plain tensors
+they look like replicas, and a tool that averages, broadcasts, shards or saves replicas would destroy them without a
+word. Plain experts of several ranks therefore refuse the tools that would (decision 19 has each hook and why).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from .gate import without_autocast
+from .grouped import grouped_linear, padded_linear
+
+Reduction = Literal["sum", "mean"]
+
+_THE_WAY = "Make the layer with `MoELayer(..., mesh=mesh['ep'])`, whose experts are DTensors"
+
+
+class SwiGLU(nn.Module):
+    """One block, the same on all ranks: `down(silu(gate) * value)`.
+
+    Attributes:
+        up: [2I, H], gate and value below each other.
+        down: [H, I].
+    """
+
+    def __init__(self, hidden: int, intermediate: int, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(2 * intermediate, hidden, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(hidden, intermediate, device=device, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] to [T, H]."""
+        return F.linear(_activate(F.linear(x, self.up)), self.down)
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator) -> None:
+        """Draw both weights."""
+        draw(self.up, generator)
+        draw(self.down, generator)
+
+
+def _activate(inner: torch.Tensor) -> torch.Tensor:
+    """[m, 2I], gate and value side by side, to [m, I]."""
+    gate, value = inner.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+class Experts(nn.Module):
+    """This rank's blocks.
+
+    Args:
+        num_experts: E.
+        hidden: H.
+        intermediate: I.
+        rank: Of this rank among those that share the experts.
+        num_ranks: R.
+        mesh: A mesh of one dimension, those R ranks: parameters are DTensors. None: they are plain tensors.
+        reduction: Whether gradients are those of the sum of the R ranks' losses, or of their mean.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Attributes:
+        up: [L, 2I, H]; as a DTensor [E, 2I, H].
+        down: [L, H, I]; as a DTensor [E, H, I].
+        num_local: L.
+    """
+
+    up: torch.Tensor
+    down: torch.Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        rank: int,
+        num_ranks: int,
+        *,
+        mesh: DeviceMesh | None,
+        reduction: Reduction,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        super().__init__()
+        self.rank, self.num_ranks, self.num_local = rank, num_ranks, num_experts // num_ranks
+        self.reduction = reduction
+        for name, shape in {"up": (2 * intermediate, hidden), "down": (hidden, intermediate)}.items():
+            weight: torch.Tensor = torch.empty(self.num_local, *shape, device=device, dtype=dtype)
+            if mesh is not None:
+                weight = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
+            self.register_parameter(name, nn.Parameter(weight))
+        # Of several ranks, and not known to torch as such.
+        self._is_raw = mesh is None and num_ranks > 1
+        if self._is_raw:
+            self.register_state_dict_post_hook(_mark_state)
+            self.register_load_state_dict_pre_hook(_unmark_state)
+            self._mark_gradients()
+
+    def forward(self, x: torch.Tensor, num_rows: list[int] | torch.Tensor) -> torch.Tensor:
+        """Rows through their experts. Under autocast in its dtype, as linear layers do.
+
+        Args:
+            x: [m, H], ordered by expert; where the host does not know the counts, then rows of nobody.
+            num_rows: Of each expert, which sum to m; or [L] int32, where the rows of each expert end.
+
+        Returns:
+            [m, H], in the same order; 0 for rows of nobody.
+        """
+        up, down = (cast_as_autocast(self._local(weight)) for weight in (self.up, self.down))
+        linear: Callable[..., torch.Tensor] = padded_linear if isinstance(num_rows, torch.Tensor) else grouped_linear
+        x = cast_as_autocast(x)
+        with without_autocast(x.device):  # it is cast, also for operators that autocast does not know
+            return linear(_activate(linear(x, up, num_rows)), down, num_rows)
+
+    def _local(self, weight: torch.Tensor) -> torch.Tensor:
+        """[L, ...], this rank's part of a parameter, with gradients of the mean where those are wanted."""
+        if isinstance(weight, DTensor):
+            weight = weight.to_local(grad_placements=[Shard(0)])
+        if self.reduction == "sum" or self.num_ranks == 1:
+            return weight
+        return _ScaledGradient.apply(weight, 1 / self.num_ranks)
+
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """Draw each expert from a generator of its own, so that it does not depend on the number of ranks."""
+        generator = torch.Generator()
+        first = self.rank * self.num_local
+        parts = [_local_part(weight, first) for weight in (self.up, self.down)]
+        for expert in range(first, first + self.num_local):
+            generator.manual_seed(seed + 1 + expert)
+            for (local, offset), weight in zip(parts, (self.up, self.down), strict=True):
+                values = _random(weight.shape[1:], generator)
+                row = expert - offset[0]
+                if 0 <= row < local.size(0):  # FSDP may have cut it further
+                    _copy_part(local[row], values, offset[1:])
+
+    # What tools would do to plain experts ----------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, DTensor) and self.__dict__.get("_is_raw"):  # the one way by which FSDP2 puts shards in
+            raise ValueError(
+                f"fully_shard: the experts `{name}` are plain tensors, other ones on each of the {self.num_ranks} "
+                f"ranks, and would be sharded as if they were replicas. {_THE_WAY}, or leave them out: "
+                "`fully_shard(model, ignored_params=deep_ep.moe.expert_parameters(model))`"
+            )
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Experts:
+        super()._apply(fn, recurse)  # `to`, `to_empty` and the like, which may make new parameters
+        self._mark_gradients()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of a copy
+        self._mark_gradients()
+
+    def _mark_gradients(self) -> None:
+        """Have the gradients of plain experts refuse norms over one rank's experts."""
+        if not self._is_raw:
+            return
+        for parameter in self.parameters():
+            if parameter.requires_grad and not getattr(parameter, "_has_marked_gradient", False):
+                parameter.register_post_accumulate_grad_hook(_mark_gradient)
+                parameter._has_marked_gradient = True  # type: ignore[attr-defined]
+
+
+def cast_as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """The input of a linear layer as autocast casts it; without autocast, and in FP64, the same tensor."""
+    kind = x.device.type
+    is_cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if is_cast else x
+
+
+def named_experts(module: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """All experts in a model, with their names there."""
+    return ((name, child) for name, child in module.named_modules() if isinstance(child, Experts))
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The same tensor, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+# Initialisation ------------------------------------------------------------------------------------------------------
+
+
+def draw(weight: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill [out, in] with a standard deviation of 1 / sqrt(in), the same on all devices, dtypes and shardings."""
+    values = _random(weight.shape, generator)
+    local, offset = _local_part(weight)
+    _copy_part(local, values, offset)
+
+
+def _random(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * shape[-1] ** -0.5
+
+
+def _local_part(weight: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What this process holds of a parameter, and the indices of its first element there.
+
+    Args:
+        weight: The parameter.
+        first: Its first index, if it is a plain tensor.
+    """
+    if not isinstance(weight, DTensor):
+        return weight, (first,) + (0,) * (weight.ndim - 1)
+    (chunk,) = weight.__create_chunk_list__()
+    return weight.to_local(), tuple(chunk.offsets)
+
+
+def _copy_part(local: torch.Tensor, values: torch.Tensor, offset: tuple[int, ...]) -> None:
+    """Copy the part of full `values` that `local` is, which begins at `offset`."""
+    window = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
+    local.copy_(values[window])
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+class RankTensor(torch.Tensor):
+    """The state or the gradient of plain experts: under this name every rank has another tensor.
+
+    It is an ordinary tensor in all operations, and their results are ordinary tensors, except that it refuses norms
+    over it and to be saved as a replica. Pickled, it is an ordinary tensor as well.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do what was asked for, unless it is a norm."""
+        del types
+        if func in _NORMS:
+            raise RuntimeError(
+                "clip_grad_norm_: this is the gradient of plain experts, of which every rank has others: each rank "
+                "would find another norm, and ranks would drift apart. Use `deep_ep.moe.clip_grad_norm_(model, ...)`; "
+                "for this rank's norm alone, take that of `grad.detach()`"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> Any:
+        """Called by `torch.distributed.checkpoint` to save it."""
+        raise ValueError(
+            f"torch.distributed.checkpoint: `{fqn}` are plain experts, other ones on each rank, and would be saved as "
+            f"if they were replicas. {_THE_WAY}; or save one file with `deep_ep.moe.merge_experts`"
+        )
+
+    def __create_chunk_list__(self) -> Any:
+        """Called by `torch.distributed.checkpoint` to load into it."""
+        raise RuntimeError(  # ValueError would be taken for a fault of the checkpoint
+            "torch.distributed.checkpoint: these are plain experts, other ones on each rank, and all ranks would load "
+            f"the same. {_THE_WAY}; or load one file with `deep_ep.moe.take_experts`"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.detach(), memo).as_subclass(RankTensor)
+
+
+_NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm})  # by which torch finds a total norm
+
+
+def _mark_gradient(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None and not isinstance(parameter.grad, RankTensor):
+        parameter.grad = parameter.grad.as_subclass(RankTensor)
+
+
+def _mark_state(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    for name, parameter in module.named_parameters():
+        value = state[prefix + name]
+        if value is not parameter:  # with `keep_vars` the parameter itself
+            state[prefix + name] = value.as_subclass(RankTensor)
+
+
+def _unmark_state(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    for name, _ in module.named_parameters():
+        value = state.get(prefix + name)
+        if isinstance(value, RankTensor):
+            state[prefix + name] = value.detach()
+
+
+def _refuse_wrappers(parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+    """Called by torch whenever a module becomes part of another one, as a model does of DDP."""
+    if child is None or not isinstance(parent, (DistributedDataParallel, FullyShardedDataParallel)):
+        return
+    for name, experts in named_experts(child):
+        if isinstance(parent, DistributedDataParallel):
+            _check_ddp(parent, name, experts)
+        elif experts.num_ranks > 1:
+            raise ValueError(
+                f"FullyShardedDataParallel: `{name}` has other experts on each of {experts.num_ranks} ranks, and would "
+                f"be sharded as if they were replicas. Use `torch.distributed.fsdp.fully_shard`. {_THE_WAY}"
+            )
+
+
+def _check_ddp(ddp: DistributedDataParallel, name: str, experts: Experts) -> None:
+    """Refuse a model whose experts DDP would overwrite, or whose gradients it would not make comparable.
+
+    Raises:
+        ValueError: It would.
+    """
+    if experts.num_ranks == 1:
+        return
+    where = f"DistributedDataParallel: the experts `{name}`"
+    names = [f"{name}.{one}" if name else one for one, _ in experts.named_parameters()]
+    if not ddp.parameters_to_ignore.issuperset(names):
+        raise ValueError(
+            f"{where} are other ones on each of {experts.num_ranks} ranks: rank 0 would overwrite those of all ranks. "
+            "Leave them out: `DistributedDataParallel(deep_ep.moe.ignore_experts(model))`"
+        )
+    if experts.reduction != "mean":
+        raise ValueError(
+            f"{where} have gradients of the sum of all ranks' losses, and DDP makes those of the mean. Make the layer "
+            "with `MoELayer(..., reduction='mean')`"
+        )
+    num_holders = experts.num_ranks
+    if isinstance(experts.up, DTensor):
+        num_holders = experts.up.device_mesh.size()  # FSDP2 adds the dimension over which it averages
+    if ddp.process_group.size() != num_holders:
+        raise ValueError(
+            f"{where} are on {num_holders} ranks, and DDP is on {ddp.process_group.size()}: all gradients must be "
+            "averaged over the same ranks. Where experts have replicas, call "
+            "`fully_shard(layer.experts, mesh=mesh['dp'])` before, over the other dimension of their mesh"
+        )
+
+
+register_module_module_registration_hook(_refuse_wrappers)

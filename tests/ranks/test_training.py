@@ -1,0 +1,195 @@
+"""What composes with the MoE layer, row by row, against a dense model of one process.
+
+Every row trains the same small model for 20 steps on four ranks, one of which has no tokens, in FP32 and in FP64. It
+must have the dense model's first weights (to the bit), outputs and gradients of the first step, norms, and last
+weights. The wrong compositions must raise. Model and steps are in `training.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from training import (
+    EMPTY_RANK,
+    LIMIT_SECS,
+    NUM_RANKS,
+    ROWS,
+    STEPS,
+    K,
+    Model,
+    Seen,
+    T,
+    batch,
+    make_layer,
+    train_dense,
+    train_rows,
+)
+
+import deep_ep
+from common import error_of, run_ranks
+from deep_ep import moe
+
+pytestmark = pytest.mark.cpu_only  # FSDP2 reduces over gloo on the CPU only
+
+CELLS = {f"{name}, FP32": (name, torch.float32) for name in ROWS} | {
+    f"{name}, FP64": (name, torch.float64) for name, row in ROWS.items() if not row.is_autocast
+}
+LIMITS = {torch.float32: 1e-4, torch.float64: 1e-10}
+AUTOCAST_LIMIT = 5e-2  # of BF16
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[tuple[str, torch.dtype], Seen]]:
+    """What each rank saw in all rows; computed once."""
+    return run_ranks(train_rows, NUM_RANKS, list(CELLS.values()))
+
+
+def assert_close(what: str, seen: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
+    assert seen.shape == expected.shape, what
+    error, largest = (seen - expected).abs().max().item(), expected.abs().max().item()
+    assert error <= limit * max(largest, 1.0), f"{what}: error {error}, largest {largest}"
+
+
+@pytest.mark.parametrize(("row", "dtype"), CELLS.values(), ids=CELLS)
+def test_a_row_trains_like_the_dense_model(trained: Any, row: str, dtype: torch.dtype) -> None:
+    results = [result[row, dtype] for result in trained]
+    dense = train_dense(ROWS[row], dtype)
+    limit = AUTOCAST_LIMIT if ROWS[row].is_autocast else LIMITS[dtype]
+    seen = Seen.merge(results)
+    for name, value in dense.first_weights.items():
+        assert torch.equal(seen.first_weights[name], value), name
+    for what, left, right in (
+        ("gradient", seen.grads, dense.grads),
+        ("weight", seen.last_weights, dense.last_weights),
+        ("average", seen.averages, dense.averages),
+    ):
+        assert left.keys() == right.keys()
+        for name in right:
+            assert_close(f"{what} of {name}", left[name], right[name], limit)
+    assert_close("outputs", torch.cat([result.outputs for result in results]), dense.outputs, limit)
+    times = 1 + ROWS[row].is_checkpointed  # it counts again
+    assert [result.num_choices for result in results] == [
+        0 if rank == EMPTY_RANK else times * STEPS * T * K for rank in range(NUM_RANKS)
+    ]
+    for result, step in itertools.product(results, range(len(dense.norms))):
+        assert torch.equal(result.norms[step], results[0].norms[step])  # the same everywhere, to the bit
+        assert_close(f"norm of step {step}", result.norms[step], dense.norms[step], limit)
+
+
+# What would go wrong in silence --------------------------------------------------------------------------------------
+
+
+def checkpoint_error(work: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """As `error_of`, for calls of `torch.distributed.checkpoint`, whose exception is no `Exception`."""
+    try:
+        return error_of(work, *args, **kwargs)
+    except dcp.CheckpointException as error:
+        return type(error).__name__, str(error)
+
+
+def wrapped_by_fsdp1(model: Model) -> None:
+    """What its constructor does on a GPU; it does not begin without one."""
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper._fsdp_wrapped_module = model
+
+
+def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str]]:
+    """What each wrong composition raises."""
+    world = init_device_mesh("cpu", (num_ranks,))
+    grid = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("dp", "ep"))
+    buffer = deep_ep.Buffer(dist.group.WORLD, num_cpu_timeout_secs=LIMIT_SECS)
+
+    def model(**how: Any) -> Model:
+        how = {"buffer": buffer} | how if "mesh" not in how or how["mesh"] is world else how
+        return Model(make_layer(torch.float32, **how), torch.float32)
+
+    def clipped(model: Model) -> torch.Tensor:
+        outputs, loss = model(batch(0, rank, torch.float32)[:, 0])
+        (outputs.square().sum() + loss).backward()
+        return nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+
+    def clipped_on_one_mesh() -> None:
+        """Where all parameters are DTensors of one mesh torch's own norm is right."""
+        sharded = model(mesh=world)
+        fully_shard(sharded, mesh=world, ignored_params=moe.expert_parameters(sharded))
+        torch.testing.assert_close(clipped(sharded).full_tensor().double(), moe.clip_grad_norm_(sharded, math.inf))
+        largest = max(parameter.grad.full_tensor().abs().max() for parameter in sharded.parameters())
+        assert moe.clip_grad_norm_(sharded, math.inf, math.inf) == largest
+
+    def clipped_infinity() -> None:
+        """All ranks raise for what only one has."""
+        plain = model()
+        for parameter in plain.parameters():
+            parameter.grad = torch.full_like(parameter, math.inf if rank == 1 else 1.0)
+        moe.clip_grad_norm_(plain, 1.0, error_if_nonfinite=True)
+
+    def clipped_on_two_meshes() -> None:
+        sharded = model(mesh=grid["ep"])
+        fully_shard(sharded.moe.experts, mesh=grid["dp"])
+        fully_shard(sharded, mesh=world, ignored_params=moe.expert_parameters(sharded))
+        clipped(sharded)
+
+    def loaded(model: Model) -> None:
+        state = model.state_dict()
+        dcp.save({name: value.detach() for name, value in state.items()}, checkpoint_id=folder)  # as plain tensors
+        dcp.load(state, checkpoint_id=folder)
+
+    return {
+        "DDP": error_of(DistributedDataParallel, model()),
+        "DDP, DTensors": error_of(DistributedDataParallel, model(mesh=world)),
+        "DDP, the sum": error_of(DistributedDataParallel, moe.ignore_experts(model())),
+        "DDP, replicas": error_of(DistributedDataParallel, moe.ignore_experts(model(mesh=grid["ep"]))),
+        "fully_shard": error_of(fully_shard, model(), mesh=world),
+        "FSDP1": error_of(wrapped_by_fsdp1, model()),
+        "DCP": checkpoint_error(dcp.save, model().state_dict(), checkpoint_id=folder),
+        "DCP, loading": checkpoint_error(loaded, model()),
+        "clip_grad_norm_": error_of(clipped, model()),
+        "clip_grad_norm_, DTensors": error_of(clipped, model(mesh=world)),
+        "clip_grad_norm_, one mesh": error_of(clipped_on_one_mesh),
+        "clip_grad_norm_, two meshes": error_of(clipped_on_two_meshes),
+        "clip_grad_norm_, infinite": error_of(clipped_infinity),
+        "reduction": error_of(moe.reduce_replicated_gradients, model(mesh=world), dist.group.WORLD),
+        "mesh": error_of(model, mesh=grid),
+        "ranks": error_of(make_layer, torch.float32, buffer=buffer, mesh=grid["ep"]),
+    }
+
+
+REFUSED = {
+    "DDP": "Leave them out: `DistributedDataParallel(deep_ep.moe.ignore_experts(model))`",
+    "DDP, DTensors": "deep_ep.moe.ignore_experts(model)",
+    "DDP, the sum": "MoELayer(..., reduction='mean')",
+    "DDP, replicas": "`fully_shard(layer.experts, mesh=mesh['dp'])`",
+    "fully_shard": "Make the layer with `MoELayer(..., mesh=mesh['ep'])`",
+    "FSDP1": "Use `torch.distributed.fsdp.fully_shard`",
+    "DCP": "`moe.experts.up` are plain experts",
+    "DCP, loading": "or load one file with `deep_ep.moe.take_experts`",
+    "clip_grad_norm_": "Use `deep_ep.moe.clip_grad_norm_(model, ...)`",
+    "clip_grad_norm_, DTensors": "mixed torch.Tensor and DTensor",
+    "clip_grad_norm_, one mesh": "",
+    "clip_grad_norm_, two meshes": "mesh",
+    "clip_grad_norm_, infinite": "the total norm of order 2.0 is inf, nothing was scaled",
+    "reduction": "Pass reduction='mean'",
+    "mesh": "such as `mesh['ep']`",
+    "ranks": "`mesh` must have the buffer's ranks [0, 1, 2, 3]",
+}
+
+
+def test_what_would_go_wrong_in_silence_is_refused(tmp_path: Path) -> None:
+    for errors in run_ranks(refusals, NUM_RANKS, str(tmp_path)):
+        assert errors.keys() == REFUSED.keys()
+        for name, (_, text) in errors.items():
+            assert REFUSED[name] in text, f"{name}: {text}"
+            assert bool(text) == bool(REFUSED[name]), f"{name}: {text}"

@@ -1,0 +1,139 @@
+"""Checkpoints of model and optimizer: saved on four ranks, opened on others, where training goes on as it would have.
+
+The batch of a step is split over however many ranks there are, so losses do not depend on them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from training import LIMIT_SECS, H, Model, T, make_layer, make_optimizer
+
+import deep_ep
+from common import error_of, run_ranks
+from deep_ep import moe
+
+pytestmark = pytest.mark.cpu_only  # FSDP2 reduces over gloo on the CPU only
+
+NUM_STEPS, NUM_MORE = 100, 10
+
+
+def make_sharded(num_ranks: int) -> Model:
+    """Experts on up to two ranks, and FSDP2 for their replicas and for everything else."""
+    num_replicas = max(1, num_ranks // 2)
+    grid = init_device_mesh("cpu", (num_replicas, num_ranks // num_replicas), mesh_dim_names=("dp", "ep"))
+    buffer = deep_ep.Buffer(grid.get_group("ep"), num_cpu_timeout_secs=LIMIT_SECS)
+    torch.manual_seed(num_ranks)  # loading must not find the right weights there
+    model = Model(make_layer(torch.float32, buffer=buffer, mesh=grid["ep"]), torch.float32)
+    fully_shard(model.moe.experts, mesh=grid["dp"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (num_ranks,)), ignored_params=moe.expert_parameters(model))
+    return model
+
+
+def make_plain(num_ranks: int) -> Model:
+    buffer = deep_ep.Buffer(dist.group.WORLD, num_cpu_timeout_secs=LIMIT_SECS)
+    torch.manual_seed(num_ranks)
+    model = Model(make_layer(torch.float32, buffer=buffer, reduction="mean"), torch.float32)
+    model.reset_parameters()  # the same on all ranks
+    return model
+
+
+def train(model: Model, optimizer: torch.optim.Optimizer, steps: range, is_reduced: bool) -> list[float]:
+    """Losses of the steps."""
+    losses, rank, num_ranks = [], dist.get_rank(), dist.get_world_size()
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x, wanted = torch.randn(2, 4 * T, H, generator=generator)
+        output, _ = model(x.chunk(num_ranks)[rank])
+        loss = (output - wanted.chunk(num_ranks)[rank]).square().mean()  # chunks are equal: so is their weight
+        optimizer.zero_grad()
+        loss.backward()
+        if not is_reduced:
+            moe.reduce_replicated_gradients(model, dist.group.WORLD, "mean")
+        moe.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        total = loss.detach() / num_ranks
+        dist.all_reduce(total)
+        losses.append(total.item())
+    return losses
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def save_and_go_on(rank: int, num_ranks: int, folder: str) -> list[float]:
+    model = make_sharded(num_ranks)
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(NUM_STEPS), True)
+    # Its thread communicates beside the training: in a group of its own.
+    group = dist.new_group(backend="gloo")
+    saving = dcp.async_save(state_of(model, optimizer), checkpoint_id=folder, process_group=group)
+    losses = train(model, optimizer, range(NUM_STEPS, NUM_STEPS + NUM_MORE), True)  # while it is written
+    saving.result(timeout=60)
+    return losses
+
+
+def load_and_go_on(rank: int, num_ranks: int, folder: str) -> list[float]:
+    model = make_sharded(num_ranks)
+    optimizer = make_optimizer(model)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    load(model, optimizer, state)
+    return train(model, optimizer, range(NUM_STEPS, NUM_STEPS + NUM_MORE), True)
+
+
+def test_a_checkpoint_of_four_ranks_goes_on_with_others(tmp_path: Path) -> None:
+    expected = run_ranks(save_and_go_on, 4, str(tmp_path))[0]
+    for num_ranks in (2, 1):
+        for losses in run_ranks(load_and_go_on, num_ranks, str(tmp_path)):
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def save_plain(rank: int, num_ranks: int, folder: Path) -> list[float]:
+    model = make_plain(num_ranks)
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(5), False)
+    torch.save(state_of(model, optimizer), folder / f"{rank}.pt")
+    return train(model, optimizer, range(5, 10), False)
+
+
+def load_plain(rank: int, num_ranks: int, file: Path) -> list[float]:
+    model = make_plain(num_ranks)
+    optimizer = make_optimizer(model)
+    load(model, optimizer, moe.take_experts(torch.load(file), rank, num_ranks))
+    return train(model, optimizer, range(5, 10), False)
+
+
+def test_one_file_of_plain_experts_with_their_optimizer(tmp_path: Path) -> None:
+    expected = run_ranks(save_plain, 4, tmp_path)[0]
+    merged = moe.merge_experts([torch.load(tmp_path / f"{rank}.pt") for rank in range(4)])
+    moments = merged["optimizer"]["state"]["moe.experts.up"]
+    assert moments["exp_avg"].shape == merged["model"]["moe.experts.up"].shape
+    assert moments["step"] == 5
+    torch.save(merged, tmp_path / "all.pt")
+    for losses in run_ranks(load_plain, 2, tmp_path / "all.pt"):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_states_that_lack_something() -> None:
+    shards = [{"model": {"experts.up": torch.ones(2, 3), "gate.weight": torch.ones(3)}} for _ in range(2)]
+    del shards[1]["model"]["experts.up"]
+    text = error_of(moe.merge_experts, shards)[1]
+    assert text.startswith("merge_experts: the state of rank 1/2 lacks `model.experts.up`, which another rank's has.")
+    shards[0]["model"] = {"gate.weight": torch.ones(3)}
+    assert error_of(moe.take_experts, shards[0], 0, 2)[1].startswith("take_experts: `state` has no experts")
+    assert error_of(moe.merge_experts, [])[0] == "ValueError"
