@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from common import error_of, run_ranks
 from deep_ep import EventHandle, EventOverlap, reference
-from deep_ep.buffers.elastic import ElasticBuffer, EPHandle
+from deep_ep.buffers.elastic_buffer import ElasticBuffer, EPHandle
 
 pytestmark = pytest.mark.usefixtures("device")
 
