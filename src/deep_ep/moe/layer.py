@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..buffers.legacy import Buffer
+from ..placement import Placement, even_placement, move_experts, sum_over_copies
 from . import ops
 from .gate import Gate, GateOptions, count_ids
 from .grouped import grouped_linear, padded_linear
@@ -114,7 +115,7 @@ class MoELayer(nn.Module):
     Args:
         hidden: H.
         intermediate: I.
-        num_experts: E, a multiple of the ranks.
+        num_experts: E, a multiple of the ranks where there is no placement.
         topk: K.
         group: Make a buffer for this process group.
         buffer: Or use this one, which layers may share. Exactly one of the two.
@@ -125,12 +126,14 @@ class MoELayer(nn.Module):
             are then fixed: the host never waits for counts, and `torch.compile(fullgraph=True)` takes the layer. 0: on
             as many rows as come, which is less work.
         is_fp8: Tokens, and in the backward pass gradients of sums, travel as FP8. Sums travel as they are.
+        placement: Which rank has which experts, perhaps several times; None: E / R on each, in order.
 
     Attributes:
         gate: `Gate`, replicated.
         experts: `Experts`, of this rank.
         shared: `SwiGLU` or None, replicated.
         buffer: The buffer.
+        placement: Where experts are. `num_experts` counts the physical ones.
     """
 
     def __init__(
@@ -147,22 +150,29 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
         num_worst_tokens: int = 0,
         is_fp8: bool = False,
+        placement: Placement | None = None,
     ):
         super().__init__()
         if (group is None) == (buffer is None):
             raise ValueError("MoELayer: `group` or `buffer` must be given, and not both")
         self.buffer = buffer if buffer is not None else Buffer(group)
-        if num_experts % self.buffer.group_size:
+        if placement is None and num_experts % self.buffer.group_size:
             raise ValueError(
                 f"MoELayer: `num_experts` must be a multiple of the {self.buffer.group_size} ranks, got {num_experts}"
             )
-        self.num_experts, self.num_worst_tokens, self.is_fp8 = num_experts, num_worst_tokens, is_fp8
+        self.placement = placement or even_placement(num_experts, self.buffer.group_size)
+        if self.placement.num_ranks != self.buffer.group_size:
+            raise ValueError(
+                f"MoELayer: `placement` must be for {self.buffer.group_size} ranks, got {self.placement.num_ranks}"
+            )
+        self.num_experts, self.num_worst_tokens, self.is_fp8 = self.placement.num_physical, num_worst_tokens, is_fp8
         dtype, device = dtype or torch.get_default_dtype(), self.buffer.device
         self.gate = Gate(
             hidden, num_experts, topk, options, device=device, dtype=torch.promote_types(dtype, torch.float32)
         )
-        num_local = num_experts // self.buffer.group_size
-        self.experts = Experts(num_local, hidden, intermediate, device=device, dtype=dtype)
+        if placement is not None:
+            self.gate.place(placement, self.buffer.rank)
+        self.experts = Experts(self.placement.num_slots, hidden, intermediate, device=device, dtype=dtype)
         self.shared = None
         if shared_intermediate:
             self.shared = SwiGLU(hidden, shared_intermediate, device=device, dtype=dtype)
@@ -178,9 +188,9 @@ class MoELayer(nn.Module):
             replicated += [self.shared.up, self.shared.down]
         for parameter in replicated:
             _draw(parameter, generator)
-        first = self.buffer.rank * self.experts.up.size(0)
-        for expert, (up, down) in enumerate(zip(self.experts.up, self.experts.down, strict=True), first + 1):
-            generator.manual_seed(seed + expert)
+        own = self.placement.of_rank(self.buffer.rank).tolist()  # copies of an expert draw the same
+        for expert, up, down in zip(own, self.experts.up, self.experts.down, strict=True):
+            generator.manual_seed(seed + 1 + expert)
             _draw(up, generator)
             _draw(down, generator)
 
@@ -240,6 +250,34 @@ class MoELayer(nn.Module):
     def update_bias(self, speed: float = 1e-3) -> None:
         """One step of loss-free balancing, over the choices of all ranks since the last. After the backward pass."""
         self.gate.update_bias(speed, self.buffer.group)
+
+    @torch.no_grad()
+    def place_experts(self, placement: Placement, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Move the experts to where a placement has them. All ranks call it together, between steps.
+
+        Args:
+            placement: With as many physical experts as the layer was made with.
+            optimizer: Its state of the experts, tensors of their shape, moves with them.
+        """
+        parameters = list(self.experts.parameters())
+        tensors: list[torch.Tensor] = [*parameters]
+        for parameter in parameters:
+            state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+            tensors += [one for one in state.values() if torch.is_tensor(one) and one.shape == parameter.shape]
+        move_experts(tensors, self.placement, placement, self.buffer.rank, self.buffer.group)
+        self.placement = placement
+        self.gate.place(placement, self.buffer.rank)
+
+    @torch.no_grad()
+    def reduce_replica_gradients(self) -> None:
+        """Sum the experts' gradients over their copies, in place. All ranks call it together, before the optimizer.
+
+        Copies then stay alike. Without replicas nothing happens.
+        """
+        for parameter in self.experts.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            sum_over_copies(parameter.grad, self.placement, self.buffer.rank, self.buffer.group)
 
     def extra_repr(self) -> str:
         """Shown by `print(layer)`."""
