@@ -17,13 +17,19 @@ from ..bench.core import PRODUCT, slowest_median
 from ..bench.inputs import Setting
 from ..bench.report import Report, read_json
 from .calls import Call, Point
+from .model import USUAL, Constants
 from .routing import Routing
 from .table import Table, fit_table, prepare
 
 SYSTEM = "deep_ep"
+_CPU = "CPU"
 _CPU_MEMORY_GBPS = 10.0  # of all ranks of a host; only the scale of a constant depends on it
 _LOOPBACK_GBPS = 2.0
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+
+# What is expected of CPU ranks before anything is measured: ranks that share cores wait for each other's turns, so that
+# every rank more costs a call most of a millisecond.
+_USUAL_ON_CPU = Constants(200, 500, 500, 1, 5, 100, 0.5, 0.7, 0.01, 0.1, 0.01)
 
 # Cases of benches that are one call, by what they are. Layers, round trips, halves and graphs are not.
 _CASES = {
@@ -124,7 +130,7 @@ def _call_of(report: Report, setting: Setting, case: str, num_ranks: int, copy_g
     return Call(
         system=SYSTEM,
         version=case,
-        gpu=str(report.machine.get("gpu", "GPU")) if is_gpu else "CPU",
+        gpu=str(report.machine.get("gpu", "GPU")) if is_gpu else _CPU,
         network=setting.transport or setting.link or ("loopback" if setting.num_nodes > 1 else ""),
         mode="low_latency" if report.name.startswith(low_latency.NAME) else "normal",
         op=op,
@@ -150,7 +156,7 @@ def fit_machine(points: Sequence[Point], table: Table) -> Table:
     """A table with this machine's constants beside those of another."""
     if not points:
         raise ValueError("planner: there is no measured call to calibrate with. Give results of `bench normal`")
-    return Table({**table.entries, **fit_table(prepare(points)).entries})
+    return Table({**table.entries, **fit_table(prepare(points), usual=_usual(points)).entries})
 
 
 def try_points(points: Sequence[Point]) -> list[Trial]:
@@ -160,12 +166,16 @@ def try_points(points: Sequence[Point]) -> list[Trial]:
     for left in sorted({_setting_of(point.call) for point in points}):
         held = [one for one in prepared if _setting_of(one.point.call) == left]
         rest = [one for one in prepared if _setting_of(one.point.call) != left]
-        table = fit_table(rest, held)
+        table = fit_table(rest, held, _usual(points))
         for one in held:
             predicted = table.predict(one.point.call)
             if predicted.entry is not None:
                 trials.append(Trial(one.point, predicted.us, predicted.low_us, predicted.high_us))
     return trials
+
+
+def _usual(points: Sequence[Point]) -> Constants:
+    return _USUAL_ON_CPU if points[0].call.gpu == _CPU else USUAL
 
 
 def _setting_of(call: Call) -> tuple[str, str, int, int, int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from .formats import row_bytes
+from .formats import FORMATS, row_bytes
 from .hardware import find_gpu, is_proxied, network_speed
 from .routing import Routing, uniform_reach
 
@@ -242,6 +242,7 @@ class Points(NamedTuple):
         return [point for point in self.points if not point.is_from_bandwidth]
 
 
+OPS = ("dispatch", "combine", "both")
 _COLUMNS = [
     *("id", "system", "version", "source", "gpu", "network", "nodes", "ranks", "ranks_per_node", "mode", "op", "dtype"),
     *("tokens_per_rank", "hidden", "topk", "num_experts", "topk_groups", "num_groups", "sms"),
@@ -279,6 +280,9 @@ def _usable(rows: Iterable[dict[str, str]], path: Path) -> Points:
     points: list[Point] = []
     left_out: dict[str, int] = {}
     for number, row in enumerate(rows, 2):
+        if row["op"] not in OPS:
+            left_out["another operation"] = left_out.get("another operation", 0) + 1
+            continue
         try:
             call = _call_of(row)
             latency_us, is_from_bandwidth = _latency_of(row, call)
@@ -295,7 +299,6 @@ def _usable(rows: Iterable[dict[str, str]], path: Path) -> Points:
 
 
 def _call_of(row: dict[str, str]) -> Call:
-    dtype = row["dtype"].strip()
     num_ranks = _number(row["ranks"]) or _number(row["ranks_per_node"]) or (4 if row["gpu"] == "GB200" else 8)
     num_experts = _number(row["num_experts"]) or max(_USUAL_EXPERTS, num_ranks)
     num_groups, topk_groups = _number(row["num_groups"]) or 1, _number(row["topk_groups"]) or 1
@@ -317,7 +320,7 @@ def _call_of(row: dict[str, str]) -> Call:
         network=row["network"],
         mode=row["mode"],
         op=row["op"],
-        dtype=_DTYPES.get(dtype, dtype),
+        dtype=_format_of(row["dtype"].strip()),
         num_tokens=_number(row["tokens_per_rank"]) or _USUAL_TOKENS,
         hidden=_number(row["hidden"]) or _USUAL_HIDDEN,
         routing=routing,
@@ -325,6 +328,13 @@ def _call_of(row: dict[str, str]) -> Call:
         ranks_per_node=_number(row["ranks_per_node"]) or max(1, num_ranks // (_number(row["nodes"]) or 1)),
         num_sms=_number(row["sms"]),
     )
+
+
+def _format_of(dtype: str) -> str:
+    """A name of `FORMATS`; of what publications call otherwise, the one that it names, else BF16."""
+    if dtype in _DTYPES or dtype in FORMATS:
+        return _DTYPES.get(dtype, dtype)
+    return next((name for name in ("nvfp4", "fp4", "mxfp8", "fp8", "int8", "logfmt") if name in dtype.lower()), "bf16")
 
 
 def _number(text: str) -> int:

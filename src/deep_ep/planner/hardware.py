@@ -48,6 +48,8 @@ GPUS: dict[str, Gpu] = {
     "MI308X": Gpu(448, 80, 342, 684, 5300, 192, num_links=7),
     "MI325X": Gpu(448, 304, 1307, 2615, 6000, 256, num_links=7),
     "MI355X": Gpu(537, 256, 2500, 5000, 8000, 288, num_links=7),
+    "MI350X": Gpu(537, 256, 2300, 4600, 8000, 288, num_links=7),
+    "A800": Gpu(200, 108, 312, 312, 2039, 80),
     "A100": Gpu(300, 108, 312, 312, 2039, 80),
     "L4": Gpu(24, 58, 121, 242, 300, 24),
     "Ascend A2": Gpu(196, 24, 376, 376, 1600, 64),
@@ -69,6 +71,8 @@ def network_speed(name: str) -> float:
     Example:
         `network_speed("10x400G RoCE per node")` is 62.5: ten ports of 50 GB/s for eight GPUs.
     """
+    if "CX8" in name:
+        return 2 * _GBPS_OF_400G
     if "CX6" in name or "4 per node" in name:
         return _GBPS_OF_400G / 2
     ports = re.search(r"(\d+)x(\d+)G\b.* per node", name)

@@ -19,7 +19,7 @@ from .calls import DEFAULT_SMS, Call
 from .hardware import Cluster, find_gpu
 from .layer import PHASES, Compute, LayerTime, find_compute, time_layer
 from .models import Model
-from .routing import Reach, Routing, find_reach, sample_routes, without_groups
+from .routing import Reach, Routing, find_reach, sample_routes
 from .table import Prediction, Table
 from .traffic import Traffic, find_traffic
 
@@ -343,10 +343,10 @@ def _group_gain(question: Question, table: Table, num_ranks: int, spread: _Sprea
         limited = replace(question, num_groups=num_nodes, topk_groups=most)
     times = []
     for one in (limited, replace(question, num_groups=1, topk_groups=1)):
-        routing = one.routing() if one.num_groups > 1 else without_groups(one.routing())
-        reach = find_reach(routing, num_ranks, num_nodes, question.num_tokens * num_ranks)
-        other = spread._replace(reach=reach, load=_imbalance(reach.selections))
-        times.append(_plan_sms(one, table, num_ranks, "normal", best.num_sms, other).layer.us)
+        even = replace(one, zipf=0.0, load=None)  # the gain hardly depends on skew, and has a formula without
+        reach = find_reach(even.routing(), num_ranks, num_nodes)
+        other = spread._replace(reach=reach, load=1.0)
+        times.append(_plan_sms(even, table, num_ranks, "normal", best.num_sms, other).layer.us)
     return times[1] / times[0]
 
 

@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ..layout import dispatch_layout
-
 MOST_SAMPLED = 1 << 18  # tokens: below one percent of error for the busiest of 2,048 ranks
-_MOST_SCORES = 1 << 24  # of a chunk of tokens, with a number for each expert or rank: 64 MiB
+_MOST_SCORES = 1 << 24  # of a chunk of tokens, with a score for each expert: 64 MiB
 
 
 @dataclass(frozen=True)
@@ -209,13 +207,19 @@ def count_reach(ranks: torch.Tensor, num_ranks: int, num_nodes: int) -> Reach:
         num_ranks: R.
         num_nodes: N.
     """
-    counts = [torch.zeros(size, dtype=torch.float64) for size in (num_ranks, num_nodes, num_ranks)]
-    for chunk in ranks.split(max(1, _MOST_SCORES // num_ranks)):
-        layout = dispatch_layout(chunk, num_ranks, num_ranks, num_ranks // num_nodes)  # each rank as one expert
-        for total, more in zip(counts, layout[:3], strict=True):
-            total += more
-    to_ranks, to_nodes, selections = (count / max(1, ranks.size(0)) for count in counts)
-    return Reach(to_ranks, to_nodes, selections, True)
+    num_tokens = max(1, ranks.size(0))
+    nodes = ranks.div(num_ranks // num_nodes, rounding_mode="floor")  # -1 stays -1
+    selections = torch.bincount(ranks[ranks >= 0], minlength=num_ranks).double()
+    once = [_count_once(*units) / num_tokens for units in ((ranks, num_ranks), (nodes, num_nodes))]
+    return Reach(once[0], once[1], selections / num_tokens, True)
+
+
+def _count_once(units: torch.Tensor, num_units: int) -> torch.Tensor:
+    """[units] float64, rows of [T, K] that have each unit at least once. No mask of T times all units is made."""
+    units = units.sort(dim=1).values
+    is_first = torch.ones_like(units, dtype=torch.bool)
+    is_first[:, 1:] = units[:, 1:] != units[:, :-1]
+    return torch.bincount(units[is_first & (units >= 0)], minlength=num_units).double()
 
 
 def sample_routes(routing: Routing, num_tokens: int, seed: int = 0) -> torch.Tensor:
@@ -232,19 +236,31 @@ def sample_routes(routing: Routing, num_tokens: int, seed: int = 0) -> torch.Ten
 
 
 def _sample_distinct(popularity: torch.Tensor, topk: int, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw with replacement, and draw again what a token has already: the same distribution, without E scores."""
-    bounds = popularity.cumsum(0)
-    last = int(popularity.nonzero()[-1])
-    chosen = torch.full((num_tokens, topk), -1, dtype=torch.int64)
-    num_chosen = torch.zeros(num_tokens, dtype=torch.int64)
-    left = torch.arange(num_tokens)
+    """Draw with replacement, and keep the first K that differ: the same distribution, without a score for each expert.
+
+    Twice as many draws as needed are made at once; the few tokens that these do not suffice for go on one by one.
+    """
+    bounds, last = popularity.cumsum(0), int(popularity.nonzero()[-1])
+
+    def draw(*shape: int) -> torch.Tensor:
+        points = torch.rand(shape, generator=generator, dtype=torch.float64)
+        return torch.searchsorted(bounds, points, right=True).clamp_(max=last)
+
+    drawn = draw(num_tokens, 2 * topk)
+    is_new = torch.ones_like(drawn, dtype=torch.bool)
+    for index in range(1, drawn.size(1)):
+        is_new[:, index] = (drawn[:, :index] != drawn[:, index : index + 1]).all(1)
+    number = is_new.cumsum(1)
+    rows, columns = (is_new & (number <= topk)).nonzero(as_tuple=True)
+    chosen = torch.full((num_tokens, topk), -1)
+    chosen[rows, number[rows, columns] - 1] = drawn[rows, columns]
+    num_chosen = number[:, -1].clamp(max=topk)
+    left = (num_chosen < topk).nonzero().view(-1)
     while left.numel():
-        points = torch.rand(left.numel(), generator=generator, dtype=torch.float64)
-        drawn = torch.searchsorted(bounds, points, right=True).clamp_(max=last)
-        is_new = (chosen[left] != drawn.unsqueeze(1)).all(1)
-        rows = left[is_new]
-        chosen[rows, num_chosen[rows]] = drawn[is_new]
-        num_chosen[rows] += 1
+        more = draw(left.numel())
+        fits = (chosen[left] != more.unsqueeze(1)).all(1)
+        chosen[left[fits], num_chosen[left[fits]]] = more[fits]
+        num_chosen[left[fits]] += 1
         left = left[num_chosen[left] < topk]
     return chosen
 
@@ -252,7 +268,7 @@ def _sample_distinct(popularity: torch.Tensor, topk: int, num_tokens: int, gener
 def _sample_in_groups(routing: Routing, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
     """Score every expert: the largest of log popularity plus Gumbel noise are a draw without replacement."""
     size = max(1, _MOST_SCORES // routing.num_experts)
-    num_tokens = min(num_tokens, 4 * size)  # as many as take seconds
+    num_tokens = min(num_tokens, 2 * size)  # as many as take a second or two
     chunks = []
     log_popularity = routing.popularity().log().float()
     for start in range(0, num_tokens, size):
@@ -268,8 +284,3 @@ def _sample_in_groups(routing: Routing, num_tokens: int, generator: torch.Genera
         is_out = torch.ones(groups.shape[:2], dtype=torch.bool).scatter_(1, best, False)
         chunks.append(groups.masked_fill(is_out.unsqueeze(2), -math.inf).flatten(1).topk(routing.topk).indices)
     return torch.cat(chunks)
-
-
-def without_groups(routing: Routing) -> Routing:
-    """The same router, free to choose any experts."""
-    return replace(routing, num_groups=1, topk_groups=1, num_deciding=0)

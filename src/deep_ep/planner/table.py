@@ -13,7 +13,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -34,7 +34,7 @@ _ENOUGH = 1e-5  # relative gain of a step below which the fit ends
 
 # Half widths of 80% intervals, as logarithms: what is expected of a level before its own errors are known, how many
 # points (above a level of hardware: families) that expectation counts for, and what a doubling of ranks adds.
-_USUAL_HALF = {"kind": 0.70, "system": 0.45, "hardware": 0.20, "version": 0.12}
+_USUAL_HALF = {"kind": 0.65, "system": 0.42, "hardware": 0.20, "version": 0.12}
 _WEIGHT_OF_USUAL = 4
 _HALF_PER_DOUBLING = 0.17
 _INFLATION = 1.1  # errors of points that were fitted are smaller than those of new ones
@@ -107,6 +107,8 @@ class Table:
     def predict(self, call: Call) -> Prediction:
         """How long a call takes."""
         level, entry = self.find(call)
+        if entry is None and call.op == "both":
+            return _both(*(self.predict(replace(call, op=op, dtype=dtype)) for op, dtype in _halves(call)))
         constants = entry.constants if entry else USUAL
         work = find_work(call)
         us = math.exp(log_times(np.log(constants), np.array([work]))[0])
@@ -136,6 +138,18 @@ class Table:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ValueError(f"planner: cannot write {path} ({error.strerror})") from None
+
+
+def _halves(call: Call) -> tuple[tuple[str, str], ...]:
+    return ("dispatch", call.dtype), ("combine", "bf16")
+
+
+def _both(dispatch: Prediction, combine: Prediction) -> Prediction:
+    """A dispatch and a combine after it, where no figure is of the two together."""
+    longer = max((dispatch, combine), key=lambda one: one.us)
+    parts = {name: us + combine.parts[name] for name, us in dispatch.parts.items()}
+    low_us, high_us = dispatch.low_us + combine.low_us, dispatch.high_us + combine.high_us
+    return replace(longer, us=dispatch.us + combine.us, low_us=low_us, high_us=high_us, parts=parts)
 
 
 def _short(value: float) -> float:
@@ -196,12 +210,13 @@ def prepare(points: Iterable[Point]) -> list[Prepared]:
     return [Prepared(point, keys_of(point.call), find_work(point.call)) for point in points]
 
 
-def fit_table(points: Sequence[Prepared], wanted: Iterable[Prepared] | None = None) -> Table:
+def fit_table(points: Sequence[Prepared], wanted: Iterable[Prepared] | None = None, usual: Constants = USUAL) -> Table:
     """Fit a table to figures.
 
     Args:
         points: From `prepare`.
         wanted: Calls that the table will be asked for; what these do not need is left out. None: everything.
+        usual: What is expected where no figure says anything.
     """
     entries: dict[Key, Entry] = {}
     needed = None if wanted is None else {key for one in wanted for key in one.keys.values()}
@@ -215,20 +230,19 @@ def fit_table(points: Sequence[Prepared], wanted: Iterable[Prepared] | None = No
             parent = entries[group[0].keys[above]] if above else None
             if level == "version" and parent is not None and parent.num_points == len(group):
                 continue  # the only version of this hardware: the level above is the same
-            entries[key] = _fit_entry(level, group, parent)
+            entries[key] = _fit_entry(level, group, parent.constants if parent else usual)
         above = level
     return Table(entries)
 
 
-def _fit_entry(level: str, group: list[Prepared], parent: Entry | None) -> Entry:
+def _fit_entry(level: str, group: list[Prepared], parent: Constants) -> Entry:
     works = np.array([one.work for one in group])
     actual = np.log([one.point.latency_us for one in group])
     families = [one.point.call.family for one in group]
     counts = {family: families.count(family) for family in set(families)}
     most = _MOST_POINTS.get(level, len(group))
     weights = np.array([min(1.0, most / counts[family]) for family in families])
-    expected = np.log(parent.constants if parent else USUAL)
-    constants = _fit(works, actual, weights, expected, np.array(SPREAD) * _TIGHTER[level])
+    constants = _fit(works, actual, weights, np.log(parent), np.array(SPREAD) * _TIGHTER[level])
     errors = np.abs(log_times(constants, works) - actual)
     return Entry(
         Constants(*map(float, np.exp(constants))),
