@@ -107,7 +107,7 @@ def spread_choices(
 ) -> torch.Tensor:
     """Choose a copy for each selection: neighbouring tokens take turns.
 
-    The choice depends on the place of the token alone, so recomputing a forward pass makes the same one.
+    The choice depends on the number of the token alone, so recomputing a forward pass makes the same one.
 
     Args:
         topk_idx: [T, K] int64 logical ids; -1: nothing.
@@ -214,7 +214,7 @@ def _replicate(load: list[float], num_ranks: int, num_replicas: int) -> list[int
 
 
 def _pack(shares: Sequence[float], names: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Heaviest first, each into the lightest bin that has a free place and not yet the same name."""
+    """Heaviest first, each into the lightest bin that has a free slot and not yet the same name."""
     size = len(shares) // num_bins
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0.0, number) for number in range(num_bins)]
@@ -225,7 +225,7 @@ def _pack(shares: Sequence[float], names: Sequence[int], num_bins: int) -> list[
             if names[item] not in bins[entry[1]]:
                 break
             passed.append(entry)
-        else:  # every bin with a free place has it: two copies share a bin
+        else:  # every bin with a free slot has it: two copies share a bin
             entry = passed.pop(0)
         load, number = entry
         bins[number].append(names[item])
@@ -342,8 +342,8 @@ def sum_over_copies(tensor: torch.Tensor, placement: Placement, rank: int, group
     several = (placement.num_copies > 1).nonzero().view(-1)
     if not several.numel():
         return
-    place = torch.full((placement.num_experts,), -1).scatter_(0, several, torch.arange(several.numel()))
-    row = place[placement.of_rank(rank)].to(tensor.device)
+    row_of = torch.full((placement.num_experts,), -1).scatter_(0, several, torch.arange(several.numel()))
+    row = row_of[placement.of_rank(rank)].to(tensor.device)
     is_copy = row >= 0
     sums = tensor.new_zeros((several.numel(), *tensor.shape[1:])).index_add_(0, row[is_copy], tensor[is_copy])
     if group is not None and dist.get_world_size(group) > 1:

@@ -79,14 +79,14 @@ def test_a_gate_with_a_placement_chooses_copies_of_the_same_experts() -> None:
     gate, x = Gate(16, 8, 3), torch.randn(50, 16)
     logical = gate(x)
     placement = place_experts(gate.load, num_ranks=4, num_replicas=4)
-    gate.place(placement)
+    gate.set_placement(placement)
     physical = gate(x)
     assert torch.equal(placement.physical_to_logical[physical.topk_idx], logical.topk_idx)
     assert torch.equal(physical.topk_weights, logical.topk_weights)
     assert gate.load.sum() == 2 * 50 * 3  # of logical experts, both times
     assert gate.load.numel() == 8
     assert not {"copies", "num_copies"} & set(gate.state_dict())
-    gate.place(None)
+    gate.set_placement(None)
     assert torch.equal(gate(x).topk_idx, logical.topk_idx)
 
 
@@ -105,7 +105,7 @@ def test_one_rank_moves_its_experts_alone() -> None:
         (lambda: place_experts(torch.ones(4), 4, 4, num_nodes=3), "num_nodes"),
         (lambda: Placement(torch.tensor([0, 0]), 2, 2), "must be somewhere"),
         (lambda: Placement(torch.tensor([0, 1]), 2, 3), "divide evenly"),
-        (lambda: Gate(4, 4, 1).place(even_placement(8, 2)), "must be of 4 experts"),
+        (lambda: Gate(4, 4, 1).set_placement(even_placement(8, 2)), "must be of 4 experts"),
         (lambda: move_experts([], even_placement(4, 2), even_placement(4, 4), 0, None), "as many experts and ranks"),
     ],
 )

@@ -151,10 +151,11 @@ def test_traffic_of_four_ranks_on_two_nodes() -> None:
     assert normal.link_bytes.tolist() == [20 * size, 0, 0, 20 * size]  # half of them come to its rail
     assert normal.network_in_bytes.tolist() == [10 * size] * 4
     assert normal.network_out_bytes.tolist() == [10 * size] * 4
-    assert (normal.rank_load, normal.node_load) == (2, 1)
+    assert (normal.rank_load, normal.network_load) == (2, 1)
     straight = find_traffic(reach, "low_latency", "combine", "bf16", 10, 100, 2)
     assert straight.network_in_bytes.tolist() == [10 * 200] * 4  # each rank's ten rows on the other node come back
     assert straight.network_out_bytes.tolist() == [20 * 200, 0, 0, 20 * 200]
+    assert straight.network_load == 2  # of the ranks that send
     assert straight.link_bytes.tolist() == [10 * 200, 0, 0, 10 * 200]
 
 
@@ -185,7 +186,7 @@ def test_work_of_a_call() -> None:
     assert work.sm_rows == pytest.approx(1000 * 16 * to_rank / 20)
     assert work.link_us == pytest.approx(1000 * 16 * to_rank * 7 / 8 / 450)
     assert work.network_us == pytest.approx(1000 * to_node / 50)  # one other node
-    skewed = find_work(call(rank_load=2.0, node_load=3.0))
+    skewed = find_work(call(rank_load=2.0, network_load=3.0))
     assert skewed.sm_rows == pytest.approx(2 * work.sm_rows)
     assert skewed.network_us == pytest.approx(3 * work.network_us)
     assert find_work(call(is_expanded=True)).sm_rows == pytest.approx(1000 * 4 / 20)
@@ -329,15 +330,20 @@ def test_figures_are_read_and_bandwidths_become_latencies(tmp_path: Path) -> Non
     assert figures.points[2].call.routing == Routing(256, 8, is_balanced=True)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("id,system\n1,2\n", "lacks the columns"), (",".join(COLUMNS) + "\n" + "x," * 22 + "x\n", "line 2")],
-)
-def test_files_that_are_no_figures_are_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_files_that_are_no_figures_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "points.csv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=words):
+    path.write_text("id,system\n1,2\n")
+    with pytest.raises(ValueError, match="lacks the columns version"):
         read_points(path)
+    good = synthetic()[0]
+    for changes in ({"ranks": "many"}, {"latency_us": "-1"}, {"hidden": "x"}):
+        write_figures(path, [figure(good), figure(good, **changes)])
+        with pytest.raises(ValueError, match="line 3"):
+            read_points(path)
+    write_figures(path, [figure(good, op="gather"), figure(good, dtype="FP8 (E5M2)")])
+    figures = read_points(path)
+    assert figures.left_out == {"another operation": 1}
+    assert figures.points[0].call.dtype == "fp8"
 
 
 def test_cross_validation_leaves_out_what_it_says() -> None:
@@ -472,7 +478,7 @@ def test_the_command_fits_validates_and_cross_validates(capsys: pytest.CaptureFi
     picture = tmp_path / "scatter.svg"
     assert main(["plan", "--validate", str(path), "--cross", "--json", "--plot", str(picture)]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told.keys() == {"unseen shapes", "unseen ranks", "unseen hardware"}  # two hidden sizes are too few
+    assert told.keys() == {f"unseen {kind}" for kind in KINDS}
     assert told["unseen shapes"]["over_families"]["median"] < 0.1
     assert picture.is_file()
 

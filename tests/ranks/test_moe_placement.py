@@ -74,7 +74,7 @@ def trained(rank: int, num_ranks: int) -> dict[str, object]:
         (y, grad), (placed_y, placed_grad) = (step(layer, optimizer, x) for layer, optimizer in pairs)
         errors += [distance(placed_y, y), distance(placed_grad, grad)]
         if number == 1:
-            placed.place_experts(second, pairs[1][1])
+            placed.move_experts(second, pairs[1][1])
     experts, copies = by_expert(plain), by_expert(placed)
     return {
         "errors": errors,

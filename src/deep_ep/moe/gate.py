@@ -293,7 +293,7 @@ class Gate(nn.Module):
         self._offset = 0
         self.reset_parameters()
 
-    def place(self, placement: Placement | None, offset: int = 0) -> None:
+    def set_placement(self, placement: Placement | None, offset: int = 0) -> None:
         """Choose physical experts from now on, the copies of an expert in turns. `load` still counts logical ones.
 
         Args:

@@ -171,7 +171,7 @@ class MoELayer(nn.Module):
             hidden, num_experts, topk, options, device=device, dtype=torch.promote_types(dtype, torch.float32)
         )
         if placement is not None:
-            self.gate.place(placement, self.buffer.rank)
+            self.gate.set_placement(placement, self.buffer.rank)
         self.experts = Experts(self.placement.num_slots, hidden, intermediate, device=device, dtype=dtype)
         self.shared = None
         if shared_intermediate:
@@ -252,7 +252,7 @@ class MoELayer(nn.Module):
         self.gate.update_bias(speed, self.buffer.group)
 
     @torch.no_grad()
-    def place_experts(self, placement: Placement, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def move_experts(self, placement: Placement, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Move the experts to where a placement has them. All ranks call it together, between steps.
 
         Args:
@@ -266,7 +266,7 @@ class MoELayer(nn.Module):
             tensors += [one for one in state.values() if torch.is_tensor(one) and one.shape == parameter.shape]
         move_experts(tensors, self.placement, placement, self.buffer.rank, self.buffer.group)
         self.placement = placement
-        self.gate.place(placement, self.buffer.rank)
+        self.gate.set_placement(placement, self.buffer.rank)
 
     @torch.no_grad()
     def reduce_replica_gradients(self) -> None:

@@ -46,7 +46,7 @@ class Call:
         link_GBps: Nominal speed of the links; 0: the GPU's.
         network_GBps: Nominal speed of a GPU's share of the network; 0: by its name.
         rank_load: Rows of the busiest rank over the mean.
-        node_load: Rows that come to the busiest node over the mean.
+        network_load: Bytes of the busiest network interface over the mean.
         is_expanded: The receiver writes a row for each expert, not for each token.
     """
 
@@ -66,7 +66,7 @@ class Call:
     link_GBps: float = 0.0
     network_GBps: float = 0.0
     rank_load: float = 1.0
-    node_load: float = 1.0
+    network_load: float = 1.0
     is_expanded: bool = False
 
     @property
@@ -135,7 +135,7 @@ def find_work(call: Call) -> Work:
         num_experts=float(num_experts if call.mode == "low_latency" else 0),
         row_KB=size_KB,
         link_us=link_rows * size_KB * call.rank_load / _link_speed(call, per_node),
-        network_us=network_rows * size_KB * call.node_load / (call.network_GBps or network_speed(call.network)),
+        network_us=network_rows * size_KB * call.network_load / (call.network_GBps or network_speed(call.network)),
         sm_tokens_KB=call.num_tokens * size_KB / sms,
         sm_rows=written * call.rank_load / sms,
         sm_rows_KB=written * size_KB * call.rank_load / sms,

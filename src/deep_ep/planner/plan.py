@@ -311,7 +311,7 @@ def _calls(
         link_GBps=cluster.link_GBps or 0.0,
         network_GBps=cluster.network_GBps or 0.0,
         rank_load=traffic.rank_load,
-        node_load=traffic.node_load,
+        network_load=traffic.network_load,
         is_expanded=question.is_expanded,
     )
     return dispatch, replace(dispatch, op="combine", dtype=combine_dtype)

@@ -20,7 +20,7 @@ class Traffic(NamedTuple):
 
     Attributes:
         rank_rows: [R] float64, rows that each rank receives, its own included.
-        node_rows: [N] float64, rows that come to each node from others.
+        node_rows: [N] float64, rows that come to each node from others; of a combine, that go back.
         link_bytes: [R] float64, what each rank receives over the links of its node.
         network_in_bytes: [R] float64, what each rank receives from other nodes.
         network_out_bytes: [R] float64, what each rank sends to other nodes.
@@ -38,9 +38,9 @@ class Traffic(NamedTuple):
         return _imbalance(self.rank_rows)
 
     @property
-    def node_load(self) -> float:
-        """Rows that come to the busiest node over the mean."""
-        return _imbalance(self.node_rows)
+    def network_load(self) -> float:
+        """Bytes of the busiest network interface over the mean, of the busier direction."""
+        return max(_imbalance(self.network_in_bytes), _imbalance(self.network_out_bytes))
 
 
 def _imbalance(values: torch.Tensor) -> float:

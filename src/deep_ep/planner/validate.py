@@ -26,7 +26,7 @@ from .table import Prediction, Prepared, Table, fit_table, prepare
 
 FEWEST_POINTS = 10  # of a family that counts
 _NUM_FOLDS = 5
-_FEWEST_SHAPES = 3  # that a call must have been measured with: of fewer, nothing can be learned from the others
+_FEWEST_SHAPES = 2  # that a call must have been measured with: of one, nothing can be learned from the others
 
 Family = tuple[str, str, str]
 
