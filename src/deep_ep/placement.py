@@ -38,8 +38,9 @@ class Placement:
     num_ranks: int
 
     def __post_init__(self) -> None:
-        table = self.physical_to_logical
-        if table.dim() != 1 or table.dtype != torch.int64 or table.is_floating_point():
+        table = self.physical_to_logical.cpu()  # a table of the host's, whatever it was made from
+        object.__setattr__(self, "physical_to_logical", table)
+        if table.dim() != 1 or table.dtype != torch.int64:
             raise ValueError(
                 f"Placement: `physical_to_logical` must be [P] int64, got {table.dtype} {list(table.shape)}"
             )

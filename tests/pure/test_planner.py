@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import json
 import math
@@ -13,6 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from deep_ep.bench.core import PRODUCT, Measured
+from deep_ep.bench.inputs import Setting
+from deep_ep.bench.report import Report, write_json
 from deep_ep.cli import main
 from deep_ep.planner import CLUSTERS, MODELS, Call, Cluster, Question, Routing, find_reach, load_table, make_plan
 from deep_ep.planner.calls import Point, find_work, keys_of, read_points
@@ -481,6 +485,31 @@ def test_the_command_fits_validates_and_cross_validates(capsys: pytest.CaptureFi
     assert told.keys() == {f"unseen {kind}" for kind in KINDS}
     assert told["unseen shapes"]["over_families"]["median"] < 0.1
     assert picture.is_file()
+
+
+def test_the_command_calibrates_from_results(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Calls of a made-up machine, whose times grow with the bytes that share its memory."""
+    paths = []
+    for tokens in (64, 256, 1024, 4096):
+        setting = Setting(num_tokens=tokens, hidden=1024, num_experts=64)
+        rows = []
+        for case, num_ranks in itertools.product(("dispatch-bf16", "combine-window", "round-trip"), (2, 4)):
+            secs = 1e-3 * num_ranks + 2e-6 * tokens * num_ranks
+            rows.append(Measured(case, num_ranks, [1] * num_ranks, {PRODUCT: [[secs] * 3] * num_ranks}))
+        path = tmp_path / f"{tokens}.json"
+        titles = {row.case: row.case for row in rows}
+        write_json(Report("normal", "made up", "", dataclasses.asdict(setting), {}, titles, rows), path)
+        paths.append(str(path))
+    table = tmp_path / "table.json"
+    assert main(["plan", "--calibrate", "--results", *paths, "-o", str(table)]) == 0
+    told = capsys.readouterr().out
+    assert "16 of 16 calls" in told  # a round trip is two calls, and not among them
+    error = float(told.split("median error ")[1].split("%")[0])
+    assert error < 25
+    machine = load_table(table)
+    assert any("deep_ep" in key for key in machine.entries)
+    assert machine.entries.keys() > load_table().entries.keys()
+    assert machine.predict(call(system="new")) == load_table().predict(call(system="new"))
 
 
 @pytest.mark.parametrize(

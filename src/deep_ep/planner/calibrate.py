@@ -156,7 +156,9 @@ def fit_machine(points: Sequence[Point], table: Table) -> Table:
     """A table with this machine's constants beside those of another."""
     if not points:
         raise ValueError("planner: there is no measured call to calibrate with. Give results of `bench normal`")
-    return Table({**table.entries, **fit_table(prepare(points), usual=_usual(points)).entries})
+    fitted = fit_table(prepare(points), usual=_usual(points)).entries
+    # Kinds of calls stay as they were: they are for systems that nobody has measured, not for this machine.
+    return Table({**table.entries, **{key: entry for key, entry in fitted.items() if key[0] == SYSTEM}})
 
 
 def try_points(points: Sequence[Point]) -> list[Trial]:

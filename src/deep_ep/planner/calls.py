@@ -81,10 +81,13 @@ class Call:
 
     @property
     def is_per_expert(self) -> bool:
-        """Whether a token travels once for each expert; MORI's low latency sends it once to each rank."""
-        if self.system.startswith("pplx"):
-            return True
-        return self.mode == "low_latency" and not self.system.startswith("MORI")
+        """Whether a token travels once for each expert."""
+        return sends_per_expert(self.system, self.mode)
+
+
+def sends_per_expert(system: str, mode: str) -> bool:
+    """Whether a system's mode sends a token once for each expert; MORI's low latency sends it once to each rank."""
+    return system.startswith("pplx") or (mode == "low_latency" and not system.startswith("MORI"))
 
 
 class Work(NamedTuple):
@@ -127,7 +130,7 @@ def find_work(call: Call) -> Work:
         network_rows = call.num_tokens * (num_nodes - 1) * _reach(call.routing, num_nodes)
     link_rows = rows - network_rows if call.is_per_expert else rows
     link_rows *= (per_node - 1) / per_node  # its own rows stay
-    sms = _sms_of(call)
+    sms = sms_of(call)
     written = float(call.num_tokens * topk) if call.is_expanded else rows
     return Work(
         is_multi_node=float(num_nodes > 1),
@@ -159,7 +162,7 @@ def _link_speed(call: Call, per_node: int) -> float:
     return speed * max(1, min(per_node - 1, gpu.num_links)) / gpu.num_links if gpu.num_links else speed
 
 
-def _sms_of(call: Call) -> int:
+def sms_of(call: Call) -> int:
     """SMs that share the rows. Low latency uses a whole number of experts for each of them, so few experts use few."""
     if call.num_sms:
         return call.num_sms

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--sizes", type=int, nargs="+", metavar="R", help="numbers of ranks (default: 8 to 2048)")
     where.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="modes to look at")
     where.add_argument("--sms", type=int, default=0, metavar="N", help="of normal calls; 0: chosen")
-    where.add_argument("--system", default="DeepEP", help="whose kernels")
+    where.add_argument("--system", default="", help="whose kernels (default: those that are usual on the GPU)")
     where.add_argument("--table", type=Path, metavar="PATH", help="constants (default: the package's)")
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--compare", metavar="NAME=VALUE,...", help="a second plan with these options changed")
@@ -146,7 +146,7 @@ def _print_plans(plans: Sequence[Plan], names: Sequence[str], args: argparse.Nam
         question = plan.question
         console.print(
             f"{name}: {question.phase}, {question.num_tokens} tokens a rank in {question.num_micro_batches} "
-            f"micro-batches, {question.system} on {question.cluster.gpu}, nodes of {question.cluster.ranks_per_node}",
+            f"micro-batches, {question.kernels} on {question.cluster.gpu}, nodes of {question.cluster.ranks_per_node}",
             markup=False,
         )
         console.print(show.plan_table(plan))
@@ -172,7 +172,10 @@ def _name(args: argparse.Namespace) -> str:
 
 def _question(args: argparse.Namespace, load_of_trace: tuple[float, ...] | None) -> Question:
     cluster, model = _cluster(args), _model(args)
-    num_groups = args.groups if args.groups is not None else model.num_groups
+    if load_of_trace is not None:
+        model = replace(model, num_experts=len(load_of_trace))
+    usual_groups = 1 if model.num_experts % model.num_groups else model.num_groups
+    num_groups = args.groups if args.groups is not None else usual_groups
     topk_groups = args.topk_groups if args.topk_groups is not None else min(model.topk_groups, num_groups)
     return Question(
         model=model,

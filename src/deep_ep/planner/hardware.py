@@ -90,6 +90,13 @@ def is_proxied(system: str, version: str, network: str) -> bool:
     return any(word in words for word in ("EFA", "UCCL", "IBRC", "AsyncLL", "pplx-garden"))
 
 
+def usual_system(gpu: str) -> str:
+    """Whose kernels one would run on a GPU."""
+    if gpu.startswith("MI"):
+        return "MORI-EP"
+    return "DeepEP-Ascend" if gpu.startswith("Ascend") else "DeepEP"
+
+
 @dataclass(frozen=True)
 class Cluster:
     """What one would buy.

@@ -15,8 +15,8 @@ import torch
 from .. import sizing
 from ..config import combine_config, dispatch_config
 from ..placement import Placement, place_experts
-from .calls import DEFAULT_SMS, Call
-from .hardware import Cluster, find_gpu
+from .calls import DEFAULT_SMS, Call, sends_per_expert, sms_of
+from .hardware import Cluster, find_gpu, usual_system
 from .layer import PHASES, Compute, LayerTime, find_compute, time_layer
 from .models import Model
 from .routing import Reach, Routing, find_reach, sample_routes
@@ -26,6 +26,7 @@ from .traffic import Traffic, find_traffic
 MODES = ("normal", "low_latency")
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _SMS = (8, 12, 16, 20, 24, 32)  # that a normal call may use; published figures are of 4 to 64
+_WITH_SMS = ("DeepEP", "UCCL-EP", "Hybrid-EP")  # whose callers choose SMs
 _CLOSE = 1.03  # a layer that is so little slower is as good, if it leaves SMs to others
 _WORTH_A_LIMIT = 1.05  # from this gain on a group limit is recommended
 _MEMORY_FOR_BUFFERS = 0.1  # of a GPU
@@ -43,7 +44,7 @@ class Question:
         context: Tokens of a sequence.
         sizes: Numbers of ranks.
         modes: Of `MODES`; low latency is for decoding only.
-        system: Whose kernels, as in the table of constants.
+        system: Whose kernels, as in the table of constants; empty: those that are usual on the GPU.
         dtype: Of dispatched rows; combined ones are BF16, or LogFMT if `is_logfmt`.
         num_sms: SMs of normal calls; 0: chosen.
         num_micro_batches: 2: one computes while the other communicates.
@@ -63,7 +64,7 @@ class Question:
     context: int = 4096
     sizes: Sequence[int] = SIZES
     modes: Sequence[str] = MODES
-    system: str = "DeepEP"
+    system: str = ""
     dtype: str = "fp8"
     num_sms: int = 0
     num_micro_batches: int = 2
@@ -91,6 +92,11 @@ class Question:
             raise ValueError(f"planner: `num_replicas` must not be negative, got {self.num_replicas}")
         if not self.sizes:
             raise ValueError("planner: `sizes` must have at least one number of ranks")
+
+    @property
+    def kernels(self) -> str:
+        """The system."""
+        return self.system or usual_system(self.cluster.gpu)
 
     def routing(self) -> Routing:
         """The router."""
@@ -264,7 +270,7 @@ def _imbalance(values: torch.Tensor) -> float:
 def _plan_mode(question: Question, table: Table, num_ranks: int, mode: str, spread: _Spread) -> ModePlan:
     if mode == "low_latency":
         return _plan_sms(question, table, num_ranks, mode, 0, spread)
-    choices = (question.num_sms,) if question.num_sms else _SMS
+    choices = _SMS if question.kernels in _WITH_SMS and not question.num_sms else (question.num_sms,)
     plans = [_plan_sms(question, table, num_ranks, mode, num_sms, spread) for num_sms in choices]
     least = min(plan.layer.us for plan in plans)
     return next(plan for plan in plans if plan.layer.us <= _CLOSE * least)
@@ -274,21 +280,23 @@ def _plan_sms(question: Question, table: Table, num_ranks: int, mode: str, num_s
     model, gpu = question.model, find_gpu(question.cluster.gpu)
     tokens = max(1, question.num_tokens // question.num_micro_batches)
     combine_dtype = "logfmt" if question.is_logfmt and mode == "low_latency" else "bf16"
+    way = "low_latency" if sends_per_expert(question.kernels, mode) else "normal"
     traffic = [
-        find_traffic(spread.reach, mode, op, dtype, tokens, model.hidden, model.topk)
+        find_traffic(spread.reach, way, op, dtype, tokens, model.hidden, model.topk)
         for op, dtype in (("dispatch", question.dtype), ("combine", combine_dtype))
     ]
     calls = _calls(question, num_ranks, mode, num_sms, tokens, traffic[0], combine_dtype)
     dispatch, combine = (table.predict(call) for call in calls)
     local = (model.num_experts + _num_replicas(question, num_ranks)) / num_ranks
     compute: Compute = find_compute(model, gpu, question.phase, tokens, question.context, local, spread.load)
+    moving = 0 if mode == "low_latency" else sms_of(calls[0])
     layer = time_layer(
-        model, gpu, question.phase, compute, dispatch.us, combine.us, num_sms, question.num_micro_batches,
+        model, gpu, question.phase, compute, dispatch.us, combine.us, moving, question.num_micro_batches,
         tokens * question.num_micro_batches * num_ranks,
     )  # fmt: skip
     buffer_bytes = _buffer_bytes(question, num_ranks, mode, num_sms, tokens)
     is_possible = buffer_bytes <= _MEMORY_FOR_BUFFERS * gpu.memory_GB * 1e9
-    return ModePlan(mode, num_sms, dispatch, combine, traffic[0], traffic[1], layer, buffer_bytes, is_possible)
+    return ModePlan(mode, moving, dispatch, combine, traffic[0], traffic[1], layer, buffer_bytes, is_possible)
 
 
 def _calls(
@@ -296,7 +304,7 @@ def _calls(
 ) -> tuple[Call, Call]:
     cluster, routing = question.cluster, question.routing()
     dispatch = Call(
-        system=question.system,
+        system=question.kernels,
         gpu=cluster.gpu,
         network=cluster.network,
         mode=mode,
