@@ -339,15 +339,21 @@ def test_files_that_are_no_figures_are_refused(tmp_path: Path) -> None:
     path.write_text("id,system\n1,2\n")
     with pytest.raises(ValueError, match="lacks the columns version"):
         read_points(path)
+
+
+def test_figures_that_make_no_sense_are_counted_and_left_out(tmp_path: Path) -> None:
     good = synthetic()[0]
-    for changes in ({"ranks": "many"}, {"latency_us": "-1"}, {"hidden": "x"}):
-        write_figures(path, [figure(good), figure(good, **changes)])
-        with pytest.raises(ValueError, match="line 3"):
-            read_points(path)
-    write_figures(path, [figure(good, op="gather"), figure(good, dtype="FP8 (E5M2)")])
-    figures = read_points(path)
-    assert figures.left_out == {"another operation": 1}
-    assert figures.points[0].call.dtype == "fp8"
+    wrong = [{"ranks": "many"}, {"latency_us": "-1"}, {"hidden": "x"}, {"tokens_per_rank": "-5"}, {"op": "gather"}]
+    rows = [figure(good, **changes) for changes in wrong]
+    rows += [
+        figure(good, dtype="FP8 (E5M2)"),
+        figure(good, num_groups="8"),
+        figure(good, topk_groups="9", num_groups="4"),
+    ]
+    figures = read_points(write_figures(tmp_path / "points.csv", rows))
+    assert sum(figures.left_out.values()) == len(wrong)
+    assert [point.call.dtype for point in figures.points] == ["fp8"] * 3
+    assert [point.call.routing.topk_groups for point in figures.points] == [1, 8, 4]
 
 
 def test_cross_validation_leaves_out_what_it_says() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,37 +275,39 @@ def read_points(path: Path) -> Points:
             missing = [name for name in _COLUMNS if name not in (reader.fieldnames or [])]
             if missing:
                 raise ValueError(f"planner: {path} lacks the columns {', '.join(missing)}")
-            return _usable(reader, path)
+            return _usable(reader)
     except OSError as error:
         raise ValueError(f"planner: {path} cannot be read ({error.strerror})") from None
 
 
-def _usable(rows: Iterable[dict[str, str]], path: Path) -> Points:
+def _usable(rows: Iterable[dict[str, str]]) -> Points:
+    """Figures that can be used; one that makes no sense is counted, and does not keep the others out."""
     points: list[Point] = []
-    left_out: dict[str, int] = {}
-    for number, row in enumerate(rows, 2):
+    left_out: dict[str, int] = defaultdict(int)
+    for row in rows:
         if row["op"] not in OPS:
-            left_out["another operation"] = left_out.get("another operation", 0) + 1
+            left_out[f"the operation {row['op']!r}"] += 1
             continue
         try:
             call = _call_of(row)
             latency_us, is_from_bandwidth = _latency_of(row, call)
         except ValueError as error:
-            raise ValueError(f"planner: line {number} of {path} makes no sense ({error})") from None
-        if latency_us is None:
-            reason = (
-                "a bandwidth whose bytes are not said" if row["bandwidth_GBps"] else "neither latency nor bandwidth"
-            )
-            left_out[reason] = left_out.get(reason, 0) + 1
-        else:
+            left_out[f"numbers that make no sense ({error})"] += 1
+            continue
+        if latency_us is not None:
             points.append(Point(call, latency_us, row["id"], row["source"], is_from_bandwidth))
-    return Points(points, left_out)
+        elif row["bandwidth_GBps"]:
+            left_out["a bandwidth whose bytes are not said"] += 1
+        else:
+            left_out["neither latency nor bandwidth"] += 1
+    return Points(points, dict(left_out))
 
 
 def _call_of(row: dict[str, str]) -> Call:
     num_ranks = _number(row["ranks"]) or _number(row["ranks_per_node"]) or (4 if row["gpu"] == "GB200" else 8)
     num_experts = _number(row["num_experts"]) or max(_USUAL_EXPERTS, num_ranks)
-    num_groups, topk_groups = _number(row["num_groups"]) or 1, _number(row["topk_groups"]) or 1
+    num_groups = _number(row["num_groups"]) or 1
+    topk_groups = min(_number(row["topk_groups"]) or num_groups, num_groups)
     if num_experts % num_groups:
         num_groups, topk_groups = 1, 1
     reachable = num_experts // num_groups * topk_groups
@@ -342,7 +345,10 @@ def _format_of(dtype: str) -> str:
 
 def _number(text: str) -> int:
     """0 where nothing is written."""
-    return int(float(text)) if text.strip() else 0
+    number = float(text) if text.strip() else 0.0
+    if not 0 <= number < math.inf:
+        raise ValueError(f"a size must not be negative, got {text}")
+    return int(number)
 
 
 def _latency_of(row: dict[str, str], call: Call) -> tuple[float | None, bool]:
