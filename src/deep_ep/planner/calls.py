@@ -46,8 +46,8 @@ class Call:
         num_sms: SMs that the kernels use; 0: as the system does by itself.
         link_GBps: Nominal speed of the links; 0: the GPU's.
         network_GBps: Nominal speed of a GPU's share of the network; 0: by its name.
-        rank_load: Rows of the busiest rank over the mean.
-        network_load: Bytes of the busiest network interface over the mean.
+        rank_load: Rows of the busiest rank over the mean of a uniform router.
+        network_load: Bytes of the busiest network interface over the mean of a uniform router.
         is_expanded: The receiver writes a row for each expert, not for each token.
     """
 
@@ -157,7 +157,7 @@ def _reach(routing: Routing, num_units: int) -> float:
 
 
 def _link_speed(call: Call, per_node: int) -> float:
-    """KB per millisecond, which is the same number as GB/s; of a mesh, of as many links as there are peers."""
+    """KB per microsecond, which is the same number as GB/s; of a mesh, of as many links as there are peers."""
     gpu = find_gpu(call.gpu)
     speed = call.link_GBps or gpu.link_GBps
     return speed * max(1, min(per_node - 1, gpu.num_links)) / gpu.num_links if gpu.num_links else speed

@@ -19,7 +19,7 @@ from .calls import DEFAULT_SMS, Call, sends_per_expert, sms_of
 from .hardware import Cluster, find_gpu, usual_system
 from .layer import PHASES, Compute, LayerTime, find_compute, time_layer
 from .models import Model
-from .routing import Reach, Routing, find_reach, sample_routes
+from .routing import Reach, Routing, find_reach, sample_routes, uniform_reach
 from .table import Prediction, Table
 from .traffic import Traffic, find_traffic
 
@@ -285,11 +285,11 @@ def _plan_sms(question: Question, table: Table, num_ranks: int, mode: str, num_s
         find_traffic(spread.reach, way, op, dtype, tokens, model.hidden, model.topk)
         for op, dtype in (("dispatch", question.dtype), ("combine", combine_dtype))
     ]
-    calls = _calls(question, num_ranks, mode, num_sms, tokens, traffic[0], combine_dtype)
-    dispatch, combine = (table.predict(call) for call in calls)
+    call = _dispatch_call(question, num_ranks, mode, num_sms, tokens, _loads(question, way, spread.reach, traffic[0]))
+    dispatch, combine = table.predict(call), table.predict(replace(call, op="combine", dtype=combine_dtype))
     local = (model.num_experts + _num_replicas(question, num_ranks)) / num_ranks
     compute: Compute = find_compute(model, gpu, question.phase, tokens, question.context, local, spread.load)
-    moving = 0 if mode == "low_latency" else sms_of(calls[0])
+    moving = 0 if mode == "low_latency" else sms_of(call)
     layer = time_layer(
         model, gpu, question.phase, compute, dispatch.us, combine.us, moving, question.num_micro_batches,
         tokens * question.num_micro_batches * num_ranks,
@@ -299,11 +299,23 @@ def _plan_sms(question: Question, table: Table, num_ranks: int, mode: str, num_s
     return ModePlan(mode, moving, dispatch, combine, traffic[0], traffic[1], layer, buffer_bytes, is_possible)
 
 
-def _calls(
-    question: Question, num_ranks: int, mode: str, num_sms: int, num_tokens: int, traffic: Traffic, combine_dtype: str
-) -> tuple[Call, Call]:
+def _loads(question: Question, way: str, reach: Reach, traffic: Traffic) -> tuple[float, float]:
+    """Rows of the busiest rank, and bytes of the busiest interface, over the means of a uniform router.
+
+    A skewed router sends a token to fewer ranks: its mean is less, and only what the busiest has counts.
+    """
+    if way == "low_latency":
+        return traffic.rank_load, traffic.network_load
+    routing = question.routing()
+    ranks, nodes = (float(units.mean()) / uniform_reach(routing, units.numel()) for units in (reach.ranks, reach.nodes))
+    return traffic.rank_load * ranks, traffic.network_load * nodes
+
+
+def _dispatch_call(
+    question: Question, num_ranks: int, mode: str, num_sms: int, num_tokens: int, loads: tuple[float, float]
+) -> Call:
     cluster, routing = question.cluster, question.routing()
-    dispatch = Call(
+    return Call(
         system=question.kernels,
         gpu=cluster.gpu,
         network=cluster.network,
@@ -318,11 +330,10 @@ def _calls(
         num_sms=num_sms,
         link_GBps=cluster.link_GBps or 0.0,
         network_GBps=cluster.network_GBps or 0.0,
-        rank_load=traffic.rank_load,
-        network_load=traffic.network_load,
+        rank_load=loads[0],
+        network_load=loads[1],
         is_expanded=question.is_expanded,
     )
-    return dispatch, replace(dispatch, op="combine", dtype=combine_dtype)
 
 
 def _buffer_bytes(question: Question, num_ranks: int, mode: str, num_sms: int, num_tokens: int) -> int:
