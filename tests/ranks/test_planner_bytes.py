@@ -14,6 +14,7 @@ from deep_ep.planner.routing import count_reach, sample_routes
 from deep_ep.planner.traffic import find_traffic
 
 T, H, E, K = 1024, 4096, 32, 4
+NUM_CALLS = 4
 ROUTING = Routing(E, K)
 
 
@@ -22,7 +23,7 @@ def selections(rank: int) -> torch.Tensor:
 
 
 def layouts(rank: int, num_ranks: int) -> tuple[list[int], list[int]]:
-    buffer = Buffer(dist.group.WORLD, num_nvl_bytes=1 << 20, num_cpu_timeout_secs=30.0, explicitly_destroy=True)
+    buffer = Buffer(dist.group.WORLD, num_nvl_bytes=1 << 20, num_cpu_timeout_secs=60.0, explicitly_destroy=True)
     per_rank, per_node, *_ = buffer.get_dispatch_layout(selections(rank).to(buffer.device), E)
     buffer.destroy()
     return per_rank.tolist(), per_node.tolist()
@@ -42,7 +43,7 @@ def test_counts_are_those_of_the_layout() -> None:
 
 
 def crossing(rank: int, num_ranks: int, hosts: Hosts) -> tuple[int, int]:
-    """Bytes that this rank's host sends in a dispatch and in a combine."""
+    """Bytes that this rank's host sends in a dispatch and in a combine; the least of some, since TCP may send twice."""
     buffer = Buffer(dist.group.WORLD, num_nvl_bytes=64 << 20, num_rdma_bytes=64 << 20, explicitly_destroy=True)
     x, topk_idx = torch.randn(T, H).bfloat16(), selections(rank)
     layout = buffer.get_dispatch_layout(topk_idx, E)
@@ -55,13 +56,16 @@ def crossing(rank: int, num_ranks: int, hosts: Hosts) -> tuple[int, int]:
         )  # fmt: skip
 
     dispatch()  # connections are made
-    counters = [_counter()]
-    recv_x, *_, handle, _ = dispatch()
-    counters.append(_counter())
-    buffer.combine(recv_x, handle)
-    counters.append(_counter())
+    sent = []
+    for _ in range(NUM_CALLS):
+        counters = [_counter()]
+        recv_x, *_, handle, _ = dispatch()
+        counters.append(_counter())
+        buffer.combine(recv_x, handle)
+        counters.append(_counter())
+        sent.append((counters[1] - counters[0], counters[2] - counters[1]))
     buffer.destroy()
-    return counters[1] - counters[0], counters[2] - counters[1]
+    return min(one for one, _ in sent), min(other for _, other in sent)
 
 
 def _counter() -> int:
@@ -76,7 +80,7 @@ def _counter() -> int:
 def test_bytes_are_those_that_interfaces_count() -> None:
     try:
         with making_hosts(2, 2) as hosts:
-            told = run_ranks(crossing, 4, hosts, enter=hosts.enter, env={"DEEP_EP_TIMEOUT_SECS": "30"})
+            told = run_ranks(crossing, 4, hosts, enter=hosts.enter, env={"DEEP_EP_TIMEOUT_SECS": "60"})
     except EPUnsupported as error:
         pytest.skip(str(error))
     reach = find_reach(ROUTING, 4, 2)
