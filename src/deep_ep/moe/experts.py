@@ -12,7 +12,7 @@ word. Plain experts of several ranks therefore refuse the tools that would (deci
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -138,16 +138,21 @@ class Experts(nn.Module):
         return _ScaledGradient.apply(weight, 1 / self.num_ranks)
 
     @torch.no_grad()
-    def draw(self, seed: int) -> None:
-        """Draw each expert from a generator of its own, so that it does not depend on the number of ranks."""
+    def draw(self, seed: int, experts: Sequence[int]) -> None:
+        """Draw each expert from a generator of its own, so that it does not depend on the number of ranks.
+
+        Args:
+            seed: The same on all ranks.
+            experts: The number of each of this rank's experts in the model.
+        """
         generator = torch.Generator()
         first = self.rank * self.num_local
         parts = [_local_part(weight, first) for weight in (self.up, self.down)]
-        for expert in range(first, first + self.num_local):
+        for index, expert in enumerate(experts, first):
             generator.manual_seed(seed + 1 + expert)
             for (local, offset), weight in zip(parts, (self.up, self.down), strict=True):
                 values = _random(weight.shape[1:], generator)
-                row = expert - offset[0]
+                row = index - offset[0]
                 if 0 <= row < local.size(0):  # FSDP may have cut it further
                     _copy_part(local[row], values, offset[1:])
 

@@ -7,6 +7,7 @@ The functions are the steps; `Gate` does them in order:
     topk_idx = choose_experts(scores + bias)                   best groups, then best experts inside them
     topk_weights = weigh(scores, topk_idx)                     without the bias: it steers, it does not weigh
     drop_beyond_capacity(topk_idx, topk_weights)               on request
+    spread_choices(topk_idx)                                   where experts have replicas: ids of physical experts
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+
+from ..placement import Placement, spread_choices
 
 Scoring = Literal["sigmoid", "softmax"]
 Keep = Literal["heaviest", "first"]
@@ -237,7 +240,7 @@ class Routes(NamedTuple):
     """What a gate decides.
 
     Attributes:
-        topk_idx: [T, K] int64 expert ids, -1 where dropped.
+        topk_idx: [T, K] int64 expert ids, -1 where dropped; of physical experts where the gate has a placement.
         topk_weights: [T, K] float32 (float64 for float64 tokens), 0 where dropped.
         balance_loss: Scalar, with its factor; 0 where none was asked for.
     """
@@ -266,10 +269,14 @@ class Gate(nn.Module):
         weight: [E, H].
         bias: [E] float32, added to the scores for the choice only.
         load: [E] int64, choices since the last update. Not in the state dict.
+        copies: [E, C] int64, the physical experts of each expert; None without a placement. Not in the state dict.
+        num_copies: [E] int64, how many these are; None likewise.
     """
 
     bias: torch.Tensor
     load: torch.Tensor
+    copies: torch.Tensor | None
+    num_copies: torch.Tensor | None
 
     def __init__(
         self,
@@ -288,7 +295,24 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
         self.register_buffer("load", torch.zeros(num_experts, device=device, dtype=torch.int64), persistent=False)
+        self.register_buffer("copies", None, persistent=False)
+        self.register_buffer("num_copies", None, persistent=False)
+        self._offset = 0
         self.reset_parameters()
+
+    def set_placement(self, placement: Placement | None, offset: int = 0) -> None:
+        """Choose physical experts from now on, the copies of an expert in turns. `load` still counts logical ones.
+
+        Args:
+            placement: Where experts are; None: ids are those of the logical experts again.
+            offset: Which copy the first token begins with; the rank.
+        """
+        num_experts, device = self.weight.size(0), self.weight.device
+        if placement is not None and placement.num_experts != num_experts:
+            raise ValueError(f"Gate: `placement` must be of {num_experts} experts, got {placement.num_experts}")
+        self.copies = None if placement is None else placement.logical_to_physical.to(device)
+        self.num_copies = None if placement is None else placement.num_copies.to(device)
+        self._offset = offset
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the weight, with a standard deviation of 1 / sqrt(H)."""
@@ -317,6 +341,8 @@ class Gate(nn.Module):
         if options.capacity_factor is not None:
             capacity = math.ceil(options.capacity_factor * topk_idx.numel() / num_experts)
             topk_idx, topk_weights = drop_beyond_capacity(topk_idx, topk_weights, num_experts, capacity, options.keep)
+        if self.copies is not None and self.num_copies is not None:
+            topk_idx = spread_choices(topk_idx, self.copies, self.num_copies, self._offset)
         return Routes(topk_idx, topk_weights, loss)
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..buffers.legacy import Buffer
+from ..placement import Placement, even_placement, move_experts, sum_over_copies
 from . import ops
 from .experts import Experts, Reduction, SwiGLU, cast_as_autocast, draw
 from .gate import Gate, GateOptions, Routes, count_ids
@@ -44,7 +45,7 @@ class MoELayer(nn.Module):
     Args:
         hidden: H.
         intermediate: I.
-        num_experts: E, a multiple of the ranks.
+        num_experts: E, a multiple of the ranks where there is no placement.
         topk: K.
         group: Make a buffer for this process group.
         buffer: Or use this one, which layers may share.
@@ -62,12 +63,14 @@ class MoELayer(nn.Module):
             are then fixed: the host never waits for counts, and `torch.compile(fullgraph=True)` takes the layer. 0: on
             as many rows as come, which is less work; in a compiled graph the exchange is then a graph break.
         is_fp8: Tokens, and in the backward pass gradients of sums, travel as FP8. Sums travel as they are.
+        placement: Which rank has which experts, perhaps several times; None: E / R on each, in order.
 
     Attributes:
         gate: `Gate`, replicated.
         experts: `Experts`, of this rank.
         shared: `SwiGLU` or None, replicated.
         buffer: The buffer.
+        placement: Where experts are. `num_experts` counts the physical ones.
     """
 
     def __init__(
@@ -87,24 +90,34 @@ class MoELayer(nn.Module):
         reduction: Reduction | None = None,
         num_worst_tokens: int = 0,
         is_fp8: bool = False,
+        placement: Placement | None = None,
     ):
         super().__init__()
         self.buffer = buffer = _find_buffer(group, buffer, mesh)
-        if num_experts % buffer.group_size:
+        if placement is None and num_experts % buffer.group_size:
             raise ValueError(
                 f"MoELayer: `num_experts` must be a multiple of the {buffer.group_size} ranks, got {num_experts}"
+            )
+        if placement is not None and mesh is not None:
+            raise ValueError("MoELayer: `placement` and `mesh` exclude each other: DTensors have every expert once")
+        self.placement = placement or even_placement(num_experts, buffer.group_size)
+        if self.placement.num_ranks != buffer.group_size:
+            raise ValueError(
+                f"MoELayer: `placement` must be for {buffer.group_size} ranks, got {self.placement.num_ranks}"
             )
         reduction = reduction or ("sum" if mesh is None else "mean")
         if reduction not in ("sum", "mean"):
             raise ValueError(f"MoELayer: `reduction` must be 'sum' or 'mean', got {reduction!r}")
-        self.num_experts, self.num_worst_tokens, self.is_fp8 = num_experts, num_worst_tokens, is_fp8
+        self.num_experts, self.num_worst_tokens, self.is_fp8 = self.placement.num_physical, num_worst_tokens, is_fp8
         dtype, parameter_device = dtype or torch.get_default_dtype(), _find_device(device, buffer)
         # Not drawn here: all weights follow from the one number that `reset_parameters` draws, now or after `to_empty`.
         wide = torch.promote_types(dtype, torch.float32)
         gate = Gate(hidden, num_experts, topk, options, device="meta", dtype=wide)
         self.gate = gate.to_empty(device=parameter_device)
+        if placement is not None:
+            self.gate.set_placement(placement, buffer.rank)
         self.experts = Experts(
-            num_experts,
+            self.placement.num_physical,
             hidden,
             intermediate,
             buffer.rank,
@@ -128,7 +141,7 @@ class MoELayer(nn.Module):
         draw(self.gate.weight, generator)
         if self.shared is not None:
             self.shared.draw(generator)
-        self.experts.draw(seed)
+        self.experts.draw(seed, self.placement.of_rank(self.buffer.rank).tolist())  # copies of an expert draw the same
         self.gate.bias.zero_()
         self.gate.load.zero_()
 
@@ -204,6 +217,34 @@ class MoELayer(nn.Module):
                 replicas on a second mesh dimension.
         """
         self.gate.update_bias(speed, group or self.buffer.group)
+
+    @torch.no_grad()
+    def move_experts(self, placement: Placement, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Move the experts to where a placement has them. All ranks call it together, between steps.
+
+        Args:
+            placement: With as many physical experts as the layer was made with.
+            optimizer: Its state of the experts, tensors of their shape, moves with them.
+        """
+        parameters = list(self.experts.parameters())
+        tensors: list[torch.Tensor] = [*parameters]
+        for parameter in parameters:
+            state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+            tensors += [one for one in state.values() if torch.is_tensor(one) and one.shape == parameter.shape]
+        move_experts(tensors, self.placement, placement, self.buffer.rank, self.buffer.group)
+        self.placement = placement
+        self.gate.set_placement(placement, self.buffer.rank)
+
+    @torch.no_grad()
+    def reduce_replica_gradients(self) -> None:
+        """Sum the experts' gradients over their copies, in place. All ranks call it together, before the optimizer.
+
+        Copies then stay alike. Without replicas nothing happens.
+        """
+        for parameter in self.experts.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            sum_over_copies(parameter.grad, self.placement, self.buffer.rank, self.buffer.group)
 
     def extra_repr(self) -> str:
         """Shown by `print(layer)`."""

@@ -1,4 +1,4 @@
-"""The command line: `python -m deep_ep demo | doctor | bench | soak | report`.
+"""The command line: `python -m deep_ep demo | doctor | bench | soak | report | plan`.
 
 Exit status 0: all is well. 1: a check failed (wrong results, no round trip, an error in a soak). 2: it could not be
 run. 130: Ctrl-C. 143: it was terminated.
@@ -91,6 +91,13 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     report = commands.add_parser(
         "report", help="turn a trace (DEEP_EP_TRACE) into a page, and a file for Perfetto", formatter_class=formatter
     )
+    plan = commands.add_parser(
+        "plan", help="what calls and layers will cost on some cluster, before it is there", formatter_class=formatter
+    )
+    if "plan" in arguments:
+        from .plan import cli as plan_command
+
+        plan_command.add_arguments(plan)
     if "demo" in arguments:
         from . import demo as demo_command
 
@@ -131,6 +138,10 @@ def _run(args: argparse.Namespace) -> int:
         from . import report
 
         return report.run(args)
+    if args.command == "plan":
+        from .plan import cli as plan
+
+        return plan.run(args)
     from .bench import cli as bench
 
     return bench.run(args)

@@ -29,6 +29,24 @@ def new_figure(width: float, height: float, dpi: int) -> Any:
     return figure
 
 
+def write_picture(command: str, figure: Any, path: Path) -> None:
+    """Write a figure, as SVG if the file's name says so (the same bytes each time), else as PNG.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+    if path.suffix != ".svg":
+        write_png(command, figure, path)
+        return
+    from matplotlib import rc_context
+
+    try:
+        with rc_context({"svg.hashsalt": "deep_ep"}):
+            figure.savefig(path, format="svg", metadata={"Date": None})
+    except OSError as error:
+        raise ValueError(f"{command}: --plot: cannot write {path} ({error.strerror})") from None
+
+
 def write_png(command: str, figure: Any, path: Path) -> None:
     """Write a figure.
 
