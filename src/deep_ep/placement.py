@@ -49,7 +49,7 @@ class Placement:
                 f"Placement: {table.numel()} physical experts must divide evenly among `num_ranks`, "
                 f"got {self.num_ranks}"
             )
-        if not torch.equal(table.unique(), torch.arange(self.num_experts)):
+        if not torch.equal(table.unique(), torch.arange(self.num_experts, device="cpu")):
             raise ValueError(
                 f"Placement: each of the {self.num_experts} logical experts must be somewhere, and no other"
             )
@@ -74,8 +74,11 @@ class Placement:
         """[E, C] int64, the physical experts of each logical one, ascending; then -1."""
         num_copies = self.num_copies
         order = self.physical_to_logical.argsort(stable=True)
-        number = torch.arange(self.num_physical) - (num_copies.cumsum(0) - num_copies)[self.physical_to_logical[order]]
-        table = torch.full((self.num_experts, int(num_copies.max())), -1)
+        number = (
+            torch.arange(self.num_physical, device="cpu")
+            - (num_copies.cumsum(0) - num_copies)[self.physical_to_logical[order]]
+        )
+        table = torch.full((self.num_experts, int(num_copies.max())), -1, device="cpu")
         table[self.physical_to_logical[order], number] = order
         return table
 
@@ -129,7 +132,7 @@ def spread_choices(
 
 def even_placement(num_experts: int, num_ranks: int) -> Placement:
     """Experts in order, without replicas, as `Buffer` has them by itself."""
-    return Placement(torch.arange(num_experts), num_experts, num_ranks)
+    return Placement(torch.arange(num_experts, device="cpu"), num_experts, num_ranks)
 
 
 def place_experts(
@@ -159,7 +162,7 @@ def place_experts(
     num_experts = load.numel()
     if num_groups == 1 or num_nodes == 1 or num_groups % num_nodes:
         slots = _fill_ranks(load.tolist(), list(range(num_experts)), num_ranks, num_replicas)
-        return Placement(torch.tensor(slots).flatten(), num_experts, num_ranks)
+        return Placement(torch.tensor(slots, device="cpu").flatten(), num_experts, num_ranks)
     size = num_experts // num_groups
     groups = _pack(load.view(num_groups, size).sum(1).tolist(), list(range(num_groups)), num_nodes)
     slots = []
@@ -167,7 +170,7 @@ def place_experts(
         experts = [group * size + expert for group in sorted(members) for expert in range(size)]
         own = [float(load[expert]) for expert in experts]
         slots += _fill_ranks(own, experts, num_ranks // num_nodes, num_replicas // num_nodes)
-    return Placement(torch.tensor(slots).flatten(), num_experts, num_ranks)
+    return Placement(torch.tensor(slots, device="cpu").flatten(), num_experts, num_ranks)
 
 
 def _check(load: torch.Tensor, num_ranks: int, num_replicas: int, num_nodes: int, num_groups: int) -> None:
@@ -239,8 +242,8 @@ def _pack(shares: Sequence[float], names: Sequence[int], num_bins: int) -> list[
 
 def _swap(ranks: list[list[int]], shares: list[float]) -> None:
     """Swap copies of the busiest rank for lighter ones of others, in place, while that makes the busier one lighter."""
-    held = torch.tensor(ranks)
-    share = torch.tensor(shares, dtype=torch.float64)
+    held = torch.tensor(ranks, device="cpu")
+    share = torch.tensor(shares, dtype=torch.float64, device="cpu")
     for _ in range(_MOST_SWAPS):
         loads = share[held].sum(1)
         busiest = int(loads.argmax())
@@ -254,7 +257,7 @@ def _swap(ranks: list[list[int]], shares: list[float]) -> None:
         best = int(result.argmin())
         if not result.view(-1)[best] < loads[busiest] * (1 - 1e-9):
             break
-        slot, rank, other = torch.unravel_index(torch.tensor(best), result.shape)
+        slot, rank, other = torch.unravel_index(torch.tensor(best, device="cpu"), result.shape)
         mine, theirs = int(held[busiest, slot]), int(held[rank, other])
         held[busiest, slot], held[rank, other] = theirs, mine
     ranks[:] = held.tolist()
@@ -343,7 +346,9 @@ def sum_over_copies(tensor: torch.Tensor, placement: Placement, rank: int, group
     several = (placement.num_copies > 1).nonzero().view(-1)
     if not several.numel():
         return
-    row_of = torch.full((placement.num_experts,), -1).scatter_(0, several, torch.arange(several.numel()))
+    row_of = torch.full((placement.num_experts,), -1, device="cpu").scatter_(
+        0, several, torch.arange(several.numel(), device="cpu")
+    )
     row = row_of[placement.of_rank(rank)].to(tensor.device)
     is_copy = row >= 0
     sums = tensor.new_zeros((several.numel(), *tensor.shape[1:])).index_add_(0, row[is_copy], tensor[is_copy])

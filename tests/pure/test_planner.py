@@ -13,10 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deep_ep.bench.core import PRODUCT, Measured
-from deep_ep.bench.inputs import Setting
-from deep_ep.bench.report import Report, write_json
-from deep_ep.cli import main
 
 from deep_ep.planner import CLUSTERS, MODELS, Call, Cluster, Question, Routing, find_reach, load_table, make_plan
 from deep_ep.planner.calls import Point, find_work, keys_of, read_points
@@ -28,6 +24,10 @@ from deep_ep.planner.routing import count_reach, sample_routes, uniform_reach
 from deep_ep.planner.table import fit_table, prepare
 from deep_ep.planner.traffic import find_traffic
 from deep_ep.planner.validate import KINDS, cross_validate, over_families, score_families
+from deep_ep.tools.bench.core import PRODUCT, Measured
+from deep_ep.tools.bench.inputs import Setting
+from deep_ep.tools.bench.report import Report, write_json
+from deep_ep.tools.cli import main
 
 COLUMNS = [
     *("id", "system", "version", "source", "gpu", "network", "nodes", "ranks", "ranks_per_node", "mode", "op", "dtype"),

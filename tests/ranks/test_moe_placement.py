@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from common import run_ranks
 from deep_ep import Buffer
-from deep_ep.moe import MoELayer
-from deep_ep.moe.layer import reduce_replicated_gradients
+from deep_ep.moe import MoELayer, reduce_replicated_gradients
 from deep_ep.placement import Placement, place_experts
 
 H, INNER, E, K, T = 16, 8, 8, 3, 24

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep.namespaces import Hosts, making_hosts, sent_bytes
 
 from common import run_ranks
 from deep_ep import Buffer, EPUnsupported
 from deep_ep.planner import Routing, find_reach
 from deep_ep.planner.routing import count_reach, sample_routes
 from deep_ep.planner.traffic import find_traffic
+from deep_ep.tools.namespaces import Hosts, making_hosts, sent_bytes
 
 T, H, E, K = 1024, 4096, 32, 4
 NUM_CALLS = 4
