@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..engine.low_latency.geometry import NUM_ZERO_COPY
+from ..engine.low_latency.geometry import NUM_SLOTS
 from .core import Stopwatch
 from .low_latency_work import RowBytes, Sent, Work, is_combined, is_sent, valid_rows
 
@@ -77,7 +77,7 @@ class Calls:
         self._handle = result[2]
         self.rows = work.experts(sent_of(result))
         valid = valid_rows(sent_of(result))
-        for _ in range(NUM_ZERO_COPY):
+        for _ in range(NUM_SLOTS):
             work.buffer.get_next_low_latency_combine_buffer(self._handle)[valid] = self.rows[valid]
             self.combine(zero_copy=True)
 
