@@ -124,6 +124,29 @@ def test_all_orders_run_with_the_kernels(device: str) -> None:
     run_ranks(some_orders, 2, env=INTERPRETED)
 
 
+def taken_and_not_used(rank: int, num_ranks: int) -> None:
+    """Both handles have a zero-copy tensor, and are combined by copying all the same: into what is theirs."""
+    buffer = hinted_buffer(num_ranks, SMALL)
+    for seed in range(3):
+        batches = [Batch(buffer, SMALL._replace(seed=2 * seed + one), BF16, {}) for one in range(2)]
+        for batch in batches:
+            batch.step("d")
+            batch.step("r")
+        for batch in batches:
+            buffer.get_next_low_latency_combine_buffer(batch.got[2])
+        for name in ("c", "r"):
+            for batch in batches:
+                batch.step(name)
+    buffer.check()
+    buffer.destroy()
+
+
+@only_cpu
+@pytest.mark.parametrize("env", [{}, pytest.param(INTERPRETED, marks=interpreted)], ids=["cpu", "kernels"])
+def test_a_handle_with_a_zero_copy_tensor_may_be_combined_without(device: str, env: dict[str, str]) -> None:
+    run_ranks(taken_and_not_used, 2, env=env)
+
+
 def few_experts(rank: int, num_ranks: int) -> list[tuple[str, str]]:
     """One expert a rank: dispatches take slots, and so one result may be in flight. What the error names suffices."""
     case = Case(experts_per_rank=1, max_tokens=2, hidden=136, topk=2)

@@ -97,14 +97,13 @@ class DirectLowLatency:
         plan = plan_combine("low_latency_combine", self.shared.num_bytes, geometry)
         if out is None:
             out = self._chain.result((rows.topk_idx.size(0), geometry.hidden), torch.bfloat16)
-        slot = FREE_SLOT
-        if kind.zero_copy:
-            slot = OWN_SLOT
+        slot = OWN_SLOT if kind.zero_copy or self._slots.has_lease(rows.src_info) else FREE_SLOT
+        if slot == OWN_SLOT:
             self._chain.require_working()
             self._in_flight.require_room(METHODS[COMBINE], slot)  # a refused call must not take the tensor
         written, stats = apart((out, wait_stats)) if kind.way.is_unfinished else (out, wait_stats)
         call = Combine(self.shared, plan, stats, kind, rows, written)
-        if kind.zero_copy:
+        if slot == OWN_SLOT:
             call.slot = self._slots.give_back(rows.src_info, self._in_flight.next_number)
         return out, *self._make(call, kind.way, slot)
 

@@ -7,6 +7,7 @@ received, and read, all calls up to i - 2. `docs/low-latency.md` has the whole a
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 
 from ...errors import EPError
@@ -86,6 +87,9 @@ class InFlight:
         first = number - MOST_IN_FLIGHT - (depth - 1)
         num_read = sum(one >= first for one in self._took_slots)
         num_leased = self._slots.num_leased() if num_read else 0
+        if num_leased and num_read + num_leased >= NUM_SLOTS:
+            gc.collect()  # handles that nobody has any more, but in a cycle: on other ranks they may be gone already
+            num_leased = self._slots.num_leased()
         if num_read + num_leased < NUM_SLOTS:
             return
         if depth > 1:

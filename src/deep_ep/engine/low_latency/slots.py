@@ -12,6 +12,7 @@ from .geometry import NUM_SLOTS, NUM_ZERO_COPY, Geometry
 
 # What a call takes of the slots: none, the one of its zero-copy tensor, or any that is free.
 NO_SLOT, OWN_SLOT, FREE_SLOT = 0, 1, 2
+ALL_SLOTS = (1 << NUM_SLOTS) - 1  # as bits
 
 
 @dataclass
@@ -105,6 +106,10 @@ class Slots:
         self.leased &= ~(1 << index)
         self._use(index, call)
         return index
+
+    def has_lease(self, src_info: torch.Tensor) -> bool:
+        """Whether a handle has a slot. Its combine takes that one, also if it copies its rows in."""
+        return bool(self.leased) and self._leased_to(src_info) is not None
 
     def take(self, call: int) -> tuple[int, int]:
         """Have a call take the free slot that was used longest ago. Returns it, and the call that used it last."""

@@ -32,7 +32,7 @@ from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Combining, Dispatching, 
 from .copies import Carrier, Copies, FarRanks
 from .geometry import Form, Geometry, Plan, bytes_for_two, plan_combine, plan_dispatch
 from .in_flight import InFlight
-from .slots import FREE_SLOT, NO_SLOT, OWN_SLOT, Slots, zero_copy_view
+from .slots import ALL_SLOTS, FREE_SLOT, NO_SLOT, OWN_SLOT, Slots, zero_copy_view
 
 
 class _Setup(NamedTuple):
@@ -190,7 +190,7 @@ class StreamedLowLatency:
                 num_rows if recv_stats is None else recv_stats,
             ),
         )
-        event, hook = self._make(kernels, work, (state,))
+        event, hook = self._make(kernels, work, (state,), kernels.slot)
         return packed, event, hook
 
     def combine(
@@ -206,11 +206,14 @@ class StreamedLowLatency:
         combined = out if out is not None else x.new_empty(num_tokens, kind.geometry.hidden)
         are_aligned = x.data_ptr() % 16 == 0, combined.data_ptr() % 16 == 0
         kernels = kind.found.get(are_aligned) or self._kernels_of(kind, are_aligned)
-        slot = self._slots.leased
-        if kind.zero_copy:
+        takes, slot = kernels.slot, self._slots.leased
+        if kind.zero_copy or (slot and self._slots.has_lease(src_info)):
+            takes = OWN_SLOT
             # Before the tensor is given, or a call that is refused would take it.
-            self._in_flight.require_room(METHODS[COMBINE], OWN_SLOT)
+            self._in_flight.require_room(METHODS[COMBINE], takes)
             slot = self._slots.give_back(src_info, self._in_flight.next_number)
+            if not kind.zero_copy:  # the kernel takes the only slot that is left to it
+                slot = ALL_SLOTS & ~(1 << slot)
         earlier = kernels.scratch
         if earlier is None:
             earlier = torch.empty_like(topk_idx, dtype=torch.int32)
@@ -221,7 +224,7 @@ class StreamedLowLatency:
             num_tokens * kernels.num_receive_blocks,
             (combined, topk_idx, topk_weights, earlier),
         )
-        event, hook = self._make(kernels, work, (layout_range,))
+        event, hook = self._make(kernels, work, (layout_range,), takes)
         return combined, event, hook
 
     def clean(self) -> None:
@@ -358,7 +361,9 @@ class StreamedLowLatency:
             setup = self._setups[geometry, use_logfmt] = _Setup(call, sizes)
         return setup
 
-    def _make(self, kernels: Kernels, work: _Work, carried: tuple[Any, ...]) -> tuple[EventHandle | None, Hook | None]:
+    def _make(
+        self, kernels: Kernels, work: _Work, carried: tuple[Any, ...], slot: int
+    ) -> tuple[EventHandle | None, Hook | None]:
         """Launch a call: its send half, and its receive half unless there is a hook for that.
 
         The buffer has been asked whether it works.
@@ -367,12 +372,13 @@ class StreamedLowLatency:
             kernels: Of the call.
             work: What its halves are given.
             carried: What its carrier is, if it has one.
+            slot: What it takes of the slots.
         """
         if self._masked_word.value != self._told:
             self._warn_of_masks()
         signals, stream, in_flight = self._signals, self._stream, self._in_flight
         is_async, has_hook = kernels.way
-        number, slot = 0, kernels.slot
+        number = 0
         try:
             signals.is_calling = signals.is_announced = True  # a number that was given to a call must be sent
             if has_hook or not in_flight.pass_by(slot):
