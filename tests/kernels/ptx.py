@@ -176,9 +176,11 @@ def low_latency() -> tuple[dict[str, str], dict[str, str]]:
     signal, move = {}, {}
     signal["wait"] = ptx_of(ll_words._wait_kernel, words, {"HAS_STATS": True, "LANES": 32}, 1)
     signal["barrier"] = ptx_of(ll_words._signal_all_kernel, words, {"LANES": 8}, 1)
+    signal["join"] = ptx_of(ll_words._join_kernel, words, {"LANES": 32}, 1)
     tile = {"WAITS": True, "HAS_STATS": True, "TOPK": 8, "TOKENS": 128, "LANES": 32}
-    for use_fp8, is_rounded in ((True, False), (True, True), (False, False)):
+    for use_fp8, is_rounded, is_wide in ((True, False, False), (True, True, False), (False, False, True)):
         constants = {"USE_FP8": use_fp8, "ROUND": is_rounded, "VECTOR": 16, "WHOLE": 8, "GROUPS": 64} | tile
+        constants["IS_WIDE"] = is_wide
         name = f"dispatch send fp8={use_fp8} rounded={is_rounded}"
         signal[name] = ptx_of(dispatch._send_kernel, words | rows, constants, 8)
     for is_copied, use_logfmt in ((True, False), (True, True), (False, False)):
@@ -189,7 +191,7 @@ def low_latency() -> tuple[dict[str, str], dict[str, str]]:
     for scales, has_far in (("*fp32", False), ("*i32", False), ("*fp32", True)):
         pointers = words | rows | {"x": "*i32", "scales": scales, "stats": "*i32"}
         constants = {"HAS_SCALES": True, "HAS_STATS": True, "HAS_FAR": has_far, "VECTOR": 16, "BLOCK": 2048}
-        constants |= {"GROUPS": 64, "TOPK": 8, "LANES": 8}
+        constants |= {"GROUPS": 64, "TOPK": 8, "LANES": 8, "IS_WIDE": scales == "*i32"}
         name = f"dispatch receive {scales}" + " far" * has_far
         move[name] = ptx_of(dispatch._receive_kernel, pointers, constants, 4)
     for use_logfmt, block in ((False, 2048), (True, 1024)):

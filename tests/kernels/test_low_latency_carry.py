@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from deep_ep.kernels import _triton
 from deep_ep.kernels.exchange import STATE_FAILED
 from deep_ep.kernels.low_latency import carry, combine, dispatch
 from deep_ep.kernels.low_latency.carry import Couriers
-from deep_ep.kernels.low_latency.words import NUM_KEPT, Call, Spots
+from deep_ep.kernels.low_latency.words import NUM_KEPT, POST_WORDS, Call, Spots
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="it is for Triton's interpreter")
 
@@ -26,20 +25,12 @@ PLACES = M * ROW
 BOARD = Spots.board_bytes(R, MAX_EXPERTS)
 
 
-class Measure(NamedTuple):
-    """How sets divide a memory, or a copy."""
-
-    quarter_bytes: int
-    set_bytes: int
-    sets_per_quarter: int = 2
-
-
-OWN, COPIED = Measure(16384, 8192), Measure(2048, 1024)
-CALL = Call((5, 6), *OWN, 9, COPIED.quarter_bytes, COPIED.set_bytes)
+QUARTER, SET, COPIED_SET = 16384, 4096, 1024  # bytes
+CALL = Call((5, 6), QUARTER, SET, 9, False, COPIED_SET)
 DISPATCHED = dispatch.Sizes(ROW // 2, K, E, M, ROW, 0, PLACES, False, False)
 COMBINED = combine.Sizes(SLOT // 2, K, E, M, SLOT, 0, False)
-MEMORY = BOARD + 4 * OWN.quarter_bytes  # two quarters of sets, two zero-copy tensors
-COPY = BOARD + 2 * COPIED.quarter_bytes
+MEMORY = BOARD + 4 * QUARTER
+COPY = BOARD + 4 * COPIED_SET
 HEAP = MEMORY + (R - P) * COPY + 8 * R * MAX_EXPERTS
 RANK, NUMBER = 3, 14
 
@@ -78,9 +69,8 @@ def copy_start(target: int) -> int:
     return MEMORY + others.index(RANK) * COPY
 
 
-def set_start(measure: Measure) -> int:
-    index = (NUMBER >> 1) % measure.sets_per_quarter
-    return BOARD + (NUMBER & 1) * measure.quarter_bytes + index * measure.set_bytes
+OWN_SET = BOARD + 3 * QUARTER + NUMBER % 4 * SET
+COPIED_START = BOARD + NUMBER % 4 * COPIED_SET
 
 
 def snapshot(heaps: Heaps) -> list[torch.Tensor]:
@@ -93,11 +83,11 @@ def require(heaps: Heaps, expected: list[torch.Tensor]) -> None:
 
 
 def post_place() -> int:
-    return 8 * (8 * R + NUMBER % NUM_KEPT * 8)
+    return 8 * (8 * R + NUMBER % NUM_KEPT * POST_WORDS)
 
 
 def table_place() -> int:
-    return 8 * (8 * R + NUM_KEPT * 8 + NUMBER % NUM_KEPT * MAX_EXPERTS)
+    return 8 * (8 * R + NUM_KEPT * POST_WORDS + NUMBER % NUM_KEPT * MAX_EXPERTS)
 
 
 def publish(heaps: Heaps, num_tokens: int) -> torch.Tensor:
@@ -106,9 +96,10 @@ def publish(heaps: Heaps, num_tokens: int) -> torch.Tensor:
     experts = torch.stack([torch.randperm(E)[:K] for _ in range(num_tokens)]) if num_tokens else torch.empty(0, K)
     experts[torch.rand(experts.shape) < 0.4] = -1
     places = torch.where(experts < 0, -1, experts << 16 | 3) if num_tokens else experts
-    start = set_start(OWN) + PLACES
+    start = OWN_SET + PLACES
     mine[start : start + 4 * K * num_tokens] = places.to(torch.int32).flatten().view(torch.uint8)
     mine.view(torch.int64)[post_place() // 8 + 2] = num_tokens
+    mine.view(torch.int64)[post_place() // 8 + 4] = OWN_SET
     return experts
 
 
@@ -128,7 +119,7 @@ def test_a_token_goes_once_to_each_far_rank_that_has_an_expert_of_it(
     for target in far_ranks():
         for token in range(M):
             if target != 0 and (experts[token] // L == target).any():
-                source, place = set_start(OWN) + token * ROW, copy_start(target) + set_start(COPIED) + token * ROW
+                source, place = OWN_SET + token * ROW, copy_start(target) + COPIED_START + token * ROW
                 expected[target][place : place + ROW] = expected[RANK][source : source + ROW]
                 num_rows += 1
     carry.dispatch_carrier(couriers, CALL, DISPATCHED)[0](num_blocks, ())
@@ -142,9 +133,9 @@ def test_far_ranks_are_told_of_a_dispatch_behind_its_rows(heaps: Heaps, couriers
     expected = snapshot(heaps)
     for target in far_ranks():
         start = copy_start(target)
-        for place, size in ((table_place(), 8 * E), (post_place(), 64)):
+        for place, size in ((table_place(), 8 * E), (post_place(), 8 * POST_WORDS)):
             expected[target][start + place : start + place + size] = expected[RANK][place : place + size]
-        source, place = set_start(OWN) + PLACES, start + set_start(COPIED) + PLACES
+        source, place = OWN_SET + PLACES, start + COPIED_START + PLACES
         size = 4 * K * num_tokens
         expected[target][place : place + size] = expected[RANK][source : source + size]
         expected[target].view(torch.int64)[8 * RANK] = NUMBER
@@ -159,25 +150,26 @@ def test_a_barrier_is_a_post_and_the_word(heaps: Heaps, couriers: Couriers) -> N
     assert [call[0] for call in heaps.calls] == ["put", "quiet", "set"] * len(far_ranks())
 
 
-@pytest.mark.parametrize("zero_copy_offset", [None, 2 * OWN.quarter_bytes])
+@pytest.mark.parametrize("slot", [0, 2])
 @pytest.mark.parametrize("num_shares", [1, 2, M])
 def test_rows_of_a_combine_are_found_by_the_table_that_comes_with_them(
     heaps: Heaps,
     couriers: Couriers,
     monkeypatch: pytest.MonkeyPatch,
-    zero_copy_offset: int | None,
+    slot: int,
     num_shares: int,
 ) -> None:
     """As a receive half finds them: from the copy's base by the table's entry, row after row."""
     counts = torch.randint(0, 4, (L, R))
     firsts = torch.cumsum(counts, 1) - counts
     layout_range = counts | firsts << 32
-    start = set_start(OWN) if zero_copy_offset is None else BOARD + zero_copy_offset
+    start = BOARD + slot * QUARTER
+    heap_of(heaps, RANK).view(torch.int64)[post_place() // 8 + 4] = start
     num_pairs = L * (R - P)
     monkeypatch.setattr(carry, "_MOST_BLOCKS", num_shares * num_pairs)
     launch, num_blocks = carry.combine_carrier(couriers, CALL, COMBINED)
     assert num_blocks == num_shares * num_pairs
-    launch(num_blocks, (layout_range,), (-1 if zero_copy_offset is None else zero_copy_offset,))
+    launch(num_blocks, (layout_range,))
     assert {call[0] for call in heaps.calls} <= {"put"}
     post(couriers, carry.COMBINE, COMBINED, layout_range)
     for target in far_ranks():
@@ -200,6 +192,6 @@ def test_a_buffer_that_failed_carries_nothing(heaps: Heaps, couriers: Couriers) 
     couriers.spots.places.state[STATE_FAILED] = 1
     carry.dispatch_carrier(couriers, CALL, DISPATCHED)[0](2, ())
     launch, num_blocks = carry.combine_carrier(couriers, CALL, COMBINED)
-    launch(num_blocks, (torch.ones(L, R, dtype=torch.int64),), (-1,))
+    launch(num_blocks, (torch.ones(L, R, dtype=torch.int64),))
     post(couriers, carry.DISPATCH, DISPATCHED)
     assert heaps.calls == []

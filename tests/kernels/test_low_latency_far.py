@@ -28,8 +28,8 @@ from windows import synchronize
 
 from deep_ep.engine.low_latency import geometry as sizes_of_copies
 from deep_ep.engine.low_latency.copies import Carrier, Copies, FarRanks
-from deep_ep.engine.low_latency.geometry import Form, Geometry, Plan, plan_sets
-from deep_ep.engine.low_latency.zero_copy import zero_copy_view
+from deep_ep.engine.low_latency.geometry import Form, Geometry, Plan
+from deep_ep.engine.low_latency.slots import zero_copy_view
 from deep_ep.kernels import _triton, exchange
 from deep_ep.kernels.low_latency import carry, combine, dispatch, words
 from deep_ep.kernels.low_latency.words import Call, Patience
@@ -46,7 +46,7 @@ class FarGroup(Group):
         num_nodes: How many.
         monkeypatch: For the stand-in.
         times: How many times the hint there is.
-        is_small: A quarter of a copy is smaller than one of a memory, as it is where buffers are large.
+        is_small: A set of a copy is smaller than a quarter of a memory, as it is where buffers are large.
     """
 
     def __init__(
@@ -89,14 +89,12 @@ class FarGroup(Group):
         return self.memory[rank][start:]
 
     def plan(self, needed_bytes: int) -> Plan:
-        g = self.geometry
-        copied = g.copied_combine_bytes if needed_bytes == g.combine_bytes else needed_bytes
-        return plan_sets("test", self.num_bytes, needed_bytes, g, copied)
+        set_bytes = sizes_of_copies.copy_bytes(self.num_bytes, self.geometry.num_ranks) // 4
+        return super().plan(needed_bytes)._replace(copy_set_bytes=set_bytes)
 
     def call(self, needed_bytes: int, agreement: tuple[int, int] = (5, 6)) -> Call:
-        plan = self.plan(needed_bytes)
-        copied = (plan.copy_quarter_bytes, plan.copy_set_bytes)
-        return replace(super().call(needed_bytes, agreement), copy_quarter_bytes=copied[0], copy_set_bytes=copied[1])
+        copied = self.plan(needed_bytes).copy_set_bytes
+        return replace(super().call(needed_bytes, agreement), copy_set_bytes=copied)
 
     def carried(self, rank: int, carrier: Carrier, *args: torch.Tensor | int) -> None:
         self.heaps.pe = rank
@@ -131,7 +129,7 @@ def test_what_is_received_is_what_the_oracle_says(monkeypatch: pytest.MonkeyPatc
     geometry, num_ranks = case.geometry, case.geometry.num_ranks
     group = FarGroup(geometry, case.num_nodes, monkeypatch, is_small=case.is_small)
     call, sizes = group.dispatch(case.form)
-    assert (call.copy_quarter_bytes < call.quarter_bytes) == case.is_small
+    assert (call.copy_set_bytes < call.quarter_bytes) == case.is_small
     every = [inputs(rank, geometry, case.num_tokens[rank], case.idx_dtype) for rank in range(num_ranks)]
     for rank in case.masked:
         group.spots[0].mask[rank] = 1
@@ -157,7 +155,7 @@ def test_a_receive_of_an_earlier_call(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = Geometry(2, 4, 3, 16, 2)
     group = FarGroup(geometry, 2, monkeypatch, times=4)
     call, sizes = group.dispatch(BF16)
-    assert call.sets_per_quarter == 4
+    assert not call.takes_slot
     rounds = [[inputs(rank, geometry, 3, seed=seed) for rank in range(2)] for seed in range(8)]
     for every in rounds:
         publish(group, call, sizes, every)
@@ -178,7 +176,7 @@ def test_a_receive_of_an_earlier_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sums_are_to_the_bit_those_of_one_node(
     monkeypatch: pytest.MonkeyPatch, geometry: Geometry, num_nodes: int, how: str
 ) -> None:
-    """Two calls, so that both quarters are used. The kernels of one node are compared with their twins elsewhere."""
+    """Two calls, so that two sets are used. The kernels of one node are compared with their twins elsewhere."""
     ranks = range(geometry.num_ranks)
     near, far = Group(geometry, "cpu"), FarGroup(geometry, num_nodes, monkeypatch)
     every = [inputs(rank, geometry, geometry.max_tokens - rank % 2) for rank in ranks]
@@ -194,18 +192,16 @@ def test_sums_are_to_the_bit_those_of_one_node(
                 x = some[(torch.arange(num_rows) + rank + number) % 10].view(
                     geometry.num_local_experts, -1, some.size(1)
                 )
-                offset = None
+                slot = None
                 if how == "zero-copy":
-                    offset = group.plan(geometry.combine_bytes).zero_copy_offset((rank + number) % 2)
-                    first = group.board_bytes + offset
+                    slot = (rank + number) % 2
+                    first = group.board_bytes + group.plan(geometry.combine_bytes).slot_offset(slot)
                     x = zero_copy_view(group.memory[rank][first : first + geometry.combine_bytes], geometry).copy_(x)
                 ranges = want[rank].layout_range
-                combine.send(
-                    group.spots[rank], call, sizes, x.contiguous(), ranges, one.topk_idx, earlier[rank], offset
-                )
+                combine.send(group.spots[rank], call, sizes, x.contiguous(), ranges, one.topk_idx, earlier[rank], slot)
                 if isinstance(group, FarGroup):
                     carrier = group.copies[rank].for_combine(call, sizes)
-                    group.carried(rank, carrier, ranges, -1 if offset is None else offset)
+                    group.carried(rank, carrier, ranges)
             sums = []
             for rank, one in enumerate(every):
                 words.wait_for(group.spots[rank], call, 0, Patience())

@@ -10,11 +10,11 @@ import torch
 from windows import Boards, fail, synchronize
 
 from deep_ep import logfmt, quant, reference
-from deep_ep.engine.low_latency.geometry import Form, Geometry, Plan, plan_sets
-from deep_ep.engine.low_latency.zero_copy import zero_copy_view
+from deep_ep.engine.low_latency.geometry import Form, Geometry, Plan
+from deep_ep.engine.low_latency.slots import zero_copy_view
 from deep_ep.kernels import _triton, exchange
 from deep_ep.kernels.low_latency import combine, dispatch, words
-from deep_ep.kernels.low_latency.words import NUM_KEPT, Call, Patience, Spots
+from deep_ep.kernels.low_latency.words import NUM_KEPT, POST_WORDS, Call, Patience, Spots
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
@@ -60,11 +60,12 @@ class Group:
     # What is sent ----------------------------------------------------------------------------------------------------
 
     def plan(self, needed_bytes: int) -> Plan:
-        return plan_sets("test", self.num_bytes, needed_bytes, self.geometry)
+        plan = Plan(self.num_bytes // 4 // 16 * 16, True)
+        return plan._replace(takes_slot=needed_bytes > plan.set_bytes)
 
     def call(self, needed_bytes: int, agreement: tuple[int, int] = (5, 6)) -> Call:
         plan = self.plan(needed_bytes)
-        return Call(agreement, plan.quarter_bytes, plan.set_bytes, plan.sets_per_quarter, OPERATION)
+        return Call(agreement, plan.quarter_bytes, plan.set_bytes, OPERATION, plan.takes_slot)
 
     def dispatch(self, form: Form, agreement: tuple[int, int] = (5, 6)) -> tuple[Call, dispatch.Sizes]:
         g = self.geometry
@@ -92,16 +93,23 @@ class Group:
         return self.memory[rank][: self.board_bytes].view(torch.int64)
 
     def post(self, rank: int, number: int) -> list[int]:
-        first = 8 * self.geometry.num_ranks + number % NUM_KEPT * 8
-        return self.words(rank)[first : first + 3].tolist()
+        return self.whole_post(rank, number)[:3].tolist()
+
+    def whole_post(self, rank: int, number: int) -> torch.Tensor:
+        first = 8 * self.geometry.num_ranks + number % NUM_KEPT * POST_WORDS
+        return self.words(rank)[first : first + POST_WORDS]
 
     def table(self, rank: int, number: int) -> torch.Tensor:
         room = self.spots[rank].max_experts
-        first = 8 * self.geometry.num_ranks + NUM_KEPT * 8 + number % NUM_KEPT * room
+        first = 8 * self.geometry.num_ranks + NUM_KEPT * POST_WORDS + number % NUM_KEPT * room
         return self.words(rank)[first : first + self.geometry.num_experts]
 
     def set_of(self, rank: int, number: int, num_bytes: int) -> torch.Tensor:
-        first = self.board_bytes + self.plan(num_bytes).set_offset(number)
+        assert self.whole_post(rank, number)[3] == number
+        first = int(self.whole_post(rank, number)[4])  # where its rows begin
+        plan = self.plan(num_bytes)
+        expected = plan.slot_offset((number - 1) % 3) if plan.takes_slot else plan.set_offset(number)
+        assert first == self.board_bytes + expected
         return self.memory[rank][first : first + num_bytes]
 
     def rows(self, rank: int, number: int, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -226,7 +234,7 @@ def test_a_send_writes_only_its_set_and_its_words(device: str, form: Form) -> No
     assert [group.sent(rank) for rank in range(2)] == [[0, 1], [0, 1]]
     for rank in range(2):
         group.words(rank)[8] = 0  # what rank 1 has sent
-    group.words(1)[16 + 8 : 16 + 8 + 3] = 0  # the post
+    group.whole_post(1, 1).zero_()
     for got, then in zip(group.memory, before, strict=True):
         assert torch.equal(got, then)
 
@@ -400,7 +408,7 @@ def test_a_receive_of_an_earlier_call(device: str) -> None:
     geometry = Geometry(2, 4, 3, 16, 2)
     group = Group(geometry, device, times=4)
     call, sizes = group.dispatch(BF16)
-    assert call.sets_per_quarter == 4
+    assert not call.takes_slot
     rounds = [[inputs(rank, geometry, 3, seed=seed) for rank in range(2)] for seed in range(8)]
     for every in rounds:
         for spots, one in zip(group.spots, every, strict=True):
@@ -519,15 +527,15 @@ def test_what_is_combined_is_what_the_oracle_says(device: str, name: str) -> Non
         is_row = torch.arange(geometry.num_rows) < want[rank].recv_count[:, None]
         factors = (1 + torch.arange(geometry.num_local_experts) + rank).bfloat16()[:, None, None]
         ys.append(torch.where(is_row[..., None], want[rank].recv_x * factors, NAN))
-        x, offset = ys[-1], None
+        x, slot = ys[-1], None
         if case.zero_copy:
-            offset = group.plan(geometry.combine_bytes).zero_copy_offset(rank % 2)
-            first = group.board_bytes + offset
+            slot = rank % 3
+            first = group.board_bytes + group.plan(geometry.combine_bytes).slot_offset(slot)
             x = zero_copy_view(group.memory[rank][first : first + geometry.combine_bytes], geometry).copy_(x)
         elif not case.is_aligned:
             x = skewed(x)
         earlier.append(torch.full_like(one.topk_idx, -1, dtype=torch.int32))
-        combine.send(spots, call, sizes, x, want[rank].layout_range, one.topk_idx, earlier[-1], offset)
+        combine.send(spots, call, sizes, x, want[rank].layout_range, one.topk_idx, earlier[-1], slot)
     for rank in case.masked:
         group.spots[0].mask[rank] = 1
     masked = [set(case.masked), *[set[int]()] * (geometry.num_ranks - 1)]
@@ -721,8 +729,9 @@ def test_a_silent_rank_is_masked_or_fails_the_call(device: str, can_mask: bool, 
     assert stats[1].item() >= 100 + SHORT_NS
     if can_mask:
         assert group.boards.record(0) is None
-        assert spots.mask.tolist() == [0, 1, 0]
-        assert spots.host.tolist() == [0, 1, 0, 1], "the call in which it was masked, and that somebody was"
+        assert spots.mask.tolist() == [0, words.LOST, 0]
+        told = [0, 1 << words.REASON_BITS | words.SILENT, 0, 1]
+        assert spots.host.tolist() == told, "the call in which it was masked, why, and that somebody was"
         packed = empty_packed(WAITS, BF16)
         dispatch.receive(spots, call, sizes, 0, *packed, None)
         want = oracle([given, given, given], WAITS, BF16, [{1}] * 3)
@@ -732,7 +741,7 @@ def test_a_silent_rank_is_masked_or_fails_the_call(device: str, can_mask: bool, 
         dispatch.send(group.spots[2], call, sizes, given.x, given.topk_idx)
         dispatch.send(long, call, sizes, given.x, given.topk_idx, patience)
         group.sync()
-        assert spots.host.tolist() == [0, 1, 0, 1]
+        assert spots.host.tolist() == told
         assert group.boards.record(0) is None
         return
     assert group.boards.record(0) == [exchange.TIMEOUT, 1, OPERATION, 0b010, 0, 0, 0]
@@ -760,7 +769,7 @@ def test_who_waits_for_a_rank_that_refuses_fails_at_once_or_masks_it(device: str
     if can_mask:  # it is as silent as any other, so the limit is that of a test
         words.wait_for(group.patient(0, 1), call, 0, Patience(None, True))
         assert group.boards.record(0) is None
-        assert group.spots[0].mask.tolist() == [0, 1, 0]
+        assert group.spots[0].mask.tolist() == [0, words.LOST, 0]
         return
     words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience())
     assert group.boards.record(0) == [exchange.REFUSED, 1, 3, 1, 0, 1, 1]
@@ -793,7 +802,7 @@ def test_a_satisfied_wait_sees_failures_too(device: str) -> None:
 @pytest.mark.parametrize("can_mask", [True, False])
 def test_a_rank_whose_set_is_another_calls_has_gone_on_without_this_one(device: str, can_mask: bool) -> None:
     group = Group(WAITS, device)
-    call = replace(signals(group, (0, 1, 2)), sets_per_quarter=2)
+    call = signals(group, (0, 1, 2))
     patience = Patience(None, can_mask)
     group.words(0)[8 * 1] = 1 + 3  # with four sets, this one is still there
     words.wait_for(group.spots[0], call, 0, patience)
@@ -803,10 +812,44 @@ def test_a_rank_whose_set_is_another_calls_has_gone_on_without_this_one(device: 
     words.wait_for(group.spots[0], call, 0, patience)
     if can_mask:
         assert group.boards.record(0) is None
-        assert group.spots[0].mask.tolist() == [0, 1, 0]
-        assert group.spots[0].host.tolist() == [0, 1, 0, 1]
+        assert group.spots[0].mask.tolist() == [0, words.MASKED, 0]
+        assert group.spots[0].host.tolist() == [0, 1 << words.REASON_BITS | words.GONE_ON, 0, 1]
     else:
         assert group.boards.record(0) == [exchange.ASTRAY, 1, OPERATION, 0b010, 0, 0, 0]
+
+
+def test_whoever_masks_this_rank_is_masked_and_what_is_lost_is_lost_for_all(device: str) -> None:
+    """Rank 1 has lost rank 2; rank 3 does without rank 0, to which that is rank 3's own affair."""
+    group = Group(Geometry(40, 40, 1, 8, 1), device)
+    group.spots[1].mask[[2, 33]] = words.LOST
+    group.spots[3].mask[0] = words.MASKED
+    call = signals(group, tuple(range(40)))
+    for rank, spots in enumerate(group.spots[:5]):
+        words.wait_for(spots, call, 0, Patience(None, True))
+        assert group.boards.record(rank) is None
+    masks = [{rank: one for rank, one in enumerate(spots.mask.tolist()) if one} for spots in group.spots[:5]]
+    lost = {2: words.LOST, 33: words.LOST}
+    assert masks[0] == {3: words.MASKED, **lost}
+    assert masks[1] == masks[4] == lost
+    assert masks[2] == {1: words.MASKED}, "what a rank says that masks this one is not believed"
+    assert masks[3] == {0: words.MASKED, **lost}
+    assert group.spots[4].host[33] == 1 << words.REASON_BITS | words.TOLD
+
+
+def test_ranks_agree_on_the_number_of_the_next_call(device: str) -> None:
+    """The words of one rank are there already, as its kernel would write them; those of an earlier attempt are not."""
+    group = Group(WAITS, device)
+    spots = group.spots[0]
+    spots.state[0], spots.mask[2] = 11, words.MASKED
+    line = group.words(0)[8:16]
+    line[1:4] = torch.tensor([4, 18, 1])  # attempt, next number, echo
+    words.join(spots)
+    assert int(spots.state[0]) + 1 == 18
+    assert group.words(1)[1:4].tolist() == [1, 12, 4], "and rank 1 finds this rank's"
+    assert spots.mask.tolist() == [0, 0, words.MASKED]
+    words.join(group.patient(0, SHORT_NS))
+    assert int(spots.state[0]) + 1 == 18, "numbers do not go back"
+    assert spots.mask.tolist() == [0, words.LOST, words.MASKED], "an echo of another attempt does not count"
 
 
 @pytest.mark.parametrize("other", [(5, 7), (4, 6)])

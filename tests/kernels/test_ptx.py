@@ -65,7 +65,7 @@ LL_SENDS = (
     "combine send copied=True logfmt=True",
     "combine send copied=False logfmt=False",
 )
-LL_SIGNALLING = (*LL_WAITS, "barrier", *LL_SENDS)
+LL_SIGNALLING = (*LL_WAITS, "barrier", "join", *LL_SENDS)
 LL_RECEIVES = (
     "dispatch receive *fp32",
     "dispatch receive *i32",
@@ -433,7 +433,7 @@ def test_low_latency_rows_move_in_vectors_of_16_bytes(
 
 NAMES = dict.fromkeys((one for one in (*LL_SENDS, *LL_RECEIVES) if one.startswith("dispatch")), "low_latency::dispatch")
 NAMES |= dict.fromkeys((one for one in (*LL_SENDS, *LL_RECEIVES) if one.startswith("combine")), "low_latency::combine")
-NAMES |= {"wait": "low_latency::wait", "barrier": "low_latency::signal"}
+NAMES |= {"wait": "low_latency::wait", "barrier": "low_latency::signal", "join": "low_latency::join"}
 
 
 @pytest.mark.parametrize("kernel", [*LL_SIGNALLING, *LL_RECEIVES])

@@ -11,7 +11,7 @@ import pytest
 from deep_ep.tools import cli
 from deep_ep.tools.soak.states import command, low_latency, one_hop, two_hops
 from deep_ep.tools.soak.states.explore import Label, Model, Result, State, Step, Violation, explore, is_path
-from deep_ep.tools.soak.states.low_latency import SILENT, Kind, LowLatency
+from deep_ep.tools.soak.states.low_latency import SILENT, LowLatency
 from deep_ep.tools.soak.states.one_hop import COMBINE, FULL, WORST_CASE, OneHop, draws, memories
 from deep_ep.tools.soak.states.ranks import DIRECT, GIVE_UP, KILL, RAISE, Drawn
 from deep_ep.tools.soak.states.steps import step_label
@@ -140,10 +140,18 @@ def test_defects_of_one_hop_are_found(defect: str) -> None:
 
 @pytest.mark.parametrize("defect", low_latency.DEFECTS)
 def test_defects_of_low_latency_are_found(defect: str) -> None:
-    sets = (4, 4, 4, 2, 4, 4) if "sizes" in defect else (4,) * 6
-    is_about_masks = "mask" in defect or "said" in defect
+    is_about_masks = any(word in defect for word in ("mask", "said", "agreed", "verdict", "silence"))
+    kinds, num_ranks = "cccc" if "slot" in defect else "dddddd", 2
+    if "not in posts" in defect:
+        kinds = "dd"
+    elif "agreed" in defect:
+        kinds = "dbd"
+    elif "silence" in defect:
+        kinds, num_ranks = "db", 3
+    elif "at once" in defect or "verdict" in defect:
+        kinds, num_ranks = "dd", 3
     faults = (SILENT, KILL) if is_about_masks else ()
-    find(LowLatency(2, [Kind(num_sets) for num_sets in sets], faults, is_about_masks, defect))
+    find(LowLatency(num_ranks, [low_latency.KIND_OF[kind] for kind in kinds], faults, is_about_masks, defect))
 
 
 @pytest.mark.parametrize("defect", two_hops.DEFECTS)
@@ -194,7 +202,7 @@ def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.Capture
 def test_the_command_shows_the_path_to_a_violation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = Case("wrong", lambda: LowLatency(2, [Kind(4)], (), defect="signal before data"))
+    wrong = Case("wrong", lambda: LowLatency(2, [low_latency.DISPATCH], (), defect="signal before data"))
     monkeypatch.setattr(command, "cases_of", lambda *_: [wrong, wrong])
     assert cli.main(["soak", "--states", "low-latency"]) == 1
     out = capsys.readouterr().out

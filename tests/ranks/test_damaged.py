@@ -52,12 +52,13 @@ def put(offset: int, *numbers: int) -> Callable[[bytes], bytes]:
 
 def wrapped(data: bytes) -> bytes:
     """Three counts that add up as 64 bits do."""
-    (extent,) = struct.unpack_from("<q", data, ROWS_AT + 8)
+    (extent,) = struct.unpack_from("<q", data, LOW_LATENCY_ROWS_AT + 8)
     return put(COUNTS_AT, (1 << 63) - 1, (1 << 63) - 1, extent + 2)(data)
 
 
 ROWS_AT = 8 * _NUM_AGREED
-COUNTS_AT = 96  # words and padding to a multiple of 16
+LOW_LATENCY_ROWS_AT = ROWS_AT + 8 * 2  # behind the masks, a word of each kind
+COUNTS_AT = 112  # words and padding to a multiple of 16
 
 # By name: the call, the topic that is damaged, and what becomes of its payload.
 DAMAGES: dict[str, tuple[Callable[[deep_ep.Buffer], None], int, Callable[[bytes], bytes]]] = {
@@ -67,8 +68,8 @@ DAMAGES: dict[str, tuple[Callable[[deep_ep.Buffer], None], int, Callable[[bytes]
     "a verdict of some bytes": (worst_case, VERDICT, lambda data: data + b"abcde"),
     "rows cut short": (dispatch, ROWS, lambda data: data[:-16]),
     "a cut low-latency message": (low_latency_dispatch, SENT, lambda data: data[:24]),
-    "too many low-latency rows": (low_latency_dispatch, SENT, put(ROWS_AT, 1 << 60, 1 << 60)),
-    "rows below zero": (low_latency_dispatch, SENT, put(ROWS_AT, -1, -1)),
+    "too many low-latency rows": (low_latency_dispatch, SENT, put(LOW_LATENCY_ROWS_AT, 1 << 60, 1 << 60)),
+    "rows below zero": (low_latency_dispatch, SENT, put(LOW_LATENCY_ROWS_AT, -1, -1)),
     "counts beyond all tokens": (low_latency_dispatch, SENT, put(COUNTS_AT, 1 << 62)),
     "counts whose sum wraps round": (low_latency_dispatch, SENT, wrapped),
     "counts below zero": (low_latency_dispatch, SENT, put(COUNTS_AT, -1)),

@@ -19,10 +19,10 @@ from test_low_latency_interpreted import (
     compressed,
     disagreements,
     flags,
-    four_in_flight,
     make_buffer,
     masks,
     silence,
+    two_in_flight,
 )
 
 import deep_ep
@@ -56,7 +56,7 @@ def run_nodes(
 
 def every_call(rank: int, num_ranks: int) -> None:
     assert make_buffer(num_ranks, SMALL).transport.startswith("nvshmem")
-    for part in (flags, compressed, chain, four_in_flight):
+    for part in (flags, compressed, chain, two_in_flight):
         part(rank, num_ranks)
 
 

@@ -100,13 +100,19 @@ def test_masks_of_the_caller(device: str) -> None:
 
 def one_sided_mask(rank: int, num_ranks: int) -> None:
     buffer = make_buffer(num_ranks, CASE, enable_shrink=True)
-    this = Round(rank, num_ranks, 0, [{1}, set(), set()])
+    # Rank 1 finds that rank 0 does without it, and does without rank 0. To rank 2 that is nothing.
+    this = Round(rank, num_ranks, 0, [{1}, {0}, set()])
     if rank == 0:
         buffer.low_latency_update_mask_buffer(1, True)
-    got = dispatch(buffer, this.mine, CASE, **FORM)
-    combined, *_ = combine(buffer, this.check_dispatch(got), this.mine, got[2])
-    # Rank 1 gets nothing back from the rank that took nothing from it.
-    this.check_combine(combined, [{1}, {0}, set()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = dispatch(buffer, this.mine, CASE, **FORM)
+        combined, *_ = combine(buffer, this.check_dispatch(got), this.mine, got[2])
+    this.check_combine(combined)
+    assert mask_of(buffer) == [int(one in this.masked[rank]) for one in range(num_ranks)]
+    texts = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    assert len(texts) == (rank == 1), texts
+    assert all("rank 0, which has masked this rank: they are out of step" in text for text in texts)
     buffer.destroy()
 
 
@@ -400,7 +406,7 @@ def mask_rank(buffer: deep_ep.Buffer, rank: int) -> None:
     buffer.low_latency_update_mask_buffer(rank, True)
 
 
-@pytest.mark.parametrize("later", [[1] * 8, [1, 32, 32]], ids=["one size", "larger calls"])
+@pytest.mark.parametrize("later", [[1] * 8, [1, *[NUM_TOKENS] * 3]], ids=["one size", "larger calls"])
 @pytest.mark.cpu_only
 def test_a_masked_rank_notices_a_set_that_is_written_again_and_not_yet_sent(device: str, later: list[int]) -> None:
     found, masks = run_ranks(fetch_late, 2, later)[0]

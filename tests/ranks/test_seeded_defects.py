@@ -117,7 +117,7 @@ def mask_that_stays() -> None:
     def clean_less(self: DirectLowLatency) -> None:
         left = sorted(self.shared.masked)[:1]
         clean(self)
-        self.shared.masked.update(left)
+        self.shared.masks.update(dict.fromkeys(left, 0))
 
     DirectLowLatency.clean_mask = clean_less  # type: ignore[method-assign]
 

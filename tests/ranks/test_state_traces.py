@@ -16,6 +16,7 @@ from low_latency import Case, inputs, make_buffer
 
 import deep_ep
 from common import NOTHING_POSTED, error_of, run_ranks
+from deep_ep.tools.soak.states import low_latency
 from deep_ep.tools.soak.states import trace as states
 from deep_ep.tools.soak.states.trace import Event, Trace, recording
 from internode import dispatch as dispatch_world
@@ -132,41 +133,48 @@ def test_three_ranks_of_which_one_posts_and_one_is_staged() -> None:
 CASE = Case(max_tokens=4, hidden=128)
 
 
-def two_in_flight(rank: int, num_ranks: int) -> tuple[Trace, list[int]]:
-    """Calls of one size with hooks called in another order on each rank, then a smaller one, behind a barrier."""
+def two_in_flight(rank: int, num_ranks: int) -> tuple[Trace, list[str]]:
+    """Two micro-batches, with hooks called in another order on each rank; then whole rounds of other sizes."""
     small = CASE._replace(max_tokens=1)
     buffer = make_buffer(num_ranks, CASE)
     num_experts = CASE.experts_per_rank * num_ranks
-    sets: list[int] = []
+    kinds: list[str] = []
 
-    def send(case: Case, seed: int) -> Callable[[], None]:
+    def send(case: Case, seed: int) -> tuple[tuple, tuple]:
         given = inputs(rank, num_ranks, case._replace(seed=seed))
-        *_, hook = buffer.low_latency_dispatch(
+        kinds.append(low_latency.DISPATCH)
+        got = buffer.low_latency_dispatch(
             given.x, given.topk_idx, case.max_tokens, num_experts, use_fp8=False, return_recv_hook=True
         )
+        return given, got
+
+    def send_back(given: tuple, got: tuple) -> Callable[[], None]:
+        kinds.append(low_latency.COMBINE)
+        *_, hook = buffer.low_latency_combine(got[0], given[1], given[2], got[2], return_recv_hook=True)
         assert hook is not None
         return hook
 
     with disturbed(buffer, rank) as trace:
-        for seed in range(4):
-            hooks = [send(CASE, seed), send(CASE, seed + 10)]
+        for seed in range(3):
+            batches = [send(CASE, seed), send(CASE, seed + 10)]
+            for _, got in batches if (rank + seed) % 2 else reversed(batches):
+                got[4]()
+            hooks = [send_back(*batch) for batch in batches]
             for hook in hooks if (rank + seed) % 2 else reversed(hooks):
                 hook()
         for seed in range(2):
-            send(small, seed)()
-        low_latency = buffer._engine.low_latency  # type: ignore[union-attr]
-        sets = [entry[1] for entry in low_latency._flights._recent]
+            given, got = send(small, seed)
+            got[4]()
+            send_back(given, got)()
     buffer.destroy()
-    return trace, sets
+    return trace, kinds
 
 
 def test_low_latency_with_two_in_flight() -> None:
     results = run_ranks(two_in_flight, 2)
-    traces, sets = [trace for trace, _ in results], results[0][1]
-    assert sets == results[1][1]
-    wanted = [num_sets for num_sets in sets if num_sets]
-    assert states.check_low_latency(traces, wanted) is None
-    require_sharp(traces, lambda traces: states.check_low_latency(traces, wanted))
+    traces, kinds = [trace for trace, _ in results], results[0][1]
+    assert states.check_low_latency(traces, kinds) is None
+    require_sharp(traces, lambda traces: states.check_low_latency(traces, kinds))
 
 
 # Two hops ------------------------------------------------------------------------------------------------------------

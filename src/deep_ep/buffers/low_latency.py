@@ -271,6 +271,11 @@ class LowLatencyMethods:
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """A barrier over all ranks that are not masked. There is nothing to clean: words are never used twice.
 
+        With `enable_shrink` it also brings ranks into step that have made different calls. To take in ranks that were
+        masked, all ranks call `low_latency_clean_mask_buffer` and then this, each whenever it can, within the limit of
+        one another. Results that are still in flight are given up, and their hooks raise. Over NVSHMEM it is only a
+        barrier: there a rank that has missed calls cannot come back.
+
         A rank that stays away past the limit is masked (`enable_shrink`), or raises `EPTimeout`.
 
         Args:
@@ -285,7 +290,9 @@ class LowLatencyMethods:
     # Rank masks ------------------------------------------------------------------------------------------------------
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Mask a rank: nothing is sent to it, it is not waited for, and its experts contribute nothing. Local.
+        """Mask a rank: it is not waited for, its tokens are not taken, and its experts contribute nothing. Local.
+
+        The masked rank finds that at its next call, and masks this one. Masks that a silent rank gets are everybody's.
 
         Args:
             rank_to_mask: The rank.
@@ -313,7 +320,7 @@ class LowLatencyMethods:
             self._require_masks(where).query_mask(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Mask nobody any more."""
+        """Mask nobody any more. Behind it all ranks call `clean_low_latency_buffer`, if ranks have missed calls."""
         with self._lock:
             self._require_masks("low_latency_clean_mask_buffer").clean_mask()
 

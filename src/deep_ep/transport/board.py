@@ -34,10 +34,14 @@ _REFUSED = 5  # the line of the first word of refusals; one for each kind
 _TEXT = Span(8 * LINE_BYTES, 2048)
 _POSTS = 2048  # 2 kinds x 2 parities of `_POST_BYTES` each
 _SENT_POSTS = 3072  # `NUM_SENT_POSTS` of `_SENT_POST_BYTES` each
-_SENT_POST_BYTES = 128
-_REFUSAL_TEXTS = 4096  # one for each kind
+_SENT_POST_BYTES = 1024
+_REFUSAL_TEXTS = _SENT_POSTS + NUM_SENT_POSTS * _SENT_POST_BYTES  # one for each kind
 _REFUSAL_TEXT_BYTES = 512
-_VALUES = 5120
+_MEETING = _REFUSAL_TEXTS + 2 * _REFUSAL_TEXT_BYTES  # lines of words: `attempt`, `following`, `done`, `joining`
+_VERDICTS = _MEETING + 4 * LINE_BYTES  # `NUM_SENT_POSTS` of `_VERDICT_BYTES` each
+_VERDICT_BYTES = 512
+_ECHOES = _VERDICTS + NUM_SENT_POSTS * _VERDICT_BYTES  # a word for each rank
+MOST_LOW_LATENCY_RANKS = (_SENT_POST_BYTES // 8 - 16) // 2 * 32  # that a post has two bits for, 32 to a word
 _TIMES_BITS = 16  # of a word of refusals; the others are the call's number
 
 
@@ -75,6 +79,20 @@ class Refusal(NamedTuple):
 NO_REFUSAL = Refusal(0, 0, "")
 
 
+class Meeting(NamedTuple):
+    """What a rank says to another when it wants to be in step with it again, in low-latency calls.
+
+    Attributes:
+        attempt: Its attempts are numbered.
+        following: The number that its next call would have.
+        echo: The last attempt of the other one that it has seen.
+    """
+
+    attempt: int = 0
+    following: int = 0
+    echo: int = 0
+
+
 class Board:
     """The words of one rank, mapped by its owner or a peer.
 
@@ -92,6 +110,14 @@ class Board:
         self.sent = word(mapping.memory, 3 * LINE_BYTES)
         self.waiting = word(mapping.memory, 4 * LINE_BYTES)
         self.spent = word(mapping.memory, 7 * LINE_BYTES)
+        self.attempt, self.following, self.done, self.joining = (
+            word(mapping.memory, _MEETING + index * LINE_BYTES) for index in range(4)
+        )
+        self.echoes = [word(mapping.memory, _ECHOES + 8 * rank) for rank in range(num_ranks)]
+        self._verdicts = [
+            (word(mapping.memory, span.start), mapping.view(Span(span.start + 8, span.stop)).cast("q"))
+            for span in map(_verdict_span, range(NUM_SENT_POSTS))
+        ]
         self._refused = [word(mapping.memory, (_REFUSED + kind) * LINE_BYTES) for kind in (NORMAL, LOW_LATENCY)]
         self._text = mapping.view(_TEXT)
         self._refusal_texts = [mapping.view(_refusal_span(kind)) for kind in (NORMAL, LOW_LATENCY)]
@@ -99,17 +125,17 @@ class Board:
             [mapping.view(_post_span(kind, parity)).cast("q") for parity in (0, 1)] for kind in (HEADER, OFFER)
         ]
         self._sent_posts = [mapping.view(_sent_post_span(slot)).cast("q") for slot in range(NUM_SENT_POSTS)]
-        num_bytes = _values_bytes(num_ranks)
+        num_bytes, first = _values_bytes(num_ranks), _first_value(num_ranks)
         self._values = [
-            mapping.view(Span(_VALUES + parity * num_bytes, _VALUES + (parity + 1) * num_bytes)).cast("i")
+            mapping.view(Span(first + parity * num_bytes, first + (parity + 1) * num_bytes)).cast("i")
             for parity in (0, 1)
         ]
-        self._rows = [_VALUES + 2 * num_bytes + parity * POSTED_BYTES for parity in (0, 1)]
+        self._rows = [first + 2 * num_bytes + parity * POSTED_BYTES for parity in (0, 1)]
 
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
         """Bytes of a board in a group of `num_ranks`."""
-        return _VALUES + 2 * _values_bytes(num_ranks) + 2 * POSTED_BYTES
+        return _first_value(num_ranks) + 2 * _values_bytes(num_ranks) + 2 * POSTED_BYTES
 
     def post(self, kind: int, epoch: int, words: Sequence[int]) -> None:
         """Write the words of a header or an offer. Peers see them with the next release of `progress`."""
@@ -149,9 +175,28 @@ class Board:
         """Write the words of a low-latency call. Peers see them with the next release of `sent`."""
         self._sent_posts[number % NUM_SENT_POSTS][: len(words)] = memoryview(array("q", words))
 
-    def read_sent(self, number: int) -> list[int]:
-        """The words of a low-latency call; the rest of the slot follows them."""
-        return self._sent_posts[number % NUM_SENT_POSTS].tolist()
+    def read_sent(self, number: int, num_words: int | None = None) -> list[int]:
+        """The first words of a low-latency call; by default all that there is room for."""
+        return self._sent_posts[number % NUM_SENT_POSTS][:num_words].tolist()
+
+    def post_verdict(self, number: int, words: Sequence[int]) -> None:
+        """Say which ranks this rank takes for lost in a low-latency call. For the same call they only become more."""
+        call, room = self._verdicts[number % NUM_SENT_POSTS]
+        if call.load_acquire() != number:
+            call.store_before_writes(0)
+        room[: len(words)] = memoryview(array("q", words))
+        call.store_release(number)
+
+    def read_verdict(self, number: int, num_words: int) -> list[int] | None:
+        """The words of `post_verdict`; None: the rank has said nothing of this call.
+
+        Those of the ranks that are being added may be among them or not.
+        """
+        call, room = self._verdicts[number % NUM_SENT_POSTS]
+        if call.load_acquire() != number:
+            return None
+        words = room[:num_words].tolist()
+        return words if call.load_behind_reads() == number else None
 
     def write_text(self, text: str) -> None:
         """Write why this rank failed, cut to the room there is."""
@@ -200,6 +245,15 @@ def _post_span(kind: int, parity: int) -> Span:
 def _sent_post_span(slot: int) -> Span:
     start = _SENT_POSTS + slot * _SENT_POST_BYTES
     return Span(start, start + _SENT_POST_BYTES)
+
+
+def _verdict_span(slot: int) -> Span:
+    start = _VERDICTS + slot * _VERDICT_BYTES
+    return Span(start, start + _VERDICT_BYTES)
+
+
+def _first_value(num_ranks: int) -> int:
+    return -(-(_ECHOES + 8 * num_ranks) // LINE_BYTES) * LINE_BYTES
 
 
 def _values_bytes(num_ranks: int) -> int:

@@ -22,7 +22,7 @@ import torch
 
 from ..errors import MOST_TEXT_BYTES, EPTransportError
 from ..sizing import align
-from .board import Refusal
+from .board import Meeting, Refusal
 from .inherited import close_in_children
 from .window import Failure
 
@@ -32,6 +32,7 @@ ANNOUNCE, VERDICT, ROWS, FAILED, BYE, SENT = 1, 2, 3, 4, 5, 6
 HEADER, RECORD, BELL = 7, 8, 9
 REFUSED = 10  # a call that the rank does not make, with the number of times that it has refused it
 ALIVE = 11  # the rank is there, and waits for another one
+JOIN = 12  # an attempt to rejoin, the echo of the receiver's, and the number that the sender's next call would have
 
 # The longest payload. Rows are cut into chunks that are shorter, an announcement has a bit for each token and rank of a
 # node, and a low-latency frame has the rows of one call for one rank: a few hundred megabytes where buffers are large.
@@ -50,6 +51,7 @@ _MOST_BYTES = {
     BELL: _MOST_NUMBERS_BYTES,
     REFUSED: MOST_TEXT_BYTES,
     ALIVE: 0,
+    JOIN: 8,
 }
 
 _HEAD = struct.Struct("<QQQQ")  # topic, epoch, place, bytes of the payload
@@ -249,6 +251,7 @@ class Link:
         self.inbox: deque[Frame] = deque()
         self.failure: Failure | None = None
         self.refusal: Refusal | None = None
+        self.meeting = Meeting()
         self.has_left = False
         self.ending: str | None = None
         self.bytes_sent = self.bytes_received = 0
@@ -365,6 +368,8 @@ class Link:
             self.failure = Failure(frame.place, _text_of(frame))
         elif frame.topic == REFUSED:
             self.refusal = Refusal(frame.epoch, frame.place, _text_of(frame))
+        elif frame.topic == JOIN:
+            self.meeting = Meeting(frame.epoch, int.from_bytes(frame.page.view(), "little"), frame.place)
         elif frame.topic == BYE:
             self.has_left = True
         elif frame.topic != ALIVE:  # that it came is all that it says

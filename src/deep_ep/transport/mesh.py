@@ -19,9 +19,9 @@ from ..control import Control
 from ..errors import EPTransportError, encoded
 from ..topology import Topology
 from .arena import Arena
-from .board import NUM_SENT_POSTS, Refusal
+from .board import NUM_SENT_POSTS, Meeting, Refusal
 from .inherited import close_in_children
-from .links import FAILED, REFUSED, SENT, Link, Page, Pool
+from .links import FAILED, JOIN, REFUSED, SENT, Link, Page, Pool
 from .memory import Mapping
 from .message import connect
 from .sparse import HollowMemory
@@ -117,10 +117,14 @@ class FarSender:
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
         """Why call `number` will not come."""
-        del looks_at_process
         # Frames come in order: who has sent a later call has left this one out.
         if self.latest > number:
             return f", which has gone on without this rank (it is at call {self.latest})"
+        return self.why_gone(looks_at_process)
+
+    def why_gone(self, looks_at_process: bool) -> str | None:
+        """Why no call will come any more."""
+        del looks_at_process
         if self.link.has_left:
             return ", which has destroyed its buffer"
         if self.link.ending is not None:
@@ -134,6 +138,10 @@ class FarSender:
     def count_wait(self, secs: float) -> None:
         """Add to the time that this rank has waited for it."""
         self.link.wait_secs += secs
+
+    def meeting(self) -> Meeting:
+        """What it says in an attempt to be in step again."""
+        return self.link.meeting
 
     def land(self) -> None:
         """Read what is there. Only the mesh's thread does."""
@@ -207,6 +215,10 @@ class Mesh:
         """Tell all far ranks that this rank does not make a call."""
         for rank in self.senders:
             self._queue(rank, REFUSED, refusal.number, self._filled(encoded(refusal.reason)), refusal.times)
+
+    def meet(self, rank: int, meeting: Meeting) -> None:
+        """Say something to a far rank in an attempt to be in step again."""
+        self._queue(rank, JOIN, meeting.attempt, self._filled(meeting.following.to_bytes(8, "little")), meeting.echo)
 
     def fail(self, failure: Failure) -> None:
         """Tell all far ranks, once, that this rank has failed, in place of what was queued for them."""

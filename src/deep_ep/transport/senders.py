@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..errors import EPPeerFailed, EPTimeout
-from .board import LOW_LATENCY, Refusal
+from .board import LOW_LATENCY, Meeting, Refusal
 from .window import PULSE_SECS, SHORTEST_PAUSE_SECS, Failure, Peer, Waiting, Where, next_pause, refused_by
 
 
@@ -41,12 +41,20 @@ class Sender(Protocol):
         """
         ...
 
+    def why_gone(self, looks_at_process: bool) -> str | None:
+        """Why no call will come any more, likewise."""
+        ...
+
     def is_silent(self, waited_secs: float, limit_secs: float) -> bool:
         """Whether it has been silent for the limit."""
         ...
 
     def count_wait(self, secs: float) -> None:
         """Add to the time that this rank has waited for it."""
+        ...
+
+    def meeting(self) -> Meeting:
+        """What it says in an attempt to be in step again. The echo was not written after the rest."""
         ...
 
 
@@ -56,11 +64,14 @@ class NearSender:
     Args:
         peer: As the window sees it.
         rank: As the group counts.
+        own: This rank, likewise.
     """
 
-    def __init__(self, peer: Peer, rank: int):
+    def __init__(self, peer: Peer, rank: int, own: Peer):
         self.rank = rank
         self._peer = peer
+        self._own_index = own.rank
+        self._own_echo = own.board.echoes[peer.rank]
 
     def has_sent(self, number: int) -> bool:
         """Whether call `number` is there."""
@@ -78,6 +89,14 @@ class NearSender:
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
         """Why call `number` will not come."""
         del number
+        board = self._peer.board
+        # It comes into step with everybody before it makes another call, and this rank has not met it there.
+        if board.joining.load_acquire() and board.attempt.load_acquire() != self._own_echo.load_acquire():
+            return ", which is in clean_low_latency_buffer: they are out of step"
+        return self.why_gone(looks_at_process)
+
+    def why_gone(self, looks_at_process: bool) -> str | None:
+        """Why no call will come any more."""
         if self._peer.board.closed.load_acquire():
             return ", which has destroyed its buffer"
         if looks_at_process and not self._peer.is_alive():
@@ -91,6 +110,14 @@ class NearSender:
     def count_wait(self, secs: float) -> None:
         """Add to the time that this rank has waited for it."""
         self._peer.wait_secs += secs
+
+    def meeting(self) -> Meeting:
+        """What it says in an attempt to be in step again."""
+        board = self._peer.board
+        # Whoever has echoed an attempt of this rank has written its own before.
+        echo = board.echoes[self._own_index].load_acquire()
+        attempt = board.attempt.load_acquire()
+        return Meeting(attempt, board.following.load_acquire(), echo)
 
 
 class Arrivals(NamedTuple):
@@ -120,6 +147,7 @@ def wait_sent(
     look: Callable[[object], None],
     *,
     may_lose: bool,
+    told_lost: Callable[[], dict[int, str]] = dict,
 ) -> Arrivals:
     """Wait until every one of these ranks has sent low-latency call `number`.
 
@@ -133,6 +161,8 @@ def wait_sent(
         look: Told where the wait is; raises if this rank has given the call up.
         may_lose: Go on without a rank that is silent past the limit, dead or closed, or that has refused the call, and
             say so; else raise.
+        told_lost: Asked while this rank waits: whom others take for lost in this call, and how that is said. This rank
+            then does, too, also if they have sent.
 
     Raises:
         EPTimeout: A rank will not send.
@@ -169,8 +199,9 @@ def wait_sent(
                 gone[sender.rank] = reason
         if gone and not may_lose:
             raise EPTimeout(f"{where}: {told(gone)} ({me}). Look at its output, and make a new buffer")
+        lost.update(told_lost())
         lost.update(gone)
-        pending = [sender for sender in pending if sender.rank not in gone]
+        pending = [sender for sender in pending if sender.rank not in lost]
     for sender in senders:
         sender.count_wait(waited_ns.get(sender.rank, 0) * 1e-9)
     _raise_if_failed([sender for sender in senders if sender.rank not in lost], where, me)

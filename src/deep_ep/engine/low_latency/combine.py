@@ -17,8 +17,8 @@ from .far import FarPost, Outgoing
 from .far_rows import FarRows
 from .geometry import Plan
 from .halves import LowLatencyCall, Post, Posts
-from .shared import Shared, SpoiledError
-from .zero_copy import zero_copy_view
+from .shared import ExcludedError, Shared, SpoiledError
+from .slots import zero_copy_view
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
     from ...transport.mesh import Mesh
@@ -41,14 +41,13 @@ class Combine(LowLatencyCall):
         kind: Combining,
         rows: Rows,
         out: torch.Tensor,
-        zero_copy_offset: int | None,
     ):
         super().__init__(shared, plan, wait_stats)
         self._rows = rows
         self._geometry = kind.geometry
         self._use_logfmt = kind.use_logfmt
         self._out = out
-        self._zero_copy_offset = zero_copy_offset
+        self._is_zero_copy = kind.zero_copy
         self.agreement = agreement_of(
             COMBINE, kind.geometry, torch.bfloat16, None, int(kind.use_logfmt), kind.idx_dtype
         )
@@ -57,13 +56,13 @@ class Combine(LowLatencyCall):
         geometry = self._geometry
         table = self.shared.table(self.number, geometry.num_experts).view(geometry.num_local_experts, -1)
         layout = self._near_layout()
-        if self._zero_copy_offset is not None:
+        if self._is_zero_copy:
             firsts = (layout >> 32) + self._expert_rows()
             torch.bitwise_or(layout & 0xFFFFFFFF, firsts << 32, out=table)
-            return Post(table.size(0) * geometry.num_rows, self.shared.base(self._zero_copy_offset))
+            return Post(table.size(0) * geometry.num_rows, self.shared.base(self._offset))
         blocks, rows = kernels.rows_of_layout(layout, geometry.num_rows)
         torch.bitwise_or(blocks.counts, blocks.starts << 32, out=table)
-        offset = self.plan.set_offset(self.number)
+        offset = self._offset
         self._require_possible(rows, geometry.num_experts)
         slots = self.shared.bytes(offset, rows.numel() * geometry.slot_bytes).view(-1, geometry.slot_bytes)
         self._write(rows, slots)
@@ -77,8 +76,8 @@ class Combine(LowLatencyCall):
         if self._use_logfmt:
             slots = ordinary_tensor((rows.numel(), geometry.slot_bytes), torch.uint8)
             self._write(rows, slots)
-            return far_rows.logfmt_frame(mesh, self.agreement, geometry, blocks.expert_counts, slots)
-        frame, slots = far_rows.plain_frame(mesh, self.agreement, geometry, blocks.expert_counts)
+            return far_rows.logfmt_frame(mesh, self._said, geometry, blocks.expert_counts, slots)
+        frame, slots = far_rows.plain_frame(mesh, self._said, geometry, blocks.expert_counts)
         self._write(rows, slots)
         return frame
 
@@ -106,9 +105,9 @@ class Combine(LowLatencyCall):
     def _source_rows(self) -> torch.Tensor:
         """[L * rows, H] BF16: the experts' rows, wherever they are."""
         geometry = self._geometry
-        if self._zero_copy_offset is None:
+        if not self._is_zero_copy:
             return self._rows.x.view(-1, geometry.hidden)
-        memory = self.shared.uncommitted_bytes(self._zero_copy_offset, geometry.combine_bytes)
+        memory = self.shared.uncommitted_bytes(self._offset, geometry.combine_bytes)
         return zero_copy_view(memory, geometry).view(-1, geometry.hidden)
 
     def _expert_rows(self) -> torch.Tensor:
@@ -176,15 +175,17 @@ class Combine(LowLatencyCall):
         return starts.flatten(), pitches.flatten()
 
     def _places_of(self, rank: int, is_right: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """The places where a rank has the rows that are wanted, else -1.
+        """The places where a rank has the rows that are wanted.
 
         Raises:
             SpoiledError: It has others.
+            ExcludedError: Likewise, where ranks are masked: it has none.
         """
-        if not self.shared.can_mask and not bool(is_right.all()):
-            raise SpoiledError(
-                f"{self.name}: rank {rank} has other rows for this rank than its tokens select. Pass the "
-                "`topk_idx` and the handle of one dispatch"
-            )
-        # A rank that had masked this one at the dispatch has nothing for it.
-        return torch.where(is_right, places, -1)
+        if bool(is_right.all()):
+            return places
+        if self.shared.can_mask:
+            raise ExcludedError(rank, ", which had masked this rank at the dispatch and has no rows for it")
+        raise SpoiledError(
+            f"{self.name}: rank {rank} has other rows for this rank than its tokens select. Pass the "
+            "`topk_idx` and the handle of one dispatch"
+        )

@@ -2,7 +2,7 @@
 
 Behind this rank's own memory, in the same symmetric piece, lie
 
-    copies    [R - P] of them, in the order of ranks: words as in front of a memory, and two quarters of sets
+    copies    [R - P] of them, in the order of ranks: words as in front of a memory, and four sets
     tables    [R, MAX_EXPERTS] int64: tables of a combine as far ranks are to see them
 """
 
@@ -43,25 +43,23 @@ class Carrier(NamedTuple):
         num_row_blocks: Its grid.
         posts: Carries the words, and signals.
         num_post_blocks: Its grid.
+        takes_layout: What carries the rows takes a combine's `layout_range`.
     """
 
     rows: Launch | None
     num_row_blocks: int
     posts: Launch
     num_post_blocks: int
+    takes_layout: bool = False
 
-    def launch(self, layout_range: torch.Tensor, zero_copy_offset: int | None = None) -> None:
+    def launch(self, layout_range: torch.Tensor) -> None:
         """Carry a call to the far ranks.
 
         Args:
             layout_range: Of a combine's handle; otherwise any tensor of words.
-            zero_copy_offset: Of a combine: where its zero-copy tensor begins, -1 if it has none.
         """
         if self.rows is not None:
-            if zero_copy_offset is None:
-                self.rows(self.num_row_blocks, ())
-            else:
-                self.rows(self.num_row_blocks, (layout_range,), (zero_copy_offset,))
+            self.rows(self.num_row_blocks, (layout_range,) if self.takes_layout else ())
         self.posts(self.num_post_blocks, (layout_range,))
 
 
@@ -120,9 +118,9 @@ class Copies:
         return Carrier(*rows, *carry.poster(self._started, call, carry.DISPATCH, sizes))
 
     def for_combine(self, call: Call, sizes: combine.Sizes) -> Carrier:
-        """What carries a combine. Its rows' kernel takes `layout_range`, and a zero-copy tensor's offset or -1."""
+        """What carries a combine. Its rows' kernel takes `layout_range`."""
         rows = carry.combine_carrier(self._started, call, sizes)
-        return Carrier(*rows, *carry.poster(self._started, call, carry.COMBINE, sizes))
+        return Carrier(*rows, *carry.poster(self._started, call, carry.COMBINE, sizes), takes_layout=True)
 
     def for_barrier(self, call: Call) -> Carrier:
         """What carries a barrier."""

@@ -16,25 +16,27 @@ from ...event import EventHandle
 from ...stream import CommStream
 from ...transport import LOW_LATENCY as REFUSED
 from ...transport import Arena, ordinary_tensor
+from ...transport.board import NUM_SENT_POSTS
 from ...transport.sparse import GRAIN_BYTES, HollowMemory
 from ...transport.window import SENT_TABLES_BYTES
 from ..cpu.call import Chain
 from ..parcel import apart
 from ..protocol import LOW_LATENCY
-from .calls import COMBINE, METHODS, Combining, Dispatching, Hook, Packed, Rows, Way
+from .calls import BARRIER, COMBINE, METHODS, Combining, Dispatching, Hook, Packed, Rows, Way
 from .combine import Combine
 from .dispatch import Dispatch
-from .flights import Flights
-from .geometry import Form, Geometry, Plan, plan_sets
-from .halves import Barrier, LowLatencyCall
+from .geometry import NUM_SETS, Form, Geometry, Plan, bytes_for_two, plan_combine, plan_dispatch
+from .halves import Barrier, LowLatencyCall, warn_of_masks
+from .in_flight import InFlight
+from .rejoin import Met, meet
 from .shared import Shared
-from .zero_copy import ZeroCopy, zero_copy_view
+from .slots import FREE_SLOT, NO_SLOT, OWN_SLOT, Slots, zero_copy_view
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
     from ...transport.mesh import Mesh
 
 _LEAST_RECYCLED_BYTES = 1 << 20  # below, torch's own allocation is as good
-_NO_PLAN = Plan(GRAIN_BYTES, 1)  # of a call without rows
+_NO_PLAN = Plan(GRAIN_BYTES, False)  # of a call without rows
 
 
 class DirectLowLatency:
@@ -54,8 +56,8 @@ class DirectLowLatency:
         assert segment.span.num_bytes >= num_bytes + SENT_TABLES_BYTES
         self._chain = chain
         self._stream = stream
-        self._flights = Flights()
-        self._zero_copy = ZeroCopy()
+        self._slots = Slots()
+        self._in_flight = InFlight(self._slots)
         self._results = Arena(HollowMemory())
         self.shared = Shared(chain.window, segment, enable_shrink, mesh)
 
@@ -71,7 +73,7 @@ class DirectLowLatency:
     ) -> tuple[Packed, EventHandle | None, Hook | None]:
         """Send each token to its experts; see `LowLatency`."""
         geometry, form = kind.geometry, kind.form
-        plan = plan_sets("low_latency_dispatch", self.shared.num_bytes, geometry.dispatch_bytes(form), geometry)
+        plan = plan_dispatch("low_latency_dispatch", self.shared.num_bytes, geometry, form)
         packed = self._empty_packed(geometry, form)
         # What a call fills after it has returned, see `apart`.
         written = packed
@@ -79,7 +81,8 @@ class DirectLowLatency:
             written = Packed(*apart(packed))
             wait_stats, recv_stats = apart((wait_stats, recv_stats))
         call = Dispatch(self.shared, plan, wait_stats, x, topk_idx, geometry, form, written, recv_stats)
-        return packed, *self._make(call, kind.way)
+        slot, wide_bytes = (FREE_SLOT, bytes_for_two(geometry, form)) if plan.takes_slot else (NO_SLOT, 0)
+        return packed, *self._make(call, kind.way, slot, wide_bytes)
 
     def combine(
         self,
@@ -92,53 +95,78 @@ class DirectLowLatency:
         geometry = kind.geometry
         if self._stream.query():  # else the dispatch that fills it may still be under way
             _check_layout(rows.layout_range, geometry)
-        plan = plan_sets("low_latency_combine", self.shared.num_bytes, geometry.combine_bytes, geometry)
+        plan = plan_combine("low_latency_combine", self.shared.num_bytes, geometry)
         if out is None:
             out = self._chain.result((rows.topk_idx.size(0), geometry.hidden), torch.bfloat16)
-        zero_copy_offset = None
-        if kind.zero_copy:
-            self._make_way(METHODS[COMBINE], plan.num_sets)  # a refused call must not take the tensor
-            index = self._zero_copy.give(rows.src_info, self._flights.next_number)
-            zero_copy_offset = plan.zero_copy_offset(index)
+        slot = OWN_SLOT if kind.zero_copy or self._slots.has_lease(rows.src_info) else FREE_SLOT
+        if slot == OWN_SLOT:
+            self._chain.require_working()
+            self._in_flight.require_room(METHODS[COMBINE], slot)  # a refused call must not take the tensor
         written, stats = apart((out, wait_stats)) if kind.way.is_unfinished else (out, wait_stats)
-        call = Combine(self.shared, plan, stats, kind, rows, written, zero_copy_offset)
-        return out, *self._make(call, kind.way)
+        call = Combine(self.shared, plan, stats, kind, rows, written)
+        if slot == OWN_SLOT:
+            call.slot = self._slots.give_back(rows.src_info, self._in_flight.next_number)
+        return out, *self._make(call, kind.way, slot)
 
     def clean(self) -> None:
-        """A barrier over the ranks that are not masked."""
-        self._make(Barrier(self.shared, _NO_PLAN, None), Way())
+        """A barrier over the ranks that are not masked. Where ranks may be masked, they first agree on its number."""
+        self._chain.require_working()
+        barrier = Barrier(self.shared, _NO_PLAN, None)
+        if self.shared.can_mask:
+            self._rejoin(barrier)
+        self._make(barrier, Way(), NO_SLOT)
+
+    def _rejoin(self, barrier: Barrier) -> None:
+        """Come into step with all ranks that are not masked. Those that do not come are masked."""
+        shared, window = self.shared, self.shared.window
+        self._in_flight.abandon()
+
+        def join() -> Met:
+            met = meet(shared, self._in_flight.next_number, window.raise_if_given_up)
+            shared.mask(met.lost, is_for_all=True)
+            shared.go_on_from(met.number)
+            return met
+
+        with self._calling(barrier):
+            met = self._stream.run(join, on_abandon=lambda error: self._abandon(error, barrier))
+            self._in_flight.go_on_from(met.number)
+            barrier.num_ended += 1
+        if met.lost:
+            warn_of_masks(f"{METHODS[BARRIER]} (call {met.number})", met.lost, window.me())
 
     def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         """The zero-copy tensor of a handle. Memory comes as it is written: most rows never are."""
         where = "get_next_low_latency_combine_buffer"
-        plan = plan_sets(where, self.shared.num_bytes, geometry.combine_bytes, geometry)
+        plan = plan_combine(where, self.shared.num_bytes, geometry)
         self._stream.synchronize()  # a queued combine may still have to be read by the peers
-        offset = plan.zero_copy_offset(self._zero_copy.take(src_info, self._flights.num_consumed))
+        index, last_call = self._slots.lease(src_info, self._in_flight.num_consumed)
+        self.shared.spend(last_call)  # from now on the caller writes there
+        offset = plan.slot_offset(index)
         return zero_copy_view(self.shared.uncommitted_bytes(offset, geometry.combine_bytes), geometry)
 
     # Masks -----------------------------------------------------------------------------------------------------------
 
     def update_mask(self, rank: int, is_masked: bool) -> None:
         """Mask a rank for this rank's calls, or no longer. Behind what is queued."""
-        change = self.shared.masked.add if is_masked else self.shared.masked.discard
-        self._stream.run(lambda: change(rank))
+        shared = self.shared
+        self._stream.run(lambda: shared.masks.update({rank: 0}) if is_masked else shared.unmask([rank]))
 
     def query_mask(self, status: torch.Tensor) -> None:
         """Write the masks into [R] int32."""
 
         def write() -> None:
-            status.copy_(torch.tensor([int(rank in self.shared.masked) for rank in range(status.numel())]))
+            status.copy_(torch.tensor([int(rank in self.shared.masks) for rank in range(status.numel())]))
 
         self._stream.run(write)
 
     def clean_mask(self) -> None:
         """Mask nobody."""
-        self._stream.run(self.shared.masked.clear)
+        self._stream.run(lambda: self.shared.unmask(self.shared.masked))
 
     def refuse(self, reason: str) -> None:
         """Tell the peers that this rank does not make the next call."""
         window, mesh = self.shared.window, self.shared.mesh
-        number = self._flights.next_number
+        number = self._in_flight.next_number
 
         def post() -> None:
             refusal = window.refuse(REFUSED, number, reason)
@@ -154,16 +182,25 @@ class DirectLowLatency:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
-    def _make(self, call: LowLatencyCall, way: Way) -> tuple[EventHandle | None, Hook | None]:
-        """Make a call: its send half, and its receive half unless there is a hook for that."""
+    def _make(
+        self, call: LowLatencyCall, way: Way, slot: int, wide_bytes: int = 0
+    ) -> tuple[EventHandle | None, Hook | None]:
+        """Make a call: its send half, and its receive half unless there is a hook for that.
+
+        Args:
+            call: The call.
+            way: How it stands to the caller's stream.
+            slot: What it takes of the slots. Its own one it has already.
+            wide_bytes: Of a dispatch that takes a slot: the `num_rdma_bytes` with which it would take none.
+        """
         self._chain.require_working()
         operation = call.agreement.operation
-        num_sets = 0 if isinstance(call, Barrier) else call.plan.num_sets
-        self._make_way(METHODS[operation], num_sets)
+        where = METHODS[operation]
+        self._in_flight.require_room(where, slot)
         send, receive = self._contagious(call, call.send, "send"), self._contagious(call, call.receive, "receive")
         with self._calling(call):
-            call.newest_spent = self._flights.newest_spent(num_sets)
-            call.number = self._flights.send(METHODS[operation], num_sets)
+            call.number = self._in_flight.send(where, slot, wide_bytes)
+            call.newest_spent = self._newest_spent(call, slot)
             call.own_refusal = self.shared.window.refusals[REFUSED]
             if way.has_hook:
                 self._run(call, send)
@@ -173,23 +210,28 @@ class DirectLowLatency:
                 send()
                 receive()
 
-            self._flights.receive(call.number)
+            self._in_flight.receive(call.number)
             if way.is_async:
                 return EventHandle(self._stream.submit(both)), None
             self._run(call, both)
             return None, None
 
-    def _make_way(self, where: str, num_sets: int) -> None:
-        """As `Flights.make_way`, with a barrier that is a call by itself."""
-        self._flights.make_way(where, num_sets, self.clean)
-        self._chain.is_calling = False
+    def _newest_spent(self, call: LowLatencyCall, slot: int) -> int:
+        """The newest call over which this one writes: its rows, or its post and table. A free slot is taken here."""
+        spent = call.number - NUM_SENT_POSTS
+        if slot == FREE_SLOT:
+            call.slot, last_call = self._slots.take(call.number)
+            spent = max(spent, last_call)
+        elif slot == NO_SLOT and not isinstance(call, Barrier):
+            spent = max(spent, call.number - NUM_SETS)
+        return max(spent, 0)
 
     def _hook(self, call: LowLatencyCall, receive: Callable[[], None]) -> Hook:
         def hook() -> None:
             self._chain.require_working()
-            self._flights.require_pending(call.number)
+            self._in_flight.require_pending(call.number)
             with self._calling(call):
-                self._flights.receive(call.number)
+                self._in_flight.receive(call.number)
                 self._run(call, receive)
 
         return hook

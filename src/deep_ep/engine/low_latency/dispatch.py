@@ -50,7 +50,7 @@ class Dispatch(LowLatencyCall):
 
     def _publish(self) -> Post:
         geometry, form, x = self._geometry, self._form, self._x
-        offset, row_bytes = self.plan.set_offset(self.number), geometry.row_bytes(form)
+        offset, row_bytes = self._offset, geometry.row_bytes(form)
         rows = self.shared.bytes(offset, x.size(0) * row_bytes).view(-1, row_bytes)
         if form.use_fp8:
             first, stop = geometry.scales_offset, geometry.scales_offset + 4 * geometry.num_groups
@@ -78,7 +78,7 @@ class Dispatch(LowLatencyCall):
         is_wanted[tokens] = True
         wanted = is_wanted.nonzero()[:, 0]
         sizes = (counts.numel() * 8, size * 4, size * 4, wanted.numel() * row_bytes)
-        frame = new_frame(mesh, self.agreement, wanted.numel(), size, sizes)
+        frame = new_frame(mesh, self._said, wanted.numel(), size, sizes)
         numbers, listed, indices, data = frame.sections
         numbers.view(torch.int64).copy_(counts)
         listed.view(torch.int32).copy_(tokens)

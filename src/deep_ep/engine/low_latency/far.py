@@ -1,12 +1,13 @@
 """What a rank of another node is sent of a low-latency call: one frame, with just its part of the publication.
 
-A frame begins with what must agree and two numbers: its rows, and its *extent* (selections of a dispatch, bytes of the
-rows of a combine). Sections follow, each at a multiple of 16.
+A frame begins with what must agree, the masks of its rank, and two numbers: its rows, and its *extent* (selections of a
+dispatch, bytes of the rows of a combine). Sections follow, each at a multiple of 16.
 `docs/low-latency.md` has the state table.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,7 +24,12 @@ if TYPE_CHECKING:  # it needs sockets that other systems do not have
     from ...transport.mesh import Mesh
 
 _NUM_AGREED = len(Agreement._fields)
-_WORDS = struct.Struct(f"<{_NUM_AGREED + 2}q")
+
+
+@functools.cache
+def _words(num_masks: int) -> struct.Struct:
+    """What a frame begins with."""
+    return struct.Struct(f"<{_NUM_AGREED + num_masks + 2}q")
 
 
 class Outgoing(NamedTuple):
@@ -38,19 +44,20 @@ class Outgoing(NamedTuple):
     sections: list[torch.Tensor]
 
 
-def new_frame(mesh: Mesh, agreement: Agreement, num_rows: int, extent: int, sizes: Sequence[int]) -> Outgoing:
+def new_frame(mesh: Mesh, said: Sequence[int], num_rows: int, extent: int, sizes: Sequence[int]) -> Outgoing:
     """A frame with its words written.
 
     Args:
         mesh: That will send it.
-        agreement: What must agree.
+        said: The words of what must agree, and the masks of this rank.
         num_rows: Rows in it.
         extent: A number, by call.
         sizes: Bytes of each section.
     """
-    page = mesh.page(_total(sizes))
-    _WORDS.pack_into(page.view(), 0, *agreement.words(), num_rows, extent)
-    return Outgoing(page, _cut(page.tensor(), sizes))
+    words = _words(len(said) - _NUM_AGREED)
+    page = mesh.page(_total(words.size, sizes))
+    words.pack_into(page.view(), 0, *said, num_rows, extent)
+    return Outgoing(page, _cut(page.tensor(), words.size, sizes))
 
 
 class FarPost(NamedTuple):
@@ -59,6 +66,7 @@ class FarPost(NamedTuple):
     Attributes:
         rank: Who.
         agreed: Its words of what must agree.
+        masks: Those of its masks.
         num_rows: Rows in the frame.
         extent: A number, by call.
         page: The frame, where it landed.
@@ -66,22 +74,23 @@ class FarPost(NamedTuple):
 
     rank: int
     agreed: list[int]
+    masks: list[int]
     num_rows: int
     extent: int
     page: Page
 
     @classmethod
-    def of(cls, rank: int, page: Page) -> FarPost:
-        """Read the words of a frame.
+    def of(cls, rank: int, page: Page, num_masks: int) -> FarPost:
+        """Read the words of a frame, of which so many are masks.
 
         Raises:
             SpoiledError: There are none.
         """
-        if page.num_bytes < _WORDS.size:
+        words = _words(num_masks)
+        if page.num_bytes < words.size:
             raise spoiled(rank)
-        words = _WORDS.unpack_from(page.view())
-        *agreed, num_rows, extent = words
-        return cls(rank, agreed, num_rows, extent, page)
+        *said, num_rows, extent = words.unpack_from(page.view())
+        return cls(rank, said[:_NUM_AGREED], said[_NUM_AGREED:], num_rows, extent, page)
 
     def sections(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """The sections, uint8, where they lie.
@@ -92,9 +101,10 @@ class FarPost(NamedTuple):
         Raises:
             SpoiledError: The frame is of another length.
         """
-        if min(self.num_rows, self.extent) < 0 or _total(sizes) != self.page.num_bytes:
+        num_bytes = _words(len(self.masks)).size
+        if min(self.num_rows, self.extent) < 0 or _total(num_bytes, sizes) != self.page.num_bytes:
             raise spoiled(self.rank)
-        return _cut(self.page.tensor(), sizes)
+        return _cut(self.page.tensor(), num_bytes, sizes)
 
     def require(self, is_right: torch.Tensor) -> None:
         """Refuse a frame whose numbers cannot be: they become addresses."""
@@ -107,10 +117,10 @@ def spoiled(rank: int) -> SpoiledError:
     return SpoiledError(f"low-latency call: the message of rank {rank} makes no sense. This is a bug: report it")
 
 
-def _total(sizes: Sequence[int]) -> int:
-    return sum(align(size, GRAIN_BYTES) for size in (_WORDS.size, *sizes))
+def _total(words_bytes: int, sizes: Sequence[int]) -> int:
+    return sum(align(size, GRAIN_BYTES) for size in (words_bytes, *sizes))
 
 
-def _cut(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    parts = memory.split([align(size, GRAIN_BYTES) for size in (_WORDS.size, *sizes)])
+def _cut(memory: torch.Tensor, words_bytes: int, sizes: Sequence[int]) -> list[torch.Tensor]:
+    parts = memory.split([align(size, GRAIN_BYTES) for size in (words_bytes, *sizes)])
     return [part[:size] for part, size in zip(parts[1:], sizes, strict=True)]

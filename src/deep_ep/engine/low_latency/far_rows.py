@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from ... import logfmt
 from ...sizing import align
 from ...transport.sparse import GRAIN_BYTES
-from ..protocol import Agreement
 from .far import FarPost, Outgoing, new_frame, spoiled
 from .geometry import Geometry
 
@@ -30,11 +30,11 @@ class FarRows(NamedTuple):
 
 
 def plain_frame(
-    mesh: Mesh, agreement: Agreement, geometry: Geometry, counts: torch.Tensor
+    mesh: Mesh, said: Sequence[int], geometry: Geometry, counts: torch.Tensor
 ) -> tuple[Outgoing, torch.Tensor]:
     """A frame for BF16 rows, and where they are to be written: [n, pitch] uint8."""
     num_rows, pitch = int(counts.sum()), _pitch(geometry)
-    frame = new_frame(mesh, agreement, num_rows, num_rows * pitch, (8 * counts.numel(), num_rows * pitch))
+    frame = new_frame(mesh, said, num_rows, num_rows * pitch, (8 * counts.numel(), num_rows * pitch))
     frame.sections[0].view(torch.int64).copy_(counts)
     return frame, frame.sections[1].view(-1, pitch)
 
@@ -47,13 +47,13 @@ def plain_rows(post: FarPost, geometry: Geometry) -> FarRows:
 
 
 def logfmt_frame(
-    mesh: Mesh, agreement: Agreement, geometry: Geometry, counts: torch.Tensor, slots: torch.Tensor
+    mesh: Mesh, said: Sequence[int], geometry: Geometry, counts: torch.Tensor, slots: torch.Tensor
 ) -> Outgoing:
     """A frame with LogFMT rows.
 
     Args:
         mesh: That will send it.
-        agreement: What must agree.
+        said: The words of what must agree, and the masks of this rank.
         geometry: The sizes of the call.
         counts: [L] int64, rows of each expert.
         slots: [n, slot_bytes] uint8, as near ranks get them.
@@ -61,7 +61,7 @@ def logfmt_frame(
     units, ranges = _parts(geometry, slots)
     packed = logfmt.pack_units(units, ranges)
     sizes = (8 * counts.numel(), 2 * ranges.numel(), packed.numel())
-    frame = new_frame(mesh, agreement, slots.size(0), packed.numel(), sizes)
+    frame = new_frame(mesh, said, slots.size(0), packed.numel(), sizes)
     numbers, beside, rows = frame.sections
     numbers.view(torch.int64).copy_(counts)
     beside.view(torch.bfloat16).view(ranges.shape).copy_(ranges)

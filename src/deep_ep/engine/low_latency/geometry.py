@@ -1,16 +1,19 @@
-"""Where the rows of low-latency calls lie in a rank's memory. Everybody computes it alike, so nobody asks.
+"""Where the rows of low-latency calls lie in a rank's memory.
 
 Shape letters: R ranks, E experts, L = E / R, M the most tokens of a rank in a call, H channels, K selections of a
-token, G = ceil(H / 128) groups of channels. The low-latency memory of a rank has `num_rdma_bytes`, in four quarters:
+token, G = ceil(H / 128) groups of channels. The low-latency memory of a rank has `num_rdma_bytes`, in four quarters,
+whatever the sizes of the calls are:
 
-    quarter 0, 1    what calls of even and of odd number send, each cut into as many *sets* as the call's size allows
-    quarter 2, 3    two tensors for zero-copy combine
+    quarter 0, 1, 2    three *slots*: the rows that a combine copies in, or a zero-copy tensor
+    quarter 3          four *dispatch sets*, which calls take in turn, by their number
 
-Only its owner writes it. A set holds, for a dispatch, T rows and the places of their copies; for a combine, the rows
-that this rank's experts made.
+Only its owner writes it. A dispatch set holds T rows and the places of their copies, a slot the rows that this rank's
+experts made. A dispatch that is too large for its set (where there are very few experts) takes a slot, too: it is
+*wide*. Which slot a call takes is its rank's own affair, and posted with the call.
 
-A *copy* of a far rank's memory, in this rank's own, has what that rank sends to this one alone: two quarters of sets,
-each of a little more than 1 / R of a quarter (`docs/decisions/0014-low-latency-over-nvshmem.md`).
+A *copy* of the memory of a rank of another node, in this rank's own, has what that rank sends to this one alone: four
+sets, which calls take in turn, each of a little more than 1 / R of a quarter
+(`docs/decisions/0014-low-latency-over-nvshmem.md`).
 """
 
 from __future__ import annotations
@@ -29,12 +32,14 @@ from ...sizing import (
     low_latency_combine_slot_bytes,
 )
 
-NUM_ZERO_COPY = 2
-MOST_SETS = 8  # of all quarters together; so many calls' words are kept, too
+MOST_IN_FLIGHT = 2  # results of a rank: engines run two micro-batches
+NUM_SETS = 2 * MOST_IN_FLIGHT  # for dispatches, and in a copy. `docs/low-latency.md` says why so many
+NUM_SLOTS = MOST_IN_FLIGHT + 1
+NUM_ZERO_COPY = 2  # handles that may have a zero-copy tensor at a time; the third slot is left for other calls
 MOST_TOKENS = 1 << 16  # a place and an expert share a word
 _QUARTERS = 4
-_LEAST_COPY_BYTES = 256 << 10  # of a quarter in a copy, if a whole quarter has so many: places may outweigh short rows
-_COPY_MARGIN = 8  # a quarter in a copy has a part of so many more than its due: for places, with one expert a rank
+_LEAST_COPY_BYTES = 256 << 10  # of a set in a copy, if a whole quarter has so many: places may outweigh short rows
+_COPY_MARGIN = 8  # a set in a copy has a part of so many more than its due: for places, with one expert a rank
 
 
 class Form(NamedTuple):
@@ -147,85 +152,84 @@ class Geometry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How calls of one size divide the low-latency memory.
+    """Where a call's rows lie in the low-latency memory.
 
     Attributes:
-        quarter_bytes: Of a quarter.
-        sets_per_quarter: A power of two.
-        copy_quarter_bytes: Of a quarter in a copy; 0: there are none.
+        quarter_bytes: Of a quarter, and so of a slot.
+        takes_slot: Its rows are in a slot: those of a combine, and of a wide dispatch.
+        copy_set_bytes: Of a set in a copy; 0: there are none.
     """
 
     quarter_bytes: int
-    sets_per_quarter: int
-    copy_quarter_bytes: int = 0
+    takes_slot: bool
+    copy_set_bytes: int = 0
 
     @property
     def set_bytes(self) -> int:
-        """From one set to the next."""
-        return _aligned(self.quarter_bytes // self.sets_per_quarter)
+        """From one dispatch set to the next."""
+        return _aligned(self.quarter_bytes // NUM_SETS)
 
     @property
-    def copy_set_bytes(self) -> int:
-        """From one set to the next in a copy."""
-        return _aligned(self.copy_quarter_bytes // self.sets_per_quarter)
-
-    @property
-    def num_sets(self) -> int:
-        """In both quarters."""
-        return 2 * self.sets_per_quarter
+    def sets_offset(self) -> int:
+        """Where the first dispatch set begins."""
+        return NUM_SLOTS * self.quarter_bytes
 
     def set_offset(self, number: int) -> int:
-        """Where the set of call `number` begins. Calls side by side never share a quarter, whatever their sizes."""
-        return (number & 1) * self.quarter_bytes + (number >> 1) % self.sets_per_quarter * self.set_bytes
+        """Where the dispatch set of call `number` begins."""
+        return self.sets_offset + number % NUM_SETS * self.set_bytes
 
-    def zero_copy_offset(self, index: int) -> int:
-        """Where a zero-copy tensor begins."""
-        return (2 + index) * self.quarter_bytes
+    def slot_offset(self, index: int) -> int:
+        """Where a slot begins."""
+        return index * self.quarter_bytes
 
 
 def copy_bytes(num_bytes: int, num_ranks: int) -> int:
     """Of the sets of a copy, if low-latency memory has `num_bytes`."""
-    return 2 * _copy_quarter_bytes(num_bytes, num_ranks)
+    return NUM_SETS * _copy_set_bytes(num_bytes, num_ranks)
 
 
-def plan_sets(
-    where: str, num_bytes: int, needed_bytes: int, geometry: Geometry, copied_bytes: int | None = None
-) -> Plan:
-    """Divide the memory for a call.
+def plan_dispatch(where: str, num_bytes: int, geometry: Geometry, form: Form, has_copies: bool = False) -> Plan:
+    """Where the rows of a dispatch lie.
 
     Args:
         where: The call, for the error.
         num_bytes: Of the low-latency memory.
-        needed_bytes: That a set of the call needs.
-        geometry: Its sizes.
-        copied_bytes: That a set needs in a copy; None: there are no copies.
+        geometry: The sizes of the call.
+        form: How rows travel.
+        has_copies: There are ranks of other nodes, which have copies.
 
     Raises:
         ValueError: The memory is too small.
     """
+    needed_bytes = geometry.dispatch_bytes(form)
+    plan = _plan(where, num_bytes, geometry, needed_bytes, needed_bytes if has_copies else None)
+    return plan._replace(takes_slot=needed_bytes > plan.set_bytes)
+
+
+def plan_combine(where: str, num_bytes: int, geometry: Geometry, has_copies: bool = False) -> Plan:
+    """Where the rows of a combine lie; the arguments are those of `plan_dispatch`."""
+    copied_bytes = geometry.copied_combine_bytes if has_copies else None
+    return _plan(where, num_bytes, geometry, geometry.combine_bytes, copied_bytes)
+
+
+def bytes_for_two(geometry: Geometry, form: Form) -> int:
+    """The `num_rdma_bytes` with which a dispatch is not wide."""
+    return _QUARTERS * NUM_SETS * align(geometry.dispatch_bytes(form), ALIGNMENT_BYTES)
+
+
+def _plan(where: str, num_bytes: int, geometry: Geometry, needed_bytes: int, copied_bytes: int | None) -> Plan:
     quarter_bytes = _aligned(num_bytes // _QUARTERS)
-    copy_quarter_bytes = 0 if copied_bytes is None else _copy_quarter_bytes(num_bytes, geometry.num_ranks)
-    if needed_bytes > quarter_bytes or (copied_bytes or 0) > copy_quarter_bytes:
+    copy_set_bytes = 0 if copied_bytes is None else _copy_set_bytes(num_bytes, geometry.num_ranks)
+    if needed_bytes > quarter_bytes or (copied_bytes or 0) > copy_set_bytes:
         raise _too_small(where, num_bytes, needed_bytes, geometry, copied_bytes or 0)
-
-    def fits(sets: int, set_bytes: int, room_bytes: int) -> bool:
-        return sets * align(set_bytes, SLOT_ALIGNMENT_BYTES) <= room_bytes
-
-    sets = 1
-    while (
-        2 * sets <= MOST_SETS // 2
-        and fits(2 * sets, needed_bytes, quarter_bytes)
-        and fits(2 * sets, copied_bytes or 0, copy_quarter_bytes)
-    ):
-        sets *= 2
-    return Plan(quarter_bytes, sets, copy_quarter_bytes)
+    return Plan(quarter_bytes, True, copy_set_bytes)
 
 
-def _copy_quarter_bytes(num_bytes: int, num_ranks: int) -> int:
-    """A combine's set is for all ranks, and a rank's part of it is no more than 1 / R: so many sets fit here, too.
+def _copy_set_bytes(num_bytes: int, num_ranks: int) -> int:
+    """A combine's slot is for all ranks, and a rank's part of it is no more than 1 / R: so that fits here, too.
 
-    A dispatch's set is as large as in the far rank's own memory. Where a rank has several experts that is less than a
-    combine's; where it has one, the places come on top.
+    A dispatch's set is as large as in the rank's own memory. Where a rank has several experts that is less than a
+    combine's part; where it has one, the places come on top.
     """
     quarter_bytes = _aligned(num_bytes // _QUARTERS)
     due = quarter_bytes // num_ranks
@@ -239,7 +243,7 @@ def _aligned(num_bytes: int) -> int:
 def _too_small(where: str, num_bytes: int, needed_bytes: int, geometry: Geometry, copied_bytes: int) -> ValueError:
     hint = geometry.hint()
     wanted = max(hint, _QUARTERS * align(needed_bytes, ALIGNMENT_BYTES))
-    if copied_bytes > _copy_quarter_bytes(wanted, geometry.num_ranks):
+    if copied_bytes > _copy_set_bytes(wanted, geometry.num_ranks):
         wanted = _QUARTERS * geometry.num_ranks * align(copied_bytes, ALIGNMENT_BYTES)
     advice = "Buffer.get_low_latency_rdma_size_hint(...) bytes" if wanted == hint else "so many"
     return ValueError(

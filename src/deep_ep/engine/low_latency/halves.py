@@ -16,15 +16,20 @@ from ...trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
 from ...transport import Base
 from ...transport.board import NO_REFUSAL
 from ...transport.senders import told, wait_sent
+from ...transport.window import Where
 from ..cpu.call import Call
 from ..protocol import Agreement, Header
+from .agreement import Verdict
 from .calls import BARRIER
 from .far import FarPost, Outgoing, new_frame
-from .geometry import Plan
-from .shared import Shared, SpoiledError, table_offset
+from .geometry import NUM_SETS, Plan
+from .shared import ExcludedError, Shared, SpoiledError, table_offset
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
     from ...transport.mesh import Mesh
+
+
+_NUM_POST_WORDS = 1 + 3  # of a `Post`: the rows, and a base
 
 
 class Post(NamedTuple):
@@ -51,12 +56,21 @@ class Posts(NamedTuple):
     far: dict[int, FarPost]
 
 
+def warn_of_masks(where: str, lost: dict[int, str], me: str) -> None:
+    """Say that ranks are masked, and why."""
+    warnings.warn(
+        f"{where}: {told(lost)}. From now on masked: its experts' results are missing ({me})",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
 class LowLatencyCall(ABC):
     """One call of this rank.
 
     Args:
         shared: Of the buffer.
-        plan: How calls of this size divide the memory.
+        plan: Where its rows lie.
         wait_stats: [R] int64; the nanoseconds waited for each rank are added. Or None.
 
     Attributes:
@@ -65,10 +79,12 @@ class LowLatencyCall(ABC):
         num_ended: Halves that have ended well.
         own_refusal: What this rank had refused last when it made the call.
         newest_spent: The newest call over which this one writes.
+        slot: That its rows are in; None: in a dispatch set, or there are none.
     """
 
     agreement: Agreement
     number = num_ended = newest_spent = 0
+    slot: int | None = None
     own_refusal = NO_REFUSAL
 
     def __init__(self, shared: Shared, plan: Plan, wait_stats: torch.Tensor | None):
@@ -84,12 +100,11 @@ class LowLatencyCall(ABC):
     def send(self) -> None:
         """Publish, and say so. Waits for nothing."""
         window, operation = self.shared.window, self.agreement.operation
-        # Before anything is written: who has been masked, and still reads there, must be able to notice.
-        spent = window.board.spent
-        spent.store_before_writes(max(self.newest_spent, spent.load_acquire()))
+        self.shared.spend(self.newest_spent)
         with self._slice("publish", SEND):
             num_rows, base = self._publish()
-        window.board.post_sent(self.number, [*self.agreement.words(), num_rows, *base.words()])
+        words = [*self.agreement.words(), num_rows, *base.words(), self.number, *self.shared.mask_words()]
+        window.board.post_sent(self.number, words)
         self.shared.fault(f"{operation}: before sent")
         window.board.sent.store_release(self.number)
         self.shared.fault(f"{operation}: near sent")
@@ -103,10 +118,15 @@ class LowLatencyCall(ABC):
         self.shared.fault(f"{self.agreement.operation}: before receive")
         while True:
             self._wait()
+            if self._hear():
+                continue
             spoiled = None
             try:
                 with self._slice("fetch", RECEIVE):
                     self._fetch(self._posts())
+            except ExcludedError as error:
+                self._mask({error.rank: error.reason}, self.number)
+                continue
             except SpoiledError as error:
                 spoiled = error
             # Whoever went on without this rank may have written over what was being read.
@@ -117,12 +137,13 @@ class LowLatencyCall(ABC):
         if spoiled is not None:
             raise EPError(str(spoiled))
         self._finish()
-        for sender in self.shared.far.values():
+        for sender in self.shared.far(self.number).values():
             sender.forget(self.number)
+        self.shared.end(self.number)
 
     def _send_far(self, mesh: Mesh) -> None:
         """Send each rank of another node its part."""
-        for rank in self.shared.far:
+        for rank in self.shared.far(self.number):
             mesh.send(rank, self.number, self._frame_to(mesh, rank).page)
 
     @abstractmethod
@@ -132,7 +153,12 @@ class LowLatencyCall(ABC):
     def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
         """What a rank of another node gets of what was published."""
         del rank
-        return new_frame(mesh, self.agreement, 0, 0, ())
+        return new_frame(mesh, self._said, 0, 0, ())
+
+    @property
+    def _said(self) -> list[int]:
+        """The words that a frame begins with: what must agree, and this rank's masks."""
+        return [*self.agreement.words(), *self.shared.mask_words()]
 
     def _fetch(self, posts: Posts) -> None:
         """Read what the ranks in `posts` have published. Done again, without some of them, if they went on too early.
@@ -162,19 +188,75 @@ class LowLatencyCall(ABC):
     # Peers -----------------------------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
+        while lost := self._missing():
+            gone = {rank: reason for rank, reason in lost.items() if self._has_gone_on(rank)}
+            self._mask(gone, self.number)
+            missed = {rank: reason for rank, reason in lost.items() if rank not in gone}
+            if missed:
+                agreed, number = self._verdict().agree(missed)
+                self._mask(agreed, number, is_for_all=True)
+
+    def _missing(self) -> dict[int, str]:
+        """Wait for everybody who is not masked. Returns who did not come, and how that is said."""
         shared, window = self.shared, self.shared.window
-        senders = [sender for rank, sender in shared.senders.items() if rank not in shared.masked]
+        senders = [sender for rank, sender in shared.senders.items() if not shared.is_masked(rank, self.number)]
         operation, may_lose = self.agreement.operation, shared.can_mask
+        told_lost = self._verdict().told_lost if may_lose else dict
         with self._slice("wait: sent", WAIT) as waiting:
             own, me = self.own_refusal, window.me()
             limits = (window.limit_secs, own, window.raise_if_given_up)
-            arrivals = wait_sent(senders, self.number, operation, me, *limits, may_lose=may_lose)
+            arrivals = wait_sent(senders, self.number, operation, me, *limits, may_lose=may_lose, told_lost=told_lost)
             waiting.waited({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items() if ns})
         if self._wait_stats is not None:
             waited_ns = [arrivals.waited_ns.get(rank, 0) for rank in range(window.place.num_ranks)]
             self._wait_stats.add_(torch.tensor(waited_ns))
-        if arrivals.lost:
-            self._mask(arrivals.lost)
+        return arrivals.lost
+
+    def _verdict(self) -> Verdict:
+        where, window = Where(self.agreement.operation, self.number), self.shared.window
+        return Verdict(self.shared, self.number, lambda: window.raise_if_given_up(where))
+
+    def _has_gone_on(self, rank: int) -> bool:
+        """Whether a rank of another node has sent a later call, and this one never."""
+        far = self.shared.far(self.number).get(rank)
+        return far is not None and far.latest > self.number
+
+    def _hear(self) -> bool:
+        """Look whether all who have sent the call count on this rank, and whom they have lost.
+
+        Returns:
+            Whether ranks were masked for it. Then the others are to be heard again.
+        """
+        shared = self.shared
+        if not shared.can_mask:
+            return False
+        size, gone, told = shared.num_mask_words, {}, {}
+        for rank, (number, words) in self._masks_of_others().items():
+            if number != self.number:
+                gone[rank] = f", which has gone on without this rank (it is at call {number})"
+            elif shared.rank in shared.ranks_of(words[:size]):
+                gone[rank] = ", which has masked this rank: they are out of step"
+            else:
+                lost = [one for one in shared.ranks_of(words[size:]) if not shared.is_masked(one, self.number)]
+                told.update(dict.fromkeys(lost, f", which rank {rank} has lost"))
+        self._mask(gone, self.number)
+        self._mask({rank: why for rank, why in told.items() if rank not in gone}, self.number, is_for_all=True)
+        return bool(gone or told)
+
+    def _masks_of_others(self) -> dict[int, tuple[int, list[int]]]:
+        """Of each rank that is not masked: the number of the call that it has posted, and its masks."""
+        shared, first = self.shared, len(Agreement._fields) + _NUM_POST_WORDS
+        last = first + 1 + 2 * shared.num_mask_words
+        said = {}
+        for rank in shared.near:
+            if rank != shared.rank and not shared.is_masked(rank, self.number):
+                number, *words = shared.peer(rank).board.read_sent(self.number, last)[first:]
+                said[rank] = (number, words)
+        for rank, sender in shared.far(self.number).items():
+            page = sender.landed(self.number)
+            if page is not None:  # else it has gone on meanwhile, which `_ahead` notices
+                said[rank] = (self.number, FarPost.of(rank, page, 2 * shared.num_mask_words).masks)
+        return said
 
     def _posts(self) -> Posts:
         """What the unmasked ranks have posted, with their memory within reach.
@@ -187,15 +269,15 @@ class LowLatencyCall(ABC):
         size, posts = len(expected), Posts({}, {})
         for rank in shared.near:
             # A masked rank's post may be of any call. This rank itself can be masked, too.
-            if rank in shared.masked:
+            if shared.is_masked(rank, self.number):
                 continue
-            words = shared.peer(rank).board.read_sent(self.number)
+            words = shared.peer(rank).board.read_sent(self.number, size + _NUM_POST_WORDS)
             said[rank] = words[:size]
             posts.near[rank] = Post(words[size], Base.from_words(words[size + 1 : size + 4]))
-        for rank, sender in shared.far.items():
+        for rank, sender in shared.far(self.number).items():
             page = sender.landed(self.number)
             if page is not None:  # else it has gone on meanwhile, which `_ahead` notices
-                posts.far[rank] = FarPost.of(rank, page)
+                posts.far[rank] = FarPost.of(rank, page, 2 * shared.num_mask_words)
                 said[rank] = posts.far[rank].agreed
         clashes = [
             f"rank {rank} has {mine.differences(Agreement.from_words(words))}"
@@ -215,13 +297,15 @@ class LowLatencyCall(ABC):
     def _ahead(self) -> dict[int, str]:
         """Which ranks have begun to write over what they had in this call, or are further, and how that is said."""
         shared = self.shared
-        boards = {rank: shared.peer(rank).board for rank in shared.near if rank not in shared.masked}
+        boards = {rank: shared.peer(rank).board for rank in shared.near if not shared.is_masked(rank, self.number)}
         sent = {rank: board.sent.load_acquire() for rank, board in boards.items()}
         spent = {rank for rank, board in boards.items() if board.spent.load_behind_reads() >= self.number}
-        # With 2k sets a peer that still waits for this rank is at most 2k - 1 calls further (`docs/low-latency.md`).
-        limit = self.number + self.plan.num_sets
+        # A peer that still waits for this rank is at most 3 calls further (`docs/low-latency.md`).
+        limit = self.number + NUM_SETS
         ahead = {rank: number for rank, number in sent.items() if number >= limit or rank in spent}
-        ahead.update({rank: far.latest for rank, far in shared.far.items() if not far.has_sent(self.number)})
+        ahead.update(
+            {rank: far.latest for rank, far in shared.far(self.number).items() if not far.has_sent(self.number)}
+        )
         return {
             rank: f", which has gone on without this rank (it is at call {number})" for rank, number in ahead.items()
         }
@@ -234,16 +318,20 @@ class LowLatencyCall(ABC):
                 f"{self.name}: {told(lost)} ({window.me()}). This rank was too late; look "
                 "at its output, and make a new buffer"
             )
-        self._mask(lost)
+        self._mask(lost, self.number)
 
-    def _mask(self, lost: dict[int, str]) -> None:
+    def _mask(self, lost: dict[int, str], number: int, *, is_for_all: bool = False) -> None:
+        """Do without ranks as of a call, and say so; the reasons follow the ranks in a sentence."""
+        if not lost:
+            return
         window = self.shared.window
-        self.shared.lose(lost)
-        warnings.warn(
-            f"{self.name}: {told(lost)}. From now on masked: its experts' results are missing ({window.me()})",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        self.shared.mask(lost, number, is_for_all=is_for_all)
+        warn_of_masks(str(self.name), lost, window.me())
+
+    @property
+    def _offset(self) -> int:
+        """Where this rank's rows of the call begin."""
+        return self.plan.set_offset(self.number) if self.slot is None else self.plan.slot_offset(self.slot)
 
     def _peer_table(self, rank: int, post: Post, size: int) -> torch.Tensor:
         """[size] int64: a peer's table of this call, where it lies."""

@@ -1,26 +1,30 @@
 """What the low-latency calls of a rank have in common on the CPU: its memory, its masks, and scratch.
 
-The low-latency memory of a rank begins with the tables, one for each of the last calls; the quarters follow.
+The low-latency memory of a rank begins with the tables, one for each of the last calls; slots and dispatch sets
+follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...errors import EPError
+from ...errors import EPError, EPUnsupported
 from ...kernels import low_latency_rows as kernels
 from ...transport import Base, Window
-from ...transport.board import NUM_SENT_POSTS
+from ...transport.board import MOST_LOW_LATENCY_RANKS, NUM_SENT_POSTS
 from ...transport.senders import NearSender, Sender
 from ...transport.spans import Span
 from ...transport.sparse import Atlas, SparseSegment
 from ...transport.window import SENT_TABLE_BYTES, SENT_TABLES_BYTES, Peer
+from .geometry import MOST_IN_FLIGHT
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
     from ...transport.mesh import FarSender, Mesh
+
+_BITS = 32  # of a word of masks: words of posts are signed
 
 
 class Shared:
@@ -36,21 +40,33 @@ class Shared:
         rank: This rank, as the group counts. So do masks and senders.
         near: The ranks of this node.
         senders: All other ranks.
+        masks: The ranks that this rank does without, of which its peers know, each with the first call that it is
+            masked in: an earlier one that is still in flight is received with it.
+        lost: Those of them that did not come, which its peers then do without, too.
+        num_attempts: To be in step with the others again (`rejoin.py`).
     """
 
     def __init__(self, window: Window, segment: SparseSegment, can_mask: bool, mesh: Mesh | None = None):
+        if window.place.num_ranks > MOST_LOW_LATENCY_RANKS:
+            raise EPUnsupported(
+                f"low latency: at most {MOST_LOW_LATENCY_RANKS} ranks on the CPU, there are {window.place.num_ranks}. "
+                "Use normal mode"
+            )
         self.window = window
         self.mesh = mesh
         first = window.place.first_rank
         self.rank = first + window.rank
         self.near = range(first, first + len(window.peers))
         self.senders: dict[int, Sender] = {
-            rank: NearSender(self.peer(rank), rank) for rank in self.near if rank != self.rank
+            rank: NearSender(self.peer(rank), rank, self.peer(self.rank)) for rank in self.near if rank != self.rank
         }
         if mesh is not None:
             self.senders.update(mesh.senders)
         self.can_mask = can_mask
-        self.masked: set[int] = set()
+        self.masks: dict[int, int] = {}
+        self.lost: set[int] = set()
+        self.num_attempts = 0
+        self._done = Done()
         self.atlas = Atlas()
         self.caster = kernels.Caster()
         self.summer = kernels.Summer()
@@ -62,22 +78,91 @@ class Shared:
         """A rank of this node, as the window sees it."""
         return self.window.peers[rank - self.window.place.first_rank]
 
-    @property
-    def far(self) -> dict[int, FarSender]:
-        """The ranks of other nodes that are not masked."""
+    def far(self, number: int) -> dict[int, FarSender]:
+        """The ranks of other nodes that are not masked in a call."""
         senders = self.mesh.senders if self.mesh is not None else {}
-        return {rank: sender for rank, sender in senders.items() if rank not in self.masked}
+        return {rank: sender for rank, sender in senders.items() if not self.is_masked(rank, number)}
 
-    def lose(self, ranks: Iterable[int]) -> None:
-        """Mask ranks that did not come. What is still queued for them is forgotten."""
+    @property
+    def masked(self) -> set[int]:
+        """The ranks that are masked in the next call."""
+        return set(self.masks)
+
+    def is_masked(self, rank: int, number: int) -> bool:
+        """Whether a rank is masked in a call."""
+        return self.masks.get(rank, number + 1) <= number
+
+    def mask(self, ranks: Iterable[int], number: int = 0, *, is_for_all: bool = False) -> None:
+        """Do without ranks. What is still queued for them is forgotten.
+
+        Args:
+            ranks: The ranks.
+            number: Of the first call without them.
+            is_for_all: They did not come, so all others are to do without them, too.
+        """
         for rank in ranks:
-            self.masked.add(rank)
+            self.masks[rank] = min(number, self.masks.get(rank, number))
+            if is_for_all:
+                self.lost.add(rank)
             if self.mesh is not None and rank in self.mesh.senders:
                 self.mesh.drop(rank)
 
+    def unmask(self, ranks: Iterable[int]) -> None:
+        """Take ranks in again."""
+        for rank in ranks:
+            self.masks.pop(rank, None)
+            self.lost.discard(rank)
+
+    def mask_words(self) -> list[int]:
+        """Whom this rank does without, and whom of these all are to do without: as words of a post."""
+        return self.bits_of(self.masks) + self.bits_of(self.lost)
+
+    def bits_of(self, ranks: Iterable[int]) -> list[int]:
+        """A bit for each rank of the group, 32 to a word: the same number of words for all sets."""
+        words = [0] * self.num_mask_words
+        for rank in ranks:
+            words[rank // _BITS] |= 1 << rank % _BITS
+        return words
+
+    def ranks_of(self, words: Sequence[int]) -> set[int]:
+        """The reverse of `bits_of`."""
+        return {rank for rank in range(self.window.place.num_ranks) if words[rank // _BITS] >> rank % _BITS & 1}
+
+    @property
+    def num_mask_words(self) -> int:
+        """Words that a set of ranks takes."""
+        return -(-self.window.place.num_ranks // _BITS)
+
+    def is_done(self, number: int) -> bool:
+        """Whether this rank has received a call."""
+        return self._done.has(number)
+
+    def end(self, number: int) -> None:
+        """Say that this rank has received a call."""
+        self._done.add(number)
+        self.window.board.done.store_release(self._done.word)
+
+    def end_all(self, number: int) -> None:
+        """Say that calls up to this one are over for this rank, received or given up."""
+        self._done = Done(number)
+        self.window.board.done.store_release(self._done.word)
+
+    def go_on_from(self, number: int) -> None:
+        """All ranks have agreed that calls before this one are over."""
+        self.spend(number - 1)
+        self.end_all(number - 1)
+
+    def spend(self, number: int) -> None:
+        """Before anything of calls up to this number is written over: say so.
+
+        Who has been masked, and still reads there, must be able to notice.
+        """
+        spent = self.window.board.spent
+        spent.store_before_writes(max(number, spent.load_acquire()))
+
     @property
     def num_bytes(self) -> int:
-        """Of the sets and the zero-copy tensors."""
+        """Of the slots and the dispatch sets."""
         return self._segment.span.num_bytes - SENT_TABLES_BYTES
 
     def bytes(self, offset: int, num_bytes: int) -> torch.Tensor:
@@ -122,8 +207,55 @@ class Shared:
             self.window.fault(point)
 
 
+class Done:
+    """Which calls a rank has received: all up to one, and perhaps the one behind the next.
+
+    Args:
+        last: Of all calls up to which are done.
+    """
+
+    def __init__(self, last: int = 0):
+        self._last, self._is_further = last, False
+
+    @classmethod
+    def of(cls, word: int) -> Done:
+        """The reverse of `word`."""
+        done = cls(word >> 1)
+        done._is_further = bool(word & 1)
+        return done
+
+    @property
+    def word(self) -> int:
+        """For a board."""
+        return self._last << 1 | self._is_further
+
+    def has(self, number: int) -> bool:
+        """Whether a call is among them."""
+        return number <= self._last or (self._is_further and number == self._last + MOST_IN_FLIGHT)
+
+    def add(self, number: int) -> None:
+        """Have one more. Not more than two are in flight, so there is no gap but one."""
+        if number != self._last + 1:
+            self._is_further = True
+        else:
+            self._last, self._is_further = number + self._is_further, False
+
+
 class SpoiledError(EPError):
     """What a peer has published does not fit."""
+
+
+class ExcludedError(EPError):
+    """A peer has no rows for this rank, which it had masked before.
+
+    Args:
+        rank: The peer.
+        reason: How that is said, behind the rank.
+    """
+
+    def __init__(self, rank: int, reason: str):
+        super().__init__(f"rank {rank}{reason}")
+        self.rank, self.reason = rank, reason
 
 
 def table_offset(number: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...errors import EPUnsupported
 from ...event import EventHandle
 from ...kernels._triton import Launch
 from ...kernels.low_latency import combine, dispatch, words
@@ -29,9 +30,9 @@ from ..cuda.signals import Signals
 from ..protocol import OPERATIONS, Agreement
 from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Combining, Dispatching, Hook, Packed, Rows, Way, agreement_of
 from .copies import Carrier, Copies, FarRanks
-from .flights import Flights
-from .geometry import NUM_ZERO_COPY, Form, Geometry, Plan, plan_sets
-from .zero_copy import ZeroCopy, zero_copy_view
+from .geometry import Form, Geometry, Plan, bytes_for_two, plan_combine, plan_dispatch
+from .in_flight import InFlight
+from .slots import ALL_SLOTS, FREE_SLOT, NO_SLOT, OWN_SLOT, Slots, zero_copy_view
 
 
 class _Setup(NamedTuple):
@@ -40,16 +41,14 @@ class _Setup(NamedTuple):
     Attributes:
         call: The call, for its kernels.
         sizes: Of its rows, likewise.
-        num_sets: That it divides the memory into.
+        wide_bytes: Of a dispatch that takes a slot: the `num_rdma_bytes` with which it would take none.
         results: What a dispatch returns, as `Packed` has it, but without memory.
-        zero_copy_offsets: Of a combine.
     """
 
     call: Call
     sizes: Any
-    num_sets: int
+    wide_bytes: int = 0
     results: tuple[torch.Tensor, ...] = ()
-    zero_copy_offsets: tuple[int, ...] = ()
 
 
 class Kernels(NamedTuple):
@@ -59,6 +58,7 @@ class Kernels(NamedTuple):
         operation: The call.
         way: How it stands to the caller's stream.
         setup: What follows from the sizes.
+        slot: What it takes of the slots.
         send: Publishes and signals. Without a hook and far ranks its last block waits for the peers.
         wait: Waits for the peers behind a hook, or behind what is carried.
         receive: Fetches.
@@ -73,6 +73,7 @@ class Kernels(NamedTuple):
     operation: str
     way: Way
     setup: _Setup
+    slot: int
     send: Launch
     wait: Launch
     receive: Launch
@@ -83,6 +84,11 @@ class Kernels(NamedTuple):
     scratch: torch.Tensor | None = None
 
 
+_REASONS = {
+    words.SILENT: "was silent past the limit",
+    words.GONE_ON: "goes on without this rank, which is out of step or masked there",
+    words.TOLD: "was silent past the limit of another rank",
+}
 _NO_AGE = (0,)  # of a call that is received before another is sent
 _Tensors = tuple[torch.Tensor, ...]
 # What the halves of a call are given: the grid of the send half, its tensors and its numbers, the grid of the receive
@@ -112,11 +118,17 @@ class StreamedLowLatency:
         far: FarRanks | None = None,
     ):
         num_ranks, device = window.num_ranks, window.device
+        if num_ranks > words.MOST_RANKS:
+            raise EPUnsupported(
+                f"low latency: at most {words.MOST_RANKS} ranks on GPUs, there are {num_ranks}. Use normal mode"
+            )
         self._signals = signals
         self._stream = stream
         self._num_bytes = num_bytes
         self._device = device
         self._can_mask = enable_shrink
+        self._has_copies = far is not None
+        self._can_join = enable_shrink and far is None
         self._board_bytes = Spots.board_bytes(num_ranks, MAX_EXPERTS)
         self._copies = Copies(far, self._board_bytes, num_bytes, MAX_EXPERTS) if far is not None else None
         # Far ranks have first to be carried what they wait for themselves; and the block of a send has several warps.
@@ -142,8 +154,8 @@ class StreamedLowLatency:
         signals.low_latency_words, signals.low_latency_state = self.spots.seen, self.spots.state
         self._setups: dict[tuple, _Setup] = {}
         self._kernels: dict[tuple, Kernels] = {}
-        self._flights = Flights()
-        self._zero_copy = ZeroCopy()
+        self._slots = Slots()
+        self._in_flight = InFlight(self._slots)
         words.prepare_all(self.spots)
         if self._copies is not None:
             self._copies.start(self.spots, base)
@@ -167,7 +179,7 @@ class StreamedLowLatency:
         work = (
             num_tokens + kernels.num_send_blocks,
             (x, topk_idx, state if wait_stats is None else wait_stats),
-            (num_tokens,),
+            (num_tokens, self._slots.leased),
             kernels.num_receive_blocks,
             (
                 rows,
@@ -178,7 +190,7 @@ class StreamedLowLatency:
                 num_rows if recv_stats is None else recv_stats,
             ),
         )
-        event, hook = self._make(kernels, work, (state,))
+        event, hook = self._make(kernels, work, (state,), kernels.slot)
         return packed, event, hook
 
     def combine(
@@ -194,32 +206,40 @@ class StreamedLowLatency:
         combined = out if out is not None else x.new_empty(num_tokens, kind.geometry.hidden)
         are_aligned = x.data_ptr() % 16 == 0, combined.data_ptr() % 16 == 0
         kernels = kind.found.get(are_aligned) or self._kernels_of(kind, are_aligned)
-        offset = 0
-        if kind.zero_copy:
+        takes, slot = kernels.slot, self._slots.leased
+        if kind.zero_copy or (slot and self._slots.has_lease(src_info)):
+            takes = OWN_SLOT
             # Before the tensor is given, or a call that is refused would take it.
-            self._flights.make_way(METHODS[COMBINE], kernels.setup.num_sets, self.clean)
-            self._signals.is_announced = self._signals.is_calling = False  # a barrier is a call by itself
-            index = self._zero_copy.give(src_info, self._flights.next_number)
-            offset = kernels.setup.zero_copy_offsets[index]
+            self._in_flight.require_room(METHODS[COMBINE], takes)
+            slot = self._slots.give_back(src_info, self._in_flight.next_number)
+            if not kind.zero_copy:  # the kernel takes the only slot that is left to it
+                slot = ALL_SLOTS & ~(1 << slot)
         earlier = kernels.scratch
         if earlier is None:
             earlier = torch.empty_like(topk_idx, dtype=torch.int32)
         work = (
             kernels.num_send_blocks,
             (x, layout_range, topk_idx, earlier, self._state if wait_stats is None else wait_stats),
-            (num_tokens, offset),
+            (num_tokens, slot),
             num_tokens * kernels.num_receive_blocks,
             (combined, topk_idx, topk_weights, earlier),
         )
-        event, hook = self._make(kernels, work, (layout_range, offset if kind.zero_copy else -1))
+        event, hook = self._make(kernels, work, (layout_range,), takes)
         return combined, event, hook
 
     def clean(self) -> None:
-        """A barrier over the ranks that are not masked. The host does not wait."""
-        call = _call(BARRIER, Plan(16, 1), Agreement(BARRIER))
+        """A barrier over the ranks that are not masked. The host does not wait.
+
+        Where ranks may be masked, they first agree on its number: see `words.join`.
+        """
+        call = _call(BARRIER, Plan(16, False), Agreement(BARRIER))
         with self._signals.contagious(BARRIER), self._stream.entered(None, False):
             self._signals.is_announced = True
-            self._flights.receive(self._flights.send(METHODS[BARRIER], 0))
+            if self._can_join:
+                self._in_flight.abandon()
+                self._in_flight.go_on_from(self._in_flight.next_number)
+                words.join(self.spots)
+            self._in_flight.receive(self._in_flight.send(METHODS[BARRIER], NO_SLOT))
             words.signal(self.spots, call)
             if self._copies is not None:
                 self._copies.for_barrier(call).launch(self.spots.state)
@@ -229,9 +249,9 @@ class StreamedLowLatency:
 
     def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         """The zero-copy tensor of a handle."""
-        where = "get_next_low_latency_combine_buffer"
-        plan = self._plan(where, geometry.combine_bytes, geometry, geometry.copied_combine_bytes)
-        offset = self._board_bytes + plan.zero_copy_offset(self._zero_copy.take(src_info, self._flights.num_consumed))
+        plan = plan_combine("get_next_low_latency_combine_buffer", self._num_bytes, geometry, self._has_copies)
+        slot, _ = self._slots.lease(src_info, self._in_flight.num_consumed)
+        offset = self._board_bytes + plan.slot_offset(slot)
         return zero_copy_view(self._part.memory[offset : offset + geometry.combine_bytes], geometry)
 
     # Masks -----------------------------------------------------------------------------------------------------------
@@ -243,7 +263,7 @@ class StreamedLowLatency:
 
     def query_mask(self, status: torch.Tensor) -> None:
         """Write the masks into [R] int32, in the order of the caller's stream."""
-        status.copy_(self.spots.mask)
+        torch.ne(self.spots.mask, 0, out=status)
         self._warn_of_masks()
 
     def clean_mask(self) -> None:
@@ -273,6 +293,7 @@ class StreamedLowLatency:
             DISPATCH,
             kind.way,
             setup,
+            FREE_SLOT if call.takes_slot else NO_SLOT,
             dispatch.sender(spots, call, sizes, kind.idx_dtype, is_aligned, waiting),
             words.waiter(spots, call, patience),
             dispatch.receiver(spots, call, sizes, kind.form.scale_dtype, kind.has_recv_stats),
@@ -286,7 +307,7 @@ class StreamedLowLatency:
         setup, spots = self._combine_setup(kind.geometry, kind.use_logfmt), self.spots
         call, sizes, patience = setup.call, setup.sizes, self._patience(kind)
         waiting, is_copied = self._waiting(kind.way, patience), not kind.zero_copy
-        receive, num_pieces = combine.receiver(spots, sizes, kind.idx_dtype, is_out_aligned)
+        receive, num_pieces = combine.receiver(spots, sizes, kind.idx_dtype, is_out_aligned, self._can_mask)
         scratch = None
         # Behind a hook other calls may come between the halves. What is made in a capture is the graph's.
         if not kind.way.has_hook and not self._is_capturing():
@@ -296,6 +317,7 @@ class StreamedLowLatency:
             COMBINE,
             kind.way,
             setup,
+            FREE_SLOT if is_copied else OWN_SLOT,
             combine.sender(spots, call, sizes, kind.idx_dtype, is_copied, is_aligned, waiting),
             words.waiter(spots, call, patience),
             receive,
@@ -320,33 +342,28 @@ class StreamedLowLatency:
     def _dispatch_setup(self, geometry: Geometry, form: Form) -> _Setup:
         setup = self._setups.get((geometry, form))
         if setup is None:
-            num_bytes = geometry.dispatch_bytes(form)
-            plan = self._plan("low_latency_dispatch", num_bytes, geometry, num_bytes)
+            plan = plan_dispatch("low_latency_dispatch", self._num_bytes, geometry, form, self._has_copies)
             row = (geometry.row_bytes(form), geometry.scales_offset, geometry.places_offset(form))
             sizes = dispatch.Sizes(*_sizes_of(geometry), *row, form.use_fp8, form.round_scale)
             agreement = agreement_of(DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale))
             call, results = _call(DISPATCH, plan, agreement), _results(geometry, form, self._device)
-            setup = self._setups[geometry, form] = _Setup(call, sizes, plan.num_sets, results)
+            wide_bytes = bytes_for_two(geometry, form) if plan.takes_slot else 0
+            setup = self._setups[geometry, form] = _Setup(call, sizes, wide_bytes, results)
         return setup
 
     def _combine_setup(self, geometry: Geometry, use_logfmt: bool) -> _Setup:
         setup = self._setups.get((geometry, use_logfmt))
         if setup is None:
-            num_bytes, copied_bytes = geometry.combine_bytes, geometry.copied_combine_bytes
-            plan = self._plan("low_latency_combine", num_bytes, geometry, copied_bytes)
+            plan = plan_combine("low_latency_combine", self._num_bytes, geometry, self._has_copies)
             sizes = combine.Sizes(*_sizes_of(geometry), geometry.slot_bytes, geometry.ranges_offset, use_logfmt)
             agreement = agreement_of(COMBINE, geometry, torch.bfloat16, None, int(use_logfmt))
-            offsets = tuple(plan.zero_copy_offset(index) for index in range(NUM_ZERO_COPY))
             call = _call(COMBINE, plan, agreement)
-            setup = self._setups[geometry, use_logfmt] = _Setup(call, sizes, plan.num_sets, (), offsets)
+            setup = self._setups[geometry, use_logfmt] = _Setup(call, sizes)
         return setup
 
-    def _plan(self, where: str, num_bytes: int, geometry: Geometry, copied_bytes: int) -> Plan:
-        return plan_sets(
-            where, self._num_bytes, num_bytes, geometry, copied_bytes if self._copies is not None else None
-        )
-
-    def _make(self, kernels: Kernels, work: _Work, carried: tuple[Any, ...]) -> tuple[EventHandle | None, Hook | None]:
+    def _make(
+        self, kernels: Kernels, work: _Work, carried: tuple[Any, ...], slot: int
+    ) -> tuple[EventHandle | None, Hook | None]:
         """Launch a call: its send half, and its receive half unless there is a hook for that.
 
         The buffer has been asked whether it works.
@@ -355,24 +372,27 @@ class StreamedLowLatency:
             kernels: Of the call.
             work: What its halves are given.
             carried: What its carrier is, if it has one.
+            slot: What it takes of the slots.
         """
         if self._masked_word.value != self._told:
             self._warn_of_masks()
-        signals, stream, flights = self._signals, self._stream, self._flights
+        signals, stream, in_flight = self._signals, self._stream, self._in_flight
         is_async, has_hook = kernels.way
-        number, num_sets = 0, kernels.setup.num_sets
+        number = 0
         try:
             signals.is_calling = signals.is_announced = True  # a number that was given to a call must be sent
-            if has_hook or not flights.pass_by(num_sets):
+            if has_hook or not in_flight.pass_by(slot):
                 signals.is_announced = False
-                where = METHODS[kernels.operation]
-                flights.make_way(where, num_sets, self.clean)
+                number = in_flight.send(METHODS[kernels.operation], slot, kernels.setup.wide_bytes)
                 signals.is_announced = True
-                number = flights.send(where, num_sets)
                 if not has_hook:
-                    flights.receive(number)
+                    in_flight.receive(number)
             way_back = stream.enter(None, is_async)
             try:
+                if slot == FREE_SLOT:
+                    if stream.is_capturing:
+                        self._slots.is_exact = False
+                    self._slots.take(in_flight.next_number - 1)
                 if kernels.is_plain and signals.marks is None:
                     num_send_blocks, sent, numbers, num_receive_blocks, received = work
                     kernels.send(num_send_blocks, sent, numbers)
@@ -437,14 +457,14 @@ class StreamedLowLatency:
 
     def _hook(self, kernels: Kernels, work: _Work, number: int) -> Hook:
         """The receive half of a call."""
-        signals, stream, flights, operation = self._signals, self._stream, self._flights, kernels.operation
+        signals, stream, in_flight, operation = self._signals, self._stream, self._in_flight, kernels.operation
         _, (*_, stats), _, num_blocks, received = work
         caller = stream.caller()
 
         def receive() -> None:
             try:
                 signals.is_calling = signals.is_announced = True
-                age = flights.receive(number)
+                age = in_flight.receive(number)
                 way_back = stream.enter(None, False)
                 try:
                     if signals.marks is None:
@@ -461,7 +481,7 @@ class StreamedLowLatency:
 
         def hook() -> None:
             signals.require_working()
-            flights.require_pending(number)
+            in_flight.require_pending(number)
             if stream.caller() is caller:
                 receive()
             else:
@@ -481,13 +501,14 @@ class StreamedLowLatency:
         if newest == self._told:
             return
         self._told = newest
-        calls = self._host[:-1].tolist()
+        calls, size = self._host[:-1].tolist(), self._host.numel() - 1
         self._host[:-1] = 0
-        for rank, call in enumerate(calls):
-            if call:
+        for rank, word in enumerate(calls):
+            if word:
+                call, reason = word >> words.REASON_BITS, word & ((1 << words.REASON_BITS) - 1)
                 warnings.warn(
-                    f"low latency (call {call}): rank {rank} was silent past the limit and is masked from now on "
-                    f"(rank {self.spots.places.rank}/{len(calls)}). Its experts' results are missing",
+                    f"low latency (call {call}): rank {rank} {_REASONS[reason]}, and is masked from now on "
+                    f"(rank {self.spots.places.rank}/{size}). Its experts' results are missing",
                     RuntimeWarning,
                     stacklevel=4,
                 )
@@ -519,6 +540,5 @@ def _sizes_of(geometry: Geometry) -> tuple[int, int, int, int]:
 
 
 def _call(operation: str, plan: Plan, agreement: Agreement) -> Call:
-    sizes = (plan.quarter_bytes, plan.set_bytes, plan.sets_per_quarter)
-    copied = (plan.copy_quarter_bytes, plan.copy_set_bytes)
-    return Call(pack(agreement), *sizes, OPERATIONS.index(operation), *copied)
+    sizes = (plan.quarter_bytes, plan.set_bytes, OPERATIONS.index(operation))
+    return Call(pack(agreement), *sizes, plan.takes_slot, plan.copy_set_bytes)

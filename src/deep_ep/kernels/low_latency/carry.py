@@ -22,12 +22,22 @@ from .._nvshmem import DEVICE_LIBRARY, put, quiet, set_word
 from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
 from ..primitives import words_at
 from . import combine, dispatch
-from .words import Call, Spots, is_working, post_at, posted_tokens, set_offset, sets_at, table_at
+from .words import (
+    POST_WORDS,
+    Call,
+    Spots,
+    copy_set_offset,
+    is_working,
+    post_at,
+    posted_base,
+    posted_tokens,
+    table_at,
+)
 
 BARRIER, DISPATCH, COMBINE = 0, 1, 2  # what a call is, for `poster`
 _BARRIER, _DISPATCH, _COMBINE = tl.constexpr(BARRIER), tl.constexpr(DISPATCH), tl.constexpr(COMBINE)
 _LINE = tl.constexpr(8)
-_POST_WORDS = tl.constexpr(8)
+_POST_WORDS = tl.constexpr(POST_WORDS)
 _ROW_WARPS = 8
 _MOST_BLOCKS = 512  # that put rows
 # Up to so many, one kernel does for all: it is compiled when a buffer is made.
@@ -60,12 +70,11 @@ class Couriers:
         return self.spots.places.num_ranks - self.spots.places.num_near
 
     def arguments(self, call: Call) -> tuple[torch.Tensor | int, ...]:
-        """As a kernel takes them, with the measures of a call's sets."""
+        """As a kernel takes them, with the measure of a call's sets in copies."""
         spots, places = self.spots, self.spots.places
         words = (spots.state, places.state, spots.mask, self.pes, self.memory, self.copies, self.copy_bytes)
         numbers = (places.num_ranks, places.num_near, places.rank, spots.max_experts)
-        sets = (call.quarter_bytes, call.set_bytes, call.copy_quarter_bytes, call.copy_set_bytes, call.sets_per_quarter)
-        return *words, *numbers, *sets
+        return *words, *numbers, call.copy_set_bytes
 
 
 def dispatch_carrier(couriers: Couriers, call: Call, sizes: dispatch.Sizes) -> tuple[Launch, int]:
@@ -90,8 +99,7 @@ def dispatch_carrier(couriers: Couriers, call: Call, sizes: dispatch.Sizes) -> t
 def combine_carrier(couriers: Couriers, call: Call, sizes: combine.Sizes) -> tuple[Launch, int]:
     """A kernel that puts the rows that this rank's experts have for each far rank, without gaps.
 
-    It takes `layout_range` [L, R] int64, of the handle, and where the zero-copy tensor with the rows begins behind the
-    words; -1: they are in the set.
+    It takes `layout_range` [L, R] int64, of the handle.
 
     Args:
         couriers: The words.
@@ -106,7 +114,7 @@ def combine_carrier(couriers: Couriers, call: Call, sizes: combine.Sizes) -> tup
     num_shares = max(1, min(sizes.max_tokens, _MOST_BLOCKS // num_pairs))
     fixed = (*couriers.arguments(call), num_local, sizes.slot_bytes, sizes.max_tokens, num_shares)
     variant = _back_variant(max(_LOCAL, next_power_of_2(num_local)))
-    return Launch(variant, (None, None), fixed), num_pairs * num_shares
+    return Launch(variant, (None,), fixed), num_pairs * num_shares
 
 
 def poster(
@@ -137,9 +145,9 @@ def poster(
 
 def prepare_all(couriers: Couriers) -> None:
     """Compile and load the kernels of this file. NVSHMEM must have been started: the memory must be there."""
-    words, some = couriers.arguments(Call((0, 0), 16, 16, 1, 0)), couriers.spots.state
+    words, some = couriers.arguments(Call((0, 0), 16, 16, 0)), couriers.spots.state
     _rows_variant(_TOPK).prepare(*words, 0, 0, 0, 0)
-    _back_variant(_LOCAL).prepare(some, 0, *words, 0, 0, 0, 0)
+    _back_variant(_LOCAL).prepare(some, *words, 0, 0, 0, 0)
     _posts_variant(_LOCAL).prepare(some, *words, couriers.tables, BARRIER, 0, 0, 0, 0)
 
 
@@ -177,8 +185,7 @@ def _copy_at(copies, copy_bytes, ranks_per_node, rank, target):
 @jit(name="low_latency::carry_rows")
 def _put_rows_kernel(
     ll, state, ranks_mask, pes, memory: tl.int64, copies: tl.int64, copy_bytes: tl.int64, num_ranks: tl.int32,
-    ranks_per_node: tl.int32, rank: tl.int32, max_experts: tl.int32, quarter_bytes: tl.int64, set_bytes: tl.int64,
-    far_quarter_bytes: tl.int64, far_set_bytes: tl.int64, sets_per_quarter: tl.int32, num_topk: tl.int32,
+    ranks_per_node: tl.int32, rank: tl.int32, max_experts: tl.int32, far_set_bytes: tl.int64, num_topk: tl.int32,
     num_local: tl.int32, row_bytes: tl.int64, places_offset: tl.int64, TOPK: tl.constexpr,
 ):  # fmt: skip
     """Blocks share the pairs of a token and a far rank.
@@ -189,8 +196,8 @@ def _put_rows_kernel(
     number = tl.load(ll)
     ks = tl.arange(0, TOPK)
     if is_working(state):
-        offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_per_quarter)
-        far_offset = set_offset(num_ranks, max_experts, number, far_quarter_bytes, far_set_bytes, sets_per_quarter)
+        offset = posted_base(memory, num_ranks, number)
+        far_offset = copy_set_offset(num_ranks, max_experts, number, far_set_bytes)
         places = (memory + offset + places_offset).to(tl.pointer_type(tl.int32))
         num_far = num_ranks - ranks_per_node
         num_tokens = posted_tokens(memory, num_ranks, number).to(tl.int32)
@@ -207,10 +214,9 @@ def _put_rows_kernel(
 
 @jit(name="low_latency::carry_back")
 def _put_back_kernel(
-    layout_range, zero_copy_offset: tl.int64, ll, state, ranks_mask, pes, memory: tl.int64, copies: tl.int64,
+    layout_range, ll, state, ranks_mask, pes, memory: tl.int64, copies: tl.int64,
     copy_bytes: tl.int64, num_ranks: tl.int32, ranks_per_node: tl.int32, rank: tl.int32, max_experts: tl.int32,
-    quarter_bytes: tl.int64, set_bytes: tl.int64, far_quarter_bytes: tl.int64, far_set_bytes: tl.int64,
-    sets_per_quarter: tl.int32, num_local: tl.int32, slot_bytes: tl.int64, max_tokens: tl.int64, num_shares: tl.int32,
+    far_set_bytes: tl.int64, num_local: tl.int32, slot_bytes: tl.int64, max_tokens: tl.int64, num_shares: tl.int32,
     LOCAL: tl.constexpr,
 ):  # fmt: skip
     """Block s * pairs + j puts share s of the rows of pair j, a local expert and a far rank.
@@ -235,9 +241,8 @@ def _put_back_kernel(
         begin = count * share // num_shares
         size = (count * (share + 1) // num_shares - begin) * slot_bytes
         if size > 0:
-            offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_per_quarter)
-            offset = tl.where(zero_copy_offset < 0, offset, sets_at(num_ranks, max_experts) + zero_copy_offset)
-            far_offset = set_offset(num_ranks, max_experts, number, far_quarter_bytes, far_set_bytes, sets_per_quarter)
+            offset = posted_base(memory, num_ranks, number)
+            far_offset = copy_set_offset(num_ranks, max_experts, number, far_set_bytes)
             copy = _copy_at(copies, copy_bytes, ranks_per_node, rank, target) + far_offset
             source = memory + offset + (first + begin) * slot_bytes
             put(copy + (before + begin) * slot_bytes, source, size, tl.load(pes + target))
@@ -246,8 +251,7 @@ def _put_back_kernel(
 @jit(name="low_latency::carry_posts")
 def _put_posts_kernel(
     layout_range, ll, state, ranks_mask, pes, memory: tl.int64, copies: tl.int64, copy_bytes: tl.int64,
-    num_ranks: tl.int32, ranks_per_node: tl.int32, rank: tl.int32, max_experts: tl.int32, quarter_bytes: tl.int64,
-    set_bytes: tl.int64, far_quarter_bytes: tl.int64, far_set_bytes: tl.int64, sets_per_quarter: tl.int32,
+    num_ranks: tl.int32, ranks_per_node: tl.int32, rank: tl.int32, max_experts: tl.int32, far_set_bytes: tl.int64,
     tables: tl.int64, kind: tl.int32, num_topk: tl.int32, num_local: tl.int32, places_offset: tl.int64,
     slot_bytes: tl.int64, LOCAL: tl.constexpr,
 ):  # fmt: skip
@@ -265,14 +269,14 @@ def _put_posts_kernel(
     if is_far & is_working(state) & (tl.load(ranks_mask + target) == 0):
         pe = tl.load(pes + target)
         copy = _copy_at(copies, copy_bytes, ranks_per_node, rank, target)
-        far_offset = set_offset(num_ranks, max_experts, number, far_quarter_bytes, far_set_bytes, sets_per_quarter)
+        far_offset = copy_set_offset(num_ranks, max_experts, number, far_set_bytes)
         table_bytes = 8 * (num_local * num_ranks).to(tl.int64)
         # As places in a memory, so that they are the same in a copy.
         table = _place(table_at(memory, num_ranks, number, max_experts), memory)
         post = _place(post_at(memory, num_ranks, number), memory)
         if kind == _DISPATCH:
             num_tokens = posted_tokens(memory, num_ranks, number)
-            offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_per_quarter)
+            offset = posted_base(memory, num_ranks, number)
             put(copy + table, memory + table, table_bytes, pe)
             if num_tokens > 0:
                 places = memory + offset + places_offset

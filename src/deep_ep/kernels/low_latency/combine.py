@@ -19,19 +19,22 @@ from .dispatch import number_tokens, tile_of, valid_ids
 from .logfmt import decode, encode_row, unit_of
 from .words import (
     ARRIVED,
+    MASKED,
     Call,
     Patience,
     Spots,
     await_all,
     awaiting,
+    free_slot,
     is_working,
+    masks_of,
     memories_of,
     one_of,
-    set_offset,
-    sets_at,
     signal_all,
+    slot_offset,
     some_of,
     table_at,
+    use_slot,
 )
 
 _WORDS_AT_ONCE = 2048  # of 4 bytes, that a block copies
@@ -39,6 +42,7 @@ _CHANNELS_AT_ONCE = 2048  # that a block sums
 _MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
 _SHARES = 2  # blocks that share the rows of an expert for a rank
 _MOST_IDLE_BLOCKS = 64  # where no row is copied
+_MASKED = tl.constexpr(MASKED)
 
 
 class Sizes(NamedTuple):
@@ -49,7 +53,7 @@ class Sizes(NamedTuple):
         num_topk: K.
         num_experts: E.
         max_tokens: M.
-        slot_bytes: From one row of a set to the next.
+        slot_bytes: From one row of a slot to the next.
         ranges_offset: Where in a row the ranges of LogFMT are.
         use_logfmt: Rows are compressed.
     """
@@ -75,7 +79,7 @@ def sender(
     """A kernel that publishes the rows of this rank's experts, and whose last block signals; see `send`.
 
     It takes `x` (or any tensor), `layout_range`, `topk_idx`, `earlier`, what the wait adds to (or any tensor), the
-    number of tokens, and where the zero-copy tensor begins (or 0).
+    number of tokens, and the zero-copy tensor's slot or, where rows are copied, a bit for each slot that is leased.
 
     Args:
         spots: The words.
@@ -104,7 +108,8 @@ def sender(
         spots.max_experts,
         sizes.slot_bytes // 16,
         sizes.ranges_offset,
-        *call.numbers,
+        *call.agreement,
+        call.quarter_bytes,
         *awaiting(spots, call, patience is not None and patience.can_mask),
     )
     return Launch(variant, (word if is_copied else None, *(None,) * 6), fixed)
@@ -127,7 +132,7 @@ def send(
     layout_range: torch.Tensor,
     topk_idx: torch.Tensor,
     earlier: torch.Tensor,
-    zero_copy_offset: int | None,
+    slot: int | None,
     patience: Patience | None = None,
 ) -> None:
     """Publish the rows of this rank's experts, once: one kernel, whose last block signals.
@@ -140,14 +145,14 @@ def send(
         layout_range: [L, R] int64, of the handle.
         topk_idx: [T, K], of this rank's own tokens.
         earlier: [T, K] int32, written: how many tokens before have the same expert. The receive half needs it.
-        zero_copy_offset: Where the zero-copy tensor begins behind the words; None: copy.
+        slot: Of the zero-copy tensor; None: copy, into a free one.
         patience: The last block then waits for the peers, in this way; None: it does not.
     """
-    is_copied = zero_copy_offset is None
+    is_copied = slot is None
     launch = sender(spots, call, sizes, topk_idx.dtype, is_copied, x.data_ptr() % 16 == 0, patience)
     num_blocks, num_tokens = num_send_blocks(sizes, is_copied), topk_idx.size(0)
     stats = spots.state if patience is None or patience.stats is None else patience.stats
-    launch(num_blocks, (x, layout_range, topk_idx, earlier, stats), (num_tokens, zero_copy_offset or 0))
+    launch(num_blocks, (x, layout_range, topk_idx, earlier, stats), (num_tokens, slot or 0))
 
 
 @functools.cache
@@ -196,7 +201,7 @@ def _send_kernel(
     earlier,
     stats,
     num_tokens: tl.int32,
-    zero_copy_offset: tl.int64,
+    slot: tl.int32,
     windows,
     ll,
     state,
@@ -212,8 +217,6 @@ def _send_kernel(
     word_a: tl.int64,
     word_b: tl.int64,
     quarter_bytes: tl.int64,
-    set_bytes: tl.int64,
-    sets_per_quarter: tl.int32,
     ranks_mask,
     seen,
     ll_host,
@@ -236,17 +239,16 @@ def _send_kernel(
 ):
     """Pairs of a local expert and a rank are shared by the blocks, and so are this rank's own tokens.
 
-    Example: the range of pair (expert 1, rank 0) is rows 5 and 6 of 16: rows 21 and 22 of the set are theirs, and the
+    Example: the range of pair (expert 1, rank 0) is rows 5 and 6 of 16: rows 21 and 22 of the slot are theirs, and the
     table says where row 21 is.
     """
     number = tl.load(ll) + 1
     memories = memories_of(windows, num_ranks, LANES)
+    masks = masks_of(ranks_mask, num_ranks, LANES)
+    taken = free_slot(ll, slot) if IS_COPIED else slot
     if is_working(state):
         memory = one_of(memories, rank, LANES)
-        if IS_COPIED:
-            offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_per_quarter)
-        else:
-            offset = sets_at(num_ranks, max_experts) + zero_copy_offset
+        offset = slot_offset(num_ranks, max_experts, taken, quarter_bytes)
         table = table_at(memory, num_ranks, number, max_experts)
         block = tl.program_id(0)
         share = block // num_experts  # of a pair's rows, where several blocks share them
@@ -263,19 +265,20 @@ def _send_kernel(
                 if USE_LOGFMT:
                     hidden = row_vectors * (VECTOR // 2)
                     for row in range(first + share, last, num_shares):
-                        slot = slots + row * slot_lines * 16
-                        encode_row(tl.multiple_of(x + row * hidden, VECTOR), slot, hidden, ranges_offset, UNIT)
+                        target = slots + row * slot_lines * 16
+                        encode_row(tl.multiple_of(x + row * hidden, VECTOR), target, hidden, ranges_offset, UNIT)
                 else:
                     _copy_rows(x, slots, first + share, last, num_shares, row_vectors, slot_lines, VECTOR, BLOCK)
         # From the last block on: those beyond the pairs have nothing else to do.
         for expert in range(tl.num_programs(0) - 1 - block, num_experts, tl.num_programs(0)):
             number_tokens(topk_idx, earlier, expert, num_tokens, num_topk, num_experts, False, TOPK, TOKENS)
         if is_last_block(ll + ARRIVED):
-            signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, num_tokens, LANES)
+            use_slot(ll, taken, number)
+            signal_all(memories, ll, masks, number, num_ranks, rank, word_a, word_b, num_tokens, offset, LANES)
             if WAITS:
                 await_all(
                     memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation,
-                    can_mask, num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
+                    can_mask, num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
                 )  # fmt: skip
 
 
@@ -298,7 +301,9 @@ def _copy_rows(
 # Receive -------------------------------------------------------------------------------------------------------------
 
 
-def receiver(spots: Spots, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool) -> tuple[Launch, int]:
+def receiver(
+    spots: Spots, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool, can_mask: bool = False
+) -> tuple[Launch, int]:
     """A kernel that sums each token's rows, see `receive`, and its blocks for one token.
 
     It takes `out`, `topk_idx`, `topk_weights`, `earlier` and the age of the call: how many calls this rank has sent
@@ -309,6 +314,7 @@ def receiver(spots: Spots, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: boo
         sizes: Of the rows.
         idx_dtype: Of `topk_idx`.
         is_aligned: `out` begins at a multiple of 16 bytes.
+        can_mask: Mask a rank that has no row where one is wanted.
     """
     places, whole = spots.places, 8 if sizes.hidden % 8 == 0 else 1
     variant, num_pieces = _receive_variant(sizes, idx_dtype, is_aligned and whole > 1, spots.num_lanes)
@@ -325,6 +331,7 @@ def receiver(spots: Spots, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: boo
         spots.max_experts,
         sizes.slot_bytes // 16,
         sizes.ranges_offset,
+        int(can_mask),
     )
     return Launch(variant, (None,) * 5, fixed), num_pieces
 
@@ -395,6 +402,7 @@ def _receive_kernel(
     max_experts: tl.int32,
     slot_lines: tl.int32,
     ranges_offset: tl.int32,
+    can_mask: tl.int32,
     USE_LOGFMT: tl.constexpr,
     WHOLE: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -426,7 +434,9 @@ def _receive_kernel(
         memory = some_of(memories, peer, LANES)
         pair = (ids - peer * num_local) * num_ranks + rank
         start = tl.load(table_at(memory, num_ranks, number, max_experts) + pair, mask=is_there, other=0)
-        is_there = is_there & (start != 0)  # a rank that has masked this one fetched nothing, and has nothing to give
+        # A rank that had masked this one at the dispatch has nothing to give: so this one does without it, and says so.
+        tl.store(ranks_mask + peer, _MASKED, mask=is_there & (start == 0) & (can_mask != 0))
+        is_there = is_there & (start != 0)
         rows = tl.where(is_there, memory + start + tl.cast(index, tl.int64) * slot_lines * 16, 0)
         weights = tl.where(is_there, weights, 0.0)
         total = tl.zeros([BLOCK], tl.float32)

@@ -25,13 +25,19 @@ from .words import (
     Spots,
     await_all,
     awaiting,
+    copy_set_offset,
+    free_slot,
     is_working,
+    masks_of,
     memories_of,
     one_of,
+    posted_base,
     posted_tokens,
     set_offset,
     signal_all,
+    slot_offset,
     table_at,
+    use_slot,
 )
 
 GROUP = 128
@@ -76,7 +82,8 @@ def sender(
 ) -> Launch:
     """A kernel that publishes a rank's rows, and whose last block signals; see `send`.
 
-    It takes `x`, `topk_idx`, what the wait adds to (or any tensor) and the number of tokens.
+    It takes `x`, `topk_idx`, what the wait adds to (or any tensor), the number of tokens, and a bit for each slot that
+    is leased.
 
     Args:
         spots: The words.
@@ -90,7 +97,8 @@ def sender(
     whole = _whole(sizes)
     waits = (patience is not None, patience is not None and patience.stats is not None)
     tile = tile_of(sizes.num_topk, sizes.max_tokens)
-    variant = _send_variant(sizes, idx_dtype, is_aligned and whole > 1, *waits, *tile, spots.num_lanes)
+    is_wide = call.takes_slot
+    variant = _send_variant(sizes, idx_dtype, is_aligned and whole > 1, is_wide, *waits, *tile, spots.num_lanes)
     fixed = (
         spots.windows,
         spots.state,
@@ -107,7 +115,7 @@ def sender(
         *call.numbers,
         *awaiting(spots, call, patience is not None and patience.can_mask),
     )
-    return Launch(variant, (None,) * 4, fixed)
+    return Launch(variant, (None,) * 5, fixed)
 
 
 def num_send_blocks(sizes: Sizes, num_tokens: int) -> int:
@@ -130,7 +138,7 @@ def send(
     """
     launch = sender(spots, call, sizes, topk_idx.dtype, x.data_ptr() % 16 == 0, patience)
     stats = spots.state if patience is None or patience.stats is None else patience.stats
-    launch(num_send_blocks(sizes, x.size(0)), (x, topk_idx, stats), (x.size(0),))
+    launch(num_send_blocks(sizes, x.size(0)), (x, topk_idx, stats), (x.size(0), 0))
 
 
 def _whole(sizes: Sizes) -> int:
@@ -143,6 +151,7 @@ def _send_variant(
     sizes: Sizes,
     idx_dtype: torch.dtype,
     is_aligned: bool,
+    is_wide: bool,
     waits: bool,
     has_stats: bool,
     topk: int,
@@ -156,6 +165,7 @@ def _send_variant(
         "VECTOR": 16 if is_aligned else 2,
         "WHOLE": _whole(sizes),
         "GROUPS": min(_MOST_GROUPS, next_power_of_2(-(-sizes.hidden // GROUP))),
+        "IS_WIDE": is_wide,
         "WAITS": waits,
         "HAS_STATS": has_stats,
         "TOPK": topk,
@@ -182,6 +192,7 @@ def _send_kernel(
     topk_idx,
     stats,
     num_tokens: tl.int32,
+    leased: tl.int32,
     windows,
     ll,
     state,
@@ -198,7 +209,6 @@ def _send_kernel(
     word_b: tl.int64,
     quarter_bytes: tl.int64,
     set_bytes: tl.int64,
-    sets_per_quarter: tl.int32,
     ranks_mask,
     seen,
     ll_host,
@@ -213,6 +223,7 @@ def _send_kernel(
     VECTOR: tl.constexpr,
     WHOLE: tl.constexpr,
     GROUPS: tl.constexpr,
+    IS_WIDE: tl.constexpr,
     WAITS: tl.constexpr,
     HAS_STATS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -226,9 +237,14 @@ def _send_kernel(
     """
     number = tl.load(ll) + 1
     memories = memories_of(windows, num_ranks, LANES)
+    masks = masks_of(ranks_mask, num_ranks, LANES)
+    slot = free_slot(ll, leased) if IS_WIDE else 0
     if is_working(state):
         memory = one_of(memories, rank, LANES)
-        offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_per_quarter)
+        if IS_WIDE:
+            offset = slot_offset(num_ranks, max_experts, slot, quarter_bytes)
+        else:
+            offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes)
         places = (memory + offset + places_offset).to(tl.pointer_type(tl.int32))
         hidden = row_vectors * WHOLE
         token = tl.program_id(0)
@@ -246,11 +262,13 @@ def _send_kernel(
                 count = number_tokens(topk_idx, places, expert, num_tokens, num_topk, num_experts, True, TOPK, TOKENS)
                 tl.store(table + expert, count.to(tl.int64))
         if is_last_block(ll + ARRIVED):
-            signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, num_tokens, LANES)
+            if IS_WIDE:
+                use_slot(ll, slot, number)
+            signal_all(memories, ll, masks, number, num_ranks, rank, word_a, word_b, num_tokens, offset, LANES)
             if WAITS:
                 await_all(
                     memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation,
-                    can_mask, num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
+                    can_mask, num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
                 )  # fmt: skip
 
 
@@ -360,7 +378,9 @@ def receiver(spots: Spots, call: Call, sizes: Sizes, scale_dtype: torch.dtype | 
     """
     places = spots.places
     has_far = places.num_nodes > 1
-    variant, word, num_vectors = _receive_variant(sizes, scale_dtype, has_stats, has_far, spots.num_lanes)
+    variant, word, num_vectors = _receive_variant(
+        sizes, scale_dtype, has_stats, has_far, call.takes_slot, spots.num_lanes
+    )
     fixed: tuple[torch.Tensor | int, ...] = (
         spots.windows,
         spots.state,
@@ -379,7 +399,6 @@ def receiver(spots: Spots, call: Call, sizes: Sizes, scale_dtype: torch.dtype | 
         -(-sizes.hidden // GROUP),
         *call.numbers[2:],
         places.num_near,
-        call.copy_quarter_bytes,
         call.copy_set_bytes,
     )
     return Launch(variant, (word, None, None, None, None, None, None), fixed)
@@ -424,7 +443,7 @@ def receive(
 
 @functools.cache
 def _receive_variant(
-    sizes: Sizes, scale_dtype: torch.dtype | None, has_stats: bool, has_far: bool, lanes: int
+    sizes: Sizes, scale_dtype: torch.dtype | None, has_stats: bool, has_far: bool, is_wide: bool, lanes: int
 ) -> tuple[Variant, torch.dtype, int]:
     """The kernel, the words that it moves rows in, and the vectors of a row."""
     used_bytes = sizes.hidden * (1 if sizes.use_fp8 else 2)
@@ -434,6 +453,7 @@ def _receive_variant(
         "HAS_SCALES": scale_dtype is not None,
         "HAS_STATS": has_stats,
         "HAS_FAR": has_far,
+        "IS_WIDE": is_wide,
         "VECTOR": vector,
         "BLOCK": min(_WORDS_AT_ONCE * 4 // word.itemsize, next_power_of_2(used_bytes // word.itemsize)),
         "GROUPS": next_power_of_2(-(-sizes.hidden // (4 * GROUP)) * 4),
@@ -469,13 +489,12 @@ def _receive_kernel(
     num_groups: tl.int32,
     quarter_bytes: tl.int64,
     set_bytes: tl.int64,
-    sets_per_quarter: tl.int32,
     num_near: tl.int32,
-    copy_quarter_bytes: tl.int64,
     copy_set_bytes: tl.int64,
     HAS_SCALES: tl.constexpr,
     HAS_STATS: tl.constexpr,
     HAS_FAR: tl.constexpr,
+    IS_WIDE: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -502,11 +521,13 @@ def _receive_kernel(
         else:
             source = item % num_ranks  # neighbours fetch from different ranks
             token = item // num_ranks
+            if IS_WIDE:
+                offset = posted_base(one_of(memories, source, LANES), num_ranks, number)
+            else:
+                offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes)
             if HAS_FAR:
                 is_far = source // num_near != rank // num_near
-                quarter_bytes = tl.where(is_far, copy_quarter_bytes, quarter_bytes)
-                set_bytes = tl.where(is_far, copy_set_bytes, set_bytes)
-            offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_per_quarter)
+                offset = tl.where(is_far, copy_set_offset(num_ranks, max_experts, number, copy_set_bytes), offset)
             _fetch_row(
                 x, scales, src_info, memories, is_masked, offset, source, token, max_tokens, row_vectors, num_topk,
                 num_local, num_ranks, rank, max_experts, number, row_lines, scales_offset, places_offset, num_groups,

@@ -2,12 +2,15 @@
 
 Shape letters: R ranks, E experts, L = E / R. The low-latency memory of a rank begins with
 
-    sent    [R, 8] int64             line p: the last call that rank p has sent; rank p writes it
-    posts   [8, 8] int64             by number of the call modulo 8: two words of agreement, and its tokens
+    lines   [R, 8] int64             line p: what rank p writes here: the last call that it has sent, and its words of
+                                     a rejoin (`join`)
+    posts   [8, 64] int64            by number of the call modulo 8: two words of agreement, its tokens, its number,
+                                     where its rows begin, and whom its rank masks, as bits
     tables  [8, MAX_EXPERTS] int64   likewise: counts [E] of a dispatch, where first rows are [L, R] of a combine
 
-and then come the sets. The last block of a *send* kernel signals, and, where no hook comes between, waits for the
-peers. Behind a hook a kernel of one warp waits, and so it does across nodes, where something has to be carried before.
+and then come the slots and the dispatch sets. The last block of a *send* kernel signals, and, where no hook comes
+between, waits for the peers. Behind a hook a kernel of one warp waits, and so it does across nodes, where something has
+to be carried before.
 
 Of a rank of another node there is a copy in this rank's own memory, which stands in for it (`carry.py`).
 """
@@ -25,21 +28,38 @@ from ..exchange import LOW_LATENCY, STATE_FAILED, Places, fail, mask_of, must_st
 from ..primitives import clock_ns, load_acquire, store_release, tell_host, words_at
 
 NUM_KEPT = 8  # calls whose posts and tables are kept
-_POST_WORDS = 8
+POST_WORDS = 64
+_MASK_BITS = 32  # of a word of a post
+_FIRST_MASK = 8  # word of a post
+MOST_RANKS = (POST_WORDS - _FIRST_MASK) // 2 * _MASK_BITS  # two bits of a post for each
 # Of a rank's private words: calls sent; blocks of a send that are done; the calls that this rank refused, by number
-# modulo 8: a call may be waited for when later ones have been refused.
-STATE_SENT, STATE_ARRIVED, STATE_REFUSED, STATE_WORDS = 0, 1, 2, 16
+# modulo 8: a call may be waited for when later ones have been refused; the call that used each slot last; attempts to
+# rejoin.
+STATE_SENT, STATE_ARRIVED, STATE_REFUSED, STATE_SLOTS, STATE_ATTEMPTS, STATE_WORDS = 0, 1, 2, 10, 13, 16
 REFUSALS = range(STATE_REFUSED, STATE_REFUSED + NUM_KEPT)
+# What a mask is for: the caller, or this rank by itself, does without a rank; or it is lost, and so it is for all.
+MASKED, LOST = 1, 3
+# Why a kernel has masked a rank, for the host: it was silent; it goes on without this rank; another rank has lost it.
+SILENT, GONE_ON, TOLD = 0, 1, 2
+REASON_BITS = 2
 
 _ASTRAY, _DISAGREE, _TIMEOUT = tl.constexpr(5), tl.constexpr(2), tl.constexpr(1)
 _FAILED = tl.constexpr(STATE_FAILED)
 _LINE = tl.constexpr(8)
-_KEPT, _POST = tl.constexpr(NUM_KEPT), tl.constexpr(_POST_WORDS)
+_KEPT, _POST = tl.constexpr(NUM_KEPT), tl.constexpr(POST_WORDS)
 ARRIVED, _REFUSED = tl.constexpr(STATE_ARRIVED), tl.constexpr(STATE_REFUSED)
+_SLOTS, _ATTEMPTS = tl.constexpr(STATE_SLOTS), tl.constexpr(STATE_ATTEMPTS)
 _LOW_LATENCY = tl.constexpr(LOW_LATENCY)
 _SAW = tl.constexpr(STATE_WORDS)  # what a wait saw at last, [2, R]
-# Words of a post.
-_A, _B, _TOKENS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Words of a line.
+_ATTEMPT, _NEXT, _ECHO = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+# Words of a post. Behind them, for every 32 ranks: whom the rank masks, and whom of these all are to mask.
+_A, _B, _TOKENS, _NUMBER, _BASE = (tl.constexpr(word) for word in range(5))
+_MASKS, _BITS = tl.constexpr(_FIRST_MASK), tl.constexpr(_MASK_BITS)
+_MASKED, _LOST = tl.constexpr(MASKED), tl.constexpr(LOST)
+_SILENT, _GONE_ON, _TOLD, _REASON_BITS = (tl.constexpr(word) for word in (SILENT, GONE_ON, TOLD, REASON_BITS))
+# As in `engine/low_latency/geometry.py`.
+_NUM_SLOTS, _NUM_SETS = tl.constexpr(3), tl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -50,9 +70,9 @@ class Spots:
         places: Of the buffer: peers, failure, limit.
         windows: [R] int64, addresses of the ranks' low-latency memory; of far ranks, of the copies of theirs.
         state: [state_room(R)] int64, private.
-        mask: [R] int32, private: 1 where a rank is masked.
+        mask: [R] int32, private: `MASKED` or `LOST` where a rank is masked.
         seen: [R, 2] int64, private: what the ranks said when they disagreed.
-        host: [R] int64 in memory that the host reads: the call in which a rank was masked.
+        host: [R + 1] int64 in memory that the host reads: the call in which a rank was masked, and why.
         max_experts: Room of a table.
     """
 
@@ -66,8 +86,8 @@ class Spots:
 
     @staticmethod
     def board_bytes(num_ranks: int, max_experts: int) -> int:
-        """Bytes in front of the sets."""
-        return 8 * 8 * num_ranks + NUM_KEPT * 8 * (_POST_WORDS + max_experts)
+        """Bytes in front of the slots."""
+        return 8 * 8 * num_ranks + NUM_KEPT * 8 * (POST_WORDS + max_experts)
 
     @staticmethod
     def state_room(num_ranks: int) -> int:
@@ -88,24 +108,22 @@ class Call:
         agreement: Two words that must be the same on all ranks.
         quarter_bytes: As the plan of its sizes says.
         set_bytes: Likewise.
-        sets_per_quarter: Likewise; a power of two.
         operation: For the record of a failure.
-        copy_quarter_bytes: As `quarter_bytes`, in copies of far ranks' memory; 0: there are none.
-        copy_set_bytes: As `set_bytes`, likewise.
+        takes_slot: Its rows are in a slot, not in a dispatch set.
+        copy_set_bytes: As `set_bytes`, in copies of far ranks' memory; 0: there are none.
     """
 
     agreement: tuple[int, int]
     quarter_bytes: int
     set_bytes: int
-    sets_per_quarter: int
     operation: int
-    copy_quarter_bytes: int = 0
+    takes_slot: bool = True
     copy_set_bytes: int = 0
 
     @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
         """As a kernel takes them."""
-        return (*self.agreement, self.quarter_bytes, self.set_bytes, self.sets_per_quarter)
+        return (*self.agreement, self.quarter_bytes, self.set_bytes)
 
 
 class Patience(NamedTuple):
@@ -145,7 +163,7 @@ def wait_for(spots: Spots, call: Call, age: int, patience: Patience) -> None:
 def _fixed(spots: Spots, call: Call, patience: Patience) -> tuple[torch.Tensor | int, ...]:
     places = spots.places
     words = (spots.windows, spots.state, places.state, *awaiting(spots, call, patience.can_mask))
-    return *words, places.num_ranks, places.rank, *call.agreement, call.sets_per_quarter
+    return *words, places.num_ranks, places.rank, *call.agreement
 
 
 def awaiting(spots: Spots, call: Call, can_mask: bool) -> tuple[torch.Tensor | int, ...]:
@@ -177,7 +195,7 @@ def signal(spots: Spots, call: Call) -> None:
 
 def _signal_arguments(spots: Spots, call: Call) -> tuple[torch.Tensor | int, ...]:
     places = spots.places
-    return spots.windows, spots.state, places.state, places.num_ranks, places.rank, *call.agreement
+    return spots.windows, spots.state, places.state, spots.mask, places.num_ranks, places.rank, *call.agreement
 
 
 @functools.cache
@@ -185,12 +203,32 @@ def _signal_variant(lanes: int) -> Variant:
     return Variant(_signal_all_kernel, {"LANES": lanes}, num_warps=1)
 
 
+def join(spots: Spots) -> None:
+    """Have the next call get a number that all ranks agree on, none below what any of them would give it.
+
+    Ranks that do not come within the limit are masked, as lost.
+    """
+    _join_variant(spots.num_lanes)(1, *_join_arguments(spots))
+
+
+def _join_arguments(spots: Spots) -> tuple[torch.Tensor | int, ...]:
+    places = spots.places
+    words = (spots.windows, spots.state, places.state, spots.mask, spots.host)
+    return *words, places.limit_ns, places.num_ranks, places.rank
+
+
+@functools.cache
+def _join_variant(lanes: int) -> Variant:
+    return Variant(_join_kernel, {"LANES": max(32, lanes)}, num_warps=1)
+
+
 def prepare_all(spots: Spots) -> None:
     """Compile and load the kernels that wait, so that no peer's limit passes while one is compiled."""
-    call = Call((0, 0), 16, 16, 1, 0)
+    call = Call((0, 0), 16, 16, 0)
     for has_stats in (False, True):
         _wait_variant(has_stats, spots.num_lanes).prepare(spots.state, 0, *_fixed(spots, call, Patience()))
     _signal_variant(spots.num_lanes).prepare(*_signal_arguments(spots, call))
+    _join_variant(spots.num_lanes).prepare(*_join_arguments(spots))
     refuse(spots.places, 0, LOW_LATENCY, spots.state, REFUSALS, spots.state, run=prepare)
 
 
@@ -219,28 +257,90 @@ def table_at(memory, num_ranks, number, max_experts):
 
 
 @triton.jit
-def set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes, sets_per_quarter):
-    """Where the set of a call begins, behind the words."""
-    index = (number >> 1) & (sets_per_quarter - 1)
-    return sets_at(num_ranks, max_experts) + (number & 1) * quarter_bytes + index * set_bytes
+def set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes):
+    """Where the dispatch set of a call begins, behind the words and the slots."""
+    return slot_offset(num_ranks, max_experts, _NUM_SLOTS, quarter_bytes) + (number & (_NUM_SETS - 1)) * set_bytes
+
+
+@triton.jit
+def copy_set_offset(num_ranks, max_experts, number, set_bytes):
+    """Where the set of a call begins in a copy of a far rank's memory, behind the words."""
+    return sets_at(num_ranks, max_experts) + (number & (_NUM_SETS - 1)) * set_bytes
+
+
+@triton.jit
+def slot_offset(num_ranks, max_experts, slot, quarter_bytes):
+    """Where a slot begins, behind the words."""
+    return sets_at(num_ranks, max_experts) + slot * quarter_bytes
+
+
+@triton.jit
+def free_slot(ll, leased):
+    """The slot that was used longest ago, of those that are not leased; the first of them, if there are several."""
+    last_0 = tl.where((leased & 1) != 0, 1 << 62, tl.load(ll + _SLOTS))
+    last_1 = tl.where((leased & 2) != 0, 1 << 62, tl.load(ll + _SLOTS + 1))
+    last_2 = tl.where((leased & 4) != 0, 1 << 62, tl.load(ll + _SLOTS + 2))
+    return tl.where((last_0 <= last_1) & (last_0 <= last_2), 0, tl.where(last_1 <= last_2, 1, 2))
+
+
+@triton.jit
+def use_slot(ll, slot, number):
+    """Have a slot used by a call; for `free_slot`."""
+    tl.store(ll + _SLOTS + slot, number)
 
 
 @triton.jit
 def sets_at(num_ranks, max_experts):
-    """Where the first set begins."""
+    """Where the first slot begins, or, in a copy, the first set."""
     return tl.zeros((), tl.int64) + 8 * (_LINE * num_ranks + _KEPT * (_POST + max_experts))
 
 
 @triton.jit
-def signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, num_tokens, LANES: tl.constexpr):
-    """Post, and store the call's number at every peer."""
+def masks_of(ranks_mask, num_ranks, LANES: tl.constexpr):
+    """The masks, [LANES] int32."""
+    lanes = tl.arange(0, LANES)
+    return tl.load(ranks_mask + lanes, mask=lanes < num_ranks, other=0)
+
+
+@triton.jit
+def signal_all(
+    memories, ll, masks, number, num_ranks, rank, word_a, word_b, num_tokens, base, LANES: tl.constexpr
+):  # fmt: skip
+    """Post, and store the call's number at every peer.
+
+    Args:
+        memories: Addresses of the ranks' memory.
+        ll: The private words.
+        masks: Of this rank, as they were when the call began.
+        number: Of the call.
+        num_ranks: R.
+        rank: This rank.
+        word_a: Of the agreement.
+        word_b: Likewise.
+        num_tokens: Of this rank.
+        base: Where its rows begin, behind the beginning of its memory.
+        LANES: A lane for each rank.
+    """
     post = post_at(one_of(memories, rank, LANES), num_ranks, number)
     tl.store(post + _A, word_a)
     tl.store(post + _B, word_b)
     tl.store(post + _TOKENS, tl.cast(num_tokens, tl.int64))
-    tl.store(ll, number)
+    tl.store(post + _NUMBER, number)
+    tl.store(post + _BASE, tl.cast(base, tl.int64))
     lanes = tl.arange(0, LANES)
+    bits = tl.full([LANES], 1, tl.int64) << (lanes % _BITS).to(tl.int64)
+    for word in tl.static_range((LANES + _BITS - 1) // _BITS):
+        is_here = lanes // _BITS == word
+        tl.store(post + _MASKS + 2 * word, tl.sum(tl.where(is_here & (masks != 0), bits, 0)))
+        tl.store(post + _MASKS + 2 * word + 1, tl.sum(tl.where(is_here & (masks == _LOST), bits, 0)))
+    tl.store(ll, number)
     store_release(words_at(memories) + rank * _LINE, tl.zeros_like(lanes).to(tl.int64) + number, lanes < num_ranks)
+
+
+@triton.jit
+def posted_base(memory, num_ranks, number):
+    """Where the rows of a rank begin in a call."""
+    return tl.load(post_at(memory, num_ranks, number) + _BASE)
 
 
 @triton.jit
@@ -274,20 +374,65 @@ def some_of(values, indices, LANES: tl.constexpr):
 
 @jit(name="low_latency::signal")
 def _signal_all_kernel(
-    windows, ll, state, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64, LANES: tl.constexpr
-):
+    windows, ll, state, ranks_mask, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64,
+    LANES: tl.constexpr,
+):  # fmt: skip
     """Send a call that has no rows."""
     number = tl.load(ll) + 1
     memories = memories_of(windows, num_ranks, LANES)
+    masks = masks_of(ranks_mask, num_ranks, LANES)
     if is_working(state):
-        signal_all(memories, ll, number, num_ranks, rank, word_a, word_b, 0, LANES)
+        signal_all(memories, ll, masks, number, num_ranks, rank, word_a, word_b, 0, 0, LANES)
+
+
+@jit(name="low_latency::join")
+def _join_kernel(
+    windows, ll, state, ranks_mask, ll_host, limit_ns: tl.int64, num_ranks: tl.int32, rank: tl.int32,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Meet all ranks that are not masked, whatever calls each of them has made, and agree on the next call's number.
+
+    A rank's attempts are numbered. It writes its attempt, and the number that its next call would have, into its line
+    at every peer, and echoes every attempt that it sees there. A peer that has echoed this attempt is in one of its
+    own, whose words were written before.
+
+    Example: rank 0 is at call 17, rank 1 has missed some and is at call 12: the next call of both is 18.
+    """
+    lanes = tl.arange(0, LANES)
+    peer = tl.minimum(lanes, num_ranks - 1)
+    memories = memories_of(windows, num_ranks, LANES)
+    is_peer = (lanes < num_ranks) & (lanes != rank) & (tl.load(ranks_mask + peer) == 0)
+    there = words_at(memories) + rank * _LINE
+    here = words_at(one_of(memories, rank, LANES)) + peer * _LINE
+    attempt = tl.load(ll + _ATTEMPTS) + 1
+    following = tl.load(ll) + 1
+    if is_working(state):
+        tl.store(ll + _ATTEMPTS, attempt)
+        tl.store(there + _NEXT, tl.zeros([LANES], tl.int64) + following, mask=is_peer)
+        store_release(there + _ATTEMPT, tl.zeros([LANES], tl.int64) + attempt, is_peer)
+        begin = tl.min(clock_ns(lanes))
+        elapsed = tl.zeros((), tl.int64)
+        num_missing = tl.sum(is_peer.to(tl.int32))
+        is_missing = is_peer
+        while (num_missing > 0) & (elapsed < limit_ns):
+            elapsed = tl.max(clock_ns(lanes)) - begin
+            # The echo first: whoever has echoed this attempt has written the one that is to be echoed here.
+            is_missing = is_peer & (load_acquire(here + _ECHO) != attempt)
+            store_release(there + _ECHO, load_acquire(here + _ATTEMPT), is_peer)
+            num_missing = tl.sum(is_missing.to(tl.int32))
+        theirs = tl.load(here + _NEXT, mask=is_peer & (is_missing == 0), other=0)
+        tl.store(ll, tl.maximum(following, tl.max(theirs)) - 1)
+        if num_missing > 0:
+            tl.store(ranks_mask + lanes, _LOST, mask=is_missing)
+            tl.store(ll_host + lanes, (following << _REASON_BITS) | _SILENT, mask=is_missing)
+            tell_host(ll_host + num_ranks, following)
 
 
 @jit(name="low_latency::wait")
 def _wait_kernel(
     stats, age: tl.int32, windows, ll, state, ranks_mask, seen, ll_host, boards, homes, host, limit_ns: tl.int64,
     operation: tl.int32, can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64,
-    sets_per_quarter: tl.int32, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
+    HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Wait for a call to be sent by all."""
     number = tl.load(ll) - age
@@ -295,14 +440,14 @@ def _wait_kernel(
     if is_working(state):
         await_all(
             memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation, can_mask,
-            num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS, LANES,
+            num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
         )  # fmt: skip
 
 
 @triton.jit
 def await_all(
     memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation, can_mask,
-    num_ranks, rank, number, word_a, word_b, sets_per_quarter, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
+    num_ranks, rank, number, word_a, word_b, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Poll the words that the peers write here, until all have come, one has failed, or the limit has passed.
 
@@ -349,11 +494,16 @@ def await_all(
     is_here = is_awaited & (sent >= number)
     said_a = tl.load(posts + _A, mask=is_here, other=0)
     said_b = tl.load(posts + _B, mask=is_here, other=0)
-    differs = is_here & ((said_a != word_a) | (said_b != word_b))
-    # With 2k sets a peer that waits for this rank is at most 2k - 1 calls further. Who is beyond goes on without it
-    # and has written over the set of this call.
+    # Whose post is of another call, or who has masked this rank, goes on without it; so does who is further ahead than
+    # a peer can be that waits for this rank, and has written over the set of this call.
+    said_number = tl.load(posts + _NUMBER, mask=is_here, other=0)
+    said_masks = tl.load(posts + _MASKS + 2 * (rank // _BITS), mask=is_here, other=0)
+    has_gone_on = (sent >= number + _NUM_SETS) | (said_number != number) | ((said_masks >> (rank % _BITS)) & 1 != 0)
+    has_gone_on = is_here & has_gone_on & (lanes != rank)
     is_silent = is_awaited & (sent < number)
-    is_lost = is_silent | (is_awaited & (sent >= number + 2 * sets_per_quarter))
+    is_told = is_awaited & _is_told(posts, is_here & (has_gone_on == 0), LANES) & (lanes != rank)
+    is_lost = is_silent | has_gone_on | is_told
+    differs = is_here & (is_lost == 0) & ((said_a != word_a) | (said_b != word_b))
     # Who has refused this call is masked like a silent rank, where ranks are masked.
     has_refused = must_stop(failed, refused, number, _LOW_LATENCY) & (sent < number) & (can_mask == 0)
     has_failed = is_awaited & ((failed == 1) | has_refused)
@@ -374,8 +524,9 @@ def await_all(
         )  # fmt: skip
     elif tl.sum(is_lost.to(tl.int32)) > 0:
         if can_mask != 0:
-            tl.store(ranks_mask + lanes, 1, mask=is_lost)
-            tl.store(ll_host + lanes, number, mask=is_lost)
+            tl.store(ranks_mask + lanes, tl.where(has_gone_on, _MASKED, _LOST), mask=is_lost)
+            reason = tl.where(is_silent, _SILENT, tl.where(has_gone_on, _GONE_ON, _TOLD))
+            tl.store(ll_host + lanes, (number << _REASON_BITS) | reason, mask=is_lost)
             tell_host(ll_host + num_ranks, number)
         else:
             code = tl.where(tl.sum(is_silent.to(tl.int32)) > 0, _TIMEOUT, _ASTRAY)
@@ -387,3 +538,27 @@ def await_all(
         tl.debug_barrier()
         subject = mask_of(differs, lanes)
         fail(boards, state, host, num_ranks, rank, _DISAGREE, number, operation, subject, 0, 0, rank, LANES)
+
+
+@triton.jit
+def _is_told(posts, is_here, LANES: tl.constexpr):
+    """Which ranks somebody says are lost, [LANES].
+
+    Args:
+        posts: Of the ranks, in this call.
+        is_here: Whose post is there, and counts.
+        LANES: A lane for each rank.
+    """
+    lanes = tl.arange(0, LANES)
+    is_told = lanes < 0
+    for word in tl.static_range((LANES + _BITS - 1) // _BITS):
+        # Reduced to one number for all lanes: a table of ranks by ranks would cost the usual call, in which nobody is.
+        lost = tl.reduce(tl.load(posts + _MASKS + 2 * word + 1, mask=is_here, other=0), 0, _either)
+        is_told = is_told | ((lanes // _BITS == word) & (((lost >> (lanes % _BITS).to(tl.int64)) & 1) != 0))
+    return is_told
+
+
+@triton.jit
+def _either(one, other):
+    """The bits of both."""
+    return one | other

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...engine.low_latency.geometry import NUM_ZERO_COPY
+from ...engine.low_latency.geometry import NUM_SLOTS
 from .core import Stopwatch
 from .low_latency_work import RowBytes, Sent, Work, is_combined, is_sent, valid_rows
 
@@ -64,7 +64,7 @@ def bytes_of(operation: str, work: Work) -> Bytes:
 
 
 class Calls:
-    """The product's calls of one rank, warm: results are where combine expects them, zero-copy tensors are filled.
+    """The product's calls of one rank, warm: results are where combine expects them.
 
     Args:
         work: What the rank brings.
@@ -76,9 +76,15 @@ class Calls:
         result = self.dispatch()
         self._handle = result[2]
         self.rows = work.experts(sent_of(result))
-        valid = valid_rows(sent_of(result))
-        for _ in range(NUM_ZERO_COPY):
-            work.buffer.get_next_low_latency_combine_buffer(self._handle)[valid] = self.rows[valid]
+        self._valid = valid_rows(sent_of(result))
+
+    def _fill_slots(self) -> None:
+        """Have the rows in every slot that may be a zero-copy tensor. Other combines have written there."""
+        for _ in range(2):  # behind these, everybody has read what was there
+            self.dispatch()
+        for _ in range(NUM_SLOTS):
+            room = self._work.buffer.get_next_low_latency_combine_buffer(self._handle)
+            room[self._valid] = self.rows[self._valid]
             self.combine(zero_copy=True)
 
     def dispatch(self, **more: Any) -> tuple:
@@ -107,7 +113,9 @@ class Calls:
         return self.zero_copy_combine(handle) if zero_copy else self.combine(handle)
 
     def of(self, operation: str) -> Callable[[], tuple]:
-        """The call of an operation."""
+        """The call of an operation. Its zero-copy tensors are filled: no other combine may come between its calls."""
+        if "zero" in operation:
+            self._fill_slots()
         calls: dict[str, Callable[[], tuple]] = {
             "dispatch": self.dispatch,
             "combine": self.combine,

@@ -9,6 +9,7 @@ compares, `faults` disturbs; `rank` and `parent` are the two sides of a run, `sh
 `memory`, `show` and `files` tell of it.
 
 `--faults` plays fault plans instead: `plans` has them as data, `fault_program` what a rank does, `fault_runs` the rest.
+`--returns` plays histories of ranks that leave low-latency calls and come back (`returns`).
 `--states` makes no calls: it looks at every state of models of the protocol (`states`).
 """
 
@@ -27,7 +28,7 @@ from ..machine import find_machine
 from ..mps import shared_gpu
 from ..plotting import require_matplotlib
 from ..terminal import require_folder
-from . import fault_runs, files, show
+from . import fault_runs, files, returns, show
 from .data import Limits
 from .parent import run_soak, shrink_outcome
 from .plan import Goal
@@ -109,6 +110,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="instead, play N fault plans: ranks that are killed, stopped, interrupted",
     )
+    parser.add_argument(
+        "--returns",
+        type=int,
+        metavar="N",
+        help="instead, play so many histories of ranks that leave low-latency calls and come back (CPU ranks)",
+    )
     parser.add_argument("--plan", metavar="TEXT", help="play one fault plan, as a failure says")
     states.add_arguments(parser)
 
@@ -134,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
         return states.run(args)
     if hasattr(args, "faults") or hasattr(args, "plan"):
         return _run_plans(args)
+    if hasattr(args, "returns"):
+        return _run_histories(args)
     goal = _goal_of(args)
     json_path, plot_path = _paths_of(args)
     machine = find_machine(__version__)
@@ -176,6 +185,29 @@ def _run_plans(args: argparse.Namespace) -> int:
     if json_path not in (None, _STDOUT):
         files.write_text(json_path, fault_runs.as_json(results))
     return 1 if any(result.wrong for result in results) else 0
+
+
+def _run_histories(args: argparse.Namespace) -> int:
+    """Play the histories that were asked for, and print what came of them."""
+    for name in ("minutes", "calls", "segment", "only", "plot", "json"):
+        if hasattr(args, name):
+            raise ValueError(f"soak: --{name} is for random calls; leave it out with --returns")
+    if args.device != "cpu":
+        raise ValueError("soak: --returns is for CPU ranks. Leave --device out")
+    if args.returns < 1:
+        raise ValueError(f"soak: --returns must be at least 1, got {args.returns}")
+    ranks, per_node = getattr(args, "ranks", 0), args.ranks_per_node
+    if per_node and not ranks:
+        raise ValueError(f"soak: --ranks-per-node {per_node} needs --ranks")
+    if ranks:
+        _check_ranks(ranks, per_node)
+    topologies = [(ranks, per_node)] if ranks else returns.TOPOLOGIES
+    seeds = range(args.seed, args.seed + args.returns)
+    histories = [returns.draw_history(seed, *topologies[seed % len(topologies)]) for seed in seeds]
+    console = Console(highlight=False, soft_wrap=True)
+    results = returns.play_histories(histories, lambda played: show.show_history(console, played))
+    show.show_histories(console, results)
+    return 1 if any(one.error for one in results) else 0
 
 
 def _plans_of(args: argparse.Namespace) -> list[Plan]:

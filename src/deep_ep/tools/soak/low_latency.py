@@ -36,12 +36,12 @@ _FORMS: tuple[dict[str, Any], ...] = (
 
 
 def hint(num_ranks: int) -> int:
-    """Bytes that a buffer needs for these calls, for two results in flight."""
+    """Bytes that a buffer needs for these calls."""
     num_experts = _MOST_EXPERTS_PER_RANK * num_ranks
-    return 4 * Buffer.get_low_latency_rdma_size_hint(_MOST_TOKENS, _MOST_HIDDEN, num_ranks, num_experts)
+    return Buffer.get_low_latency_rdma_size_hint(_MOST_TOKENS, _MOST_HIDDEN, num_ranks, num_experts)
 
 
-class _Sizes:
+class Sizes:
     """The sizes of a round, the same on all ranks."""
 
     def __init__(self, draw: random.Random, num_ranks: int, palette: Palette | None):
@@ -56,7 +56,7 @@ class _Sizes:
         self.idx_dtype = draw.choice((torch.int32, torch.int64))
 
 
-class _Round:
+class Round:
     """A dispatch and its combine.
 
     Args:
@@ -67,7 +67,7 @@ class _Round:
         masked: Ranks that this rank has masked.
     """
 
-    def __init__(self, state: State, data: Data, sizes: _Sizes, index: int = 0, masked: Collection[int] = ()):
+    def __init__(self, state: State, data: Data, sizes: Sizes, index: int = 0, masked: Collection[int] = ()):
         self.state, self.data, self.sizes, self.masked = state, data, sizes, masked
         self._index, self._draw, self._form = index, data.draw, data.draw.choice(_FORMS)
         self.settle: Callable[[], None] | None = None
@@ -79,6 +79,9 @@ class _Round:
         self._ids = [self._make_ids(rank) for rank in ranks]
         self._xs = [self._make_x(rank) for rank in ranks]
         self._handle: tuple = ()
+
+    def look_at_masks(self) -> None:
+        """A call has been received: whom this rank does without is known. Those who expect no change do not look."""
 
     def _purpose(self, purpose: int) -> int:
         return purpose + 100 * (self._index + 1)
@@ -118,6 +121,7 @@ class _Round:
 
         def settle() -> None:
             _wait(state, event, hook)
+            self.look_at_masks()
             scribble_input(x)
             self._check_dispatched(recv, count)
             if total is not None:
@@ -167,6 +171,7 @@ class _Round:
 
         def settle() -> None:
             _wait(state, event, hook)
+            self.look_at_masks()
             scribble_input(x)
             experts, tokens = self._rows_of_experts(), self._rows_of_tokens(rank)
             expected = oracle.weighted_sum(
@@ -294,13 +299,13 @@ def _draw_way(draw: random.Random) -> dict[str, Any]:
 def play_round(state: State, call: Call) -> None:
     """A dispatch, new rows from every expert, and a combine."""
     data = state.data(call)
-    sizes = _Sizes(data.draw, state.num_ranks, state.limits.palette)
-    _play(_Round(state, data, sizes))
+    sizes = Sizes(data.draw, state.num_ranks, state.limits.palette)
+    _play(Round(state, data, sizes))
     if data.draw.random() < 0.05:
         state.buffer.clean_low_latency_buffer(sizes.max_tokens, sizes.hidden, sizes.num_experts)
 
 
-def _play(one: _Round) -> None:
+def _play(one: Round) -> None:
     for send in (one.dispatch, one.combine):
         send(_draw_way(one.data.draw))
         assert one.settle is not None
@@ -315,15 +320,15 @@ def micro_batches(state: State, call: Call) -> None:
     """
     data = state.data(call)
     draw = data.draw
-    sizes = [_Sizes(draw, state.num_ranks, state.limits.palette)]
-    sizes.append(sizes[0] if draw.random() < 0.7 else _Sizes(draw, state.num_ranks, state.limits.palette))
-    rounds = [_Round(state, data, one, index) for index, one in enumerate(sizes)]
+    sizes = [Sizes(draw, state.num_ranks, state.limits.palette)]
+    sizes.append(sizes[0] if draw.random() < 0.7 else Sizes(draw, state.num_ranks, state.limits.palette))
+    rounds = [Round(state, data, one, index) for index, one in enumerate(sizes)]
     steps = [iter((one.dispatch, None, one.combine, None)) for one in rounds]  # None: settle what was sent
     order = [index for index in range(2) for _ in range(4)]
     draw.shuffle(order)
-    in_flight: list[_Round] = []
+    in_flight: list[Round] = []
 
-    def settle(one: _Round) -> None:
+    def settle(one: Round) -> None:
         if one in in_flight:
             in_flight.remove(one)
             assert one.settle is not None
@@ -361,14 +366,14 @@ def masked_rounds(state: State, call: Call) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nobody else is masked
             warnings.filterwarnings("ignore", module="triton")  # its interpreter warns of the logarithm of 0
-            _play(_Round(state, data, _Sizes(draw, state.num_ranks, state.limits.palette), index, masked))
+            _play(Round(state, data, Sizes(draw, state.num_ranks, state.limits.palette), index, masked))
     state.meet()  # until all have made as many calls
     buffer.low_latency_clean_mask_buffer()
     status = torch.ones(state.num_ranks, dtype=torch.int32, device=buffer.device)
     buffer.low_latency_query_mask_buffer(status)
     same("mask_status", status, torch.zeros(state.num_ranks, dtype=torch.int32))
     state.meet()  # until nobody is masked
-    _play(_Round(state, data, _Sizes(draw, state.num_ranks, state.limits.palette), 3))
+    _play(Round(state, data, Sizes(draw, state.num_ranks, state.limits.palette), 3))
 
 
 PLAYERS: dict[str, Callable[[State, Call], None]] = {

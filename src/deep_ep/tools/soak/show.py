@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from .fault_runs import Result
 from .parent import Outcome
 from .plan import Goal, plan_segment
 from .rank import Note
+from .returns import Played
 from .shrink import Shrunk
 
 _LINE_SECS = 10.0  # between two lines of progress where there is no terminal
@@ -184,3 +185,20 @@ def _verdict(outcome: Outcome) -> str:
         num_segments = max(report.num_segments for report in outcome.reports)
         parts += [f"{outcome.num_calls:,} calls in {counted(num_segments, 'segment')}", f"{num_bytes / _MB:,.1f} MB"]
     return f"{word}: {', '.join(parts)}, {counted(outcome.num_stops, 'stop')}, {outcome.secs:.1f} s"
+
+
+def show_history(console: Console, played: Played) -> None:
+    """Print what came of a history of ranks that leave and come back."""
+    if played.error:
+        console.print(f"wrong: soak {played.history}\n{played.error}", markup=False)
+
+
+def show_histories(console: Console, results: Sequence[Played]) -> None:
+    """Print what came of all of them."""
+    num_wrong = sum(bool(one.error) for one in results)
+    rounds, degraded, num_returns = (sum(numbers) for numbers in zip(*(one[2:5] for one in results), strict=True))
+    secs = max(one.return_secs for one in results)
+    console.print(
+        f"{len(results)} histories, {num_wrong} wrong; {rounds:,} rounds compared, {degraded:,} of them with masks; "
+        f"{num_returns} returns, the slowest {secs:.2f} s to the first full result"
+    )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from . import low_latency
 from .explore import Model
-from .low_latency import SILENT, Kind, LowLatency
+from .low_latency import SILENT, LowLatency
 from .one_hop import COMBINE, FULL, KINDS, WORST_CASE, OneHop, draws, memories
 from .ranks import DIRECT, FAULTS, POSTED, STAGED, Drawn
 from .two_hops import TwoHops, two_hop_memories
@@ -16,6 +16,9 @@ MODELS = ("one-hop", "low-latency", "two-hops")
 
 # A cached dispatch takes the steps of a worst-case one whose rows fit, so inside a node it is explored with that.
 _NODE_KINDS = (FULL, WORST_CASE, COMBINE)
+
+
+FAULTS_OF_MASKS = (*low_latency.FAULTS, SILENT)
 
 
 class Case(NamedTuple):
@@ -75,23 +78,25 @@ def _one_hop(num_ranks: int, is_quick: bool) -> list[Case]:
 
 
 def _low_latency(num_ranks: int, is_quick: bool) -> list[Case]:
-    def case(title: str, sets: tuple[int, ...], faults: tuple[str, ...], can_mask: bool = False) -> Case:
-        kinds = [Kind(num_sets) for num_sets in sets]
-        return Case(title, lambda: LowLatency(num_ranks, kinds, faults, can_mask))
+    def case(title: str, kinds: str, faults: tuple[str, ...], can_mask: bool = False) -> Case:
+        calls = [low_latency.KIND_OF[letter] for letter in kinds]
+        return Case(title, lambda: LowLatency(num_ranks, calls, faults, can_mask))
 
-    num_calls = 6 if num_ranks == 2 else 5  # one more than there are sets, so that one is written again
-    alike = (4,) * num_calls
+    # One more than there are sets, or slots, so that one is written again.
+    is_short = is_quick or num_ranks > 2
     cases = [
-        case("two in flight", alike, ()),
-        case("two sizes, barriers between", (4, 4, 4, 2, 4, 2, 2, 4)[: num_calls + 2], ()),
-        case("two in flight, one fault", alike, low_latency.FAULTS),
-        case("two in flight, one fault, masks", alike, (*low_latency.FAULTS, SILENT), True),
+        case("two dispatches in flight", "ddddd" if is_short else "dddddd", ()),
+        case("two micro-batches", "ddccd" if is_short else "ddccddcc", ()),
+        case("combines in a row", "cccc", ()),
+        case("two in flight, one fault", "dddd" if is_short else "ddddd", low_latency.FAULTS),
+        case("two in flight, one fault, masks", "ddc" if num_ranks == 2 else "dd", FAULTS_OF_MASKS, True),
+        case("a rank leaves and comes back", "dbd" if num_ranks == 2 else "db", (SILENT,), True),
     ]
     if not is_quick and num_ranks == 2:
         cases += [
-            case("four in flight", (8,) * 10, ()),
-            case("two sizes, one fault", (4, 4, 4, 2, 4, 2, 2, 4), low_latency.FAULTS),
-            case("two sizes, one fault, masks", (4, 4, 4, 2, 2, 4, 2, 4), (*low_latency.FAULTS, SILENT), True),
+            case("two micro-batches, one fault", "ddccd", low_latency.FAULTS),
+            case("two micro-batches, one fault, masks", "ddcc", FAULTS_OF_MASKS, True),
+            case("a rank leaves and comes back, twice", "dbdb", (SILENT,), True),
         ]
     return cases
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ....engine.cpu.call import Call
 from ....engine.low_latency.halves import LowLatencyCall
 from .explore import Model, is_path
-from .low_latency import Kind, LowLatency
+from .low_latency import LowLatency
 from .one_hop import COMBINE, WORST_CASE, OneHop
 from .ranks import DIRECT, POSTED, STAGED, Drawn
 from .steps import ROW_STEPS, step_label, topic_name
@@ -218,11 +218,11 @@ def check_two_hops(
     return _why_no_path(model, traces)
 
 
-def check_low_latency(traces: Sequence[Trace], sets: Sequence[int]) -> str | None:
+def check_low_latency(traces: Sequence[Trace], kinds: Sequence[str]) -> str | None:
     """Why these traces, one for each rank, are no path of the model; None: they are one.
 
     Args:
         traces: By rank.
-        sets: For each call that was asked for, the sets that calls of its size divide the memory into.
+        kinds: The calls that were made, as the model names them.
     """
-    return _why_no_path(LowLatency(len(traces), [Kind(num_sets) for num_sets in sets], ()), traces)
+    return _why_no_path(LowLatency(len(traces), kinds, ()), traces)

@@ -1,0 +1,137 @@
+"""How the ranks of a node agree on who is lost in a low-latency call: all sum the same sets.
+
+A rank that is stopped may send just as the limit of one peer passes, before that of another. So a rank that misses
+others does not go on at once. It says whom it takes for lost (its *verdict*, on its board), and then every other rank
+of its node either
+
+- has received the call: with those ranks, which then have sent it, so their rows are there for everybody. The verdict
+  is dropped, and they are waited for again; or
+- has not, and finds the verdict in its own wait. It takes the same ranks for lost and says so. When all verdicts are
+  alike, nobody can have received the call with those ranks, and nobody will; or
+- is silent itself, and is taken for lost, too.
+
+A verdict only grows. `docs/low-latency.md` has the state table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from ...transport.window import PULSE_SECS, SHORTEST_PAUSE_SECS, Waiting, next_pause
+from .shared import Done, Shared
+
+
+class Verdict:
+    """What this rank makes of the ranks that it misses.
+
+    Args:
+        shared: Of the buffer.
+        number: The call that it waits for.
+        look: Raises if this rank has given the call up, or a peer has failed.
+    """
+
+    def __init__(self, shared: Shared, number: int, look: Callable[[], None]):
+        self._shared = shared
+        self._number = number
+        self._look = look
+
+    def told_lost(self) -> dict[int, str]:
+        """Whom other ranks of the node take for lost in a call that this rank has not received, and how it is said."""
+        shared, told = self._shared, {}
+        for rank in shared.near:
+            if rank == shared.rank or rank in shared.masks:
+                continue
+            for number in (self._number - 1, self._number):
+                if not shared.is_done(number):
+                    lost = self._said(rank, number) - {shared.rank}
+                    lost -= {one for one in lost if shared.is_masked(one, number)}
+                    told.update({one: self._why_missed(one, rank) for one in lost})
+        return told
+
+    def _why_missed(self, rank: int, by_rank: int) -> str:
+        """How it is said that another rank misses a rank: as this one would say it, if it knows why."""
+        reason = self._shared.senders[rank].why_not(self._number, looks_at_process=True)
+        return reason or f" after {self._shared.window.limit_secs:g} s at rank {by_rank}"
+
+    def agree(self, lost: dict[int, str]) -> tuple[dict[int, str], int]:
+        """Agree with the other ranks of this node.
+
+        Args:
+            lost: Whom this rank misses, and how that is said.
+
+        Returns:
+            Whom all of them take for lost (nobody, if somebody has received the call with them), and as of which call.
+        """
+        shared, lost, number = self._shared, dict(lost), self._first_missed()
+        waiting, pause, pulse = Waiting(), SHORTEST_PAUSE_SECS, 0.0
+        self._say(number, lost)
+        while True:
+            if number == self._number and self._first_missed() < number:
+                number -= 1
+                self._say(number, lost)
+            voters = [rank for rank in shared.near if rank not in shared.masks and rank not in lost]
+            verdicts = {rank: self._said(rank, number) for rank in voters if rank != shared.rank}
+            more = self._more(verdicts, set(lost), number)
+            if not more:
+                undecided = [rank for rank, said in verdicts.items() if said != set(lost)]
+                have_done = [rank for rank in undecided if not verdicts[rank] and self._has_done(rank, number)]
+                if have_done and all(shared.senders[rank].has_sent(number) for rank in lost):
+                    self._say(number, ())
+                    return {}, number
+                undecided = [rank for rank in undecided if rank not in have_done]
+                if not undecided:
+                    return lost, number
+                time.sleep(pause)
+                secs = waiting.look()
+                pause = next_pause(pause, secs)
+                self._look()
+                looks_at_process = secs - pulse > PULSE_SECS
+                pulse = secs if looks_at_process else pulse
+                reasons = {rank: self._why_silent(rank, number, secs, looks_at_process) for rank in undecided}
+                more = {rank: reason for rank, reason in reasons.items() if reason is not None}
+            if more:
+                lost.update(more)
+                self._say(number, lost)
+
+    def _more(self, verdicts: dict[int, set[int]], lost: set[int], number: int) -> dict[int, str]:
+        """Whom the others take for lost beyond this rank's verdict; and those who take this rank for lost."""
+        shared, more = self._shared, {}
+        for by_rank, said in verdicts.items():
+            if shared.rank in said:
+                more[by_rank] = ", which takes this rank for lost: they are out of step"
+                continue
+            for rank in said - lost:
+                if not shared.is_masked(rank, number):
+                    more[rank] = self._why_missed(rank, by_rank)
+        return more
+
+    def _why_silent(self, rank: int, number: int, secs: float, looks_at_process: bool) -> str | None:
+        """Why a rank that has still to agree never will; None: it may."""
+        shared = self._shared
+        sender, limit_secs = shared.senders[rank], shared.window.limit_secs
+        reason = sender.why_not(number, looks_at_process)
+        if reason is None and sender.is_silent(secs, limit_secs):
+            reason = f" after {limit_secs:g} s"
+        # Behind the look at why: it may have agreed and left.
+        has_agreed = bool(self._said(rank, number)) or self._has_done(rank, number)
+        return reason if not has_agreed or secs > 2 * limit_secs else None
+
+    def _say(self, number: int, lost: Iterable[int]) -> None:
+        self._shared.window.board.post_verdict(number, self._shared.bits_of(lost))
+
+    def _first_missed(self) -> int:
+        """The call that the verdict is about: an earlier one that is in flight, if others miss ranks there."""
+        earlier = self._number - 1
+        if not self._shared.is_done(earlier):
+            for rank in self._shared.near:
+                if rank != self._shared.rank and rank not in self._shared.masks and self._said(rank, earlier):
+                    return earlier
+        return self._number
+
+    def _said(self, rank: int, number: int) -> set[int]:
+        words = self._shared.peer(rank).board.read_verdict(number, self._shared.num_mask_words)
+        return set() if words is None else self._shared.ranks_of(words)
+
+    def _has_done(self, rank: int, number: int) -> bool:
+        return Done.of(self._shared.peer(rank).board.done.load_acquire()).has(number)

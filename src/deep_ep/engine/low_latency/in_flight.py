@@ -1,0 +1,156 @@
+"""Which calls are in flight, as the host knows it: sent, and not yet received.
+
+Why memory may be written again without asking anybody: a rank sends call n when it has received all calls up to n - 2
+(`MOST_IN_FLIGHT`). So a rank that has received call i from all ranks knows that all of them have sent it, and have
+received, and read, all calls up to i - 2. `docs/low-latency.md` has the whole argument.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+
+from ...errors import EPError
+from .geometry import MOST_IN_FLIGHT, NUM_SLOTS
+from .slots import FREE_SLOT, Slots
+
+
+class InFlight:
+    """The low-latency calls of a buffer, one chain.
+
+    A call is known by its number, its place among the calls that this host has made. Calls that a graph replays are not
+    counted, so on a GPU only differences mean anything.
+
+    Every call comes through here, and should not take longer for it.
+
+    Args:
+        slots: Of the rank's memory.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._num_sent = 0
+        self._newest_received = 0
+        self._least_consumed = 0  # all ranks have agreed that calls up to this one are over
+        self._pending: dict[int, None] = {}  # the oldest comes first
+        self._abandoned: set[int] = set()
+        self._took_slots: deque[int] = deque(maxlen=NUM_SLOTS)  # the last calls that did
+        self._bytes_for_two = 0  # that the widest dispatch so far would need to leave the slots alone
+
+    def send(self, where: str, slot: int, bytes_for_two: int = 0) -> int:
+        """Begin a call: its number.
+
+        Args:
+            where: The call, for the error.
+            slot: What it takes of the slots.
+            bytes_for_two: Of a dispatch that takes a slot: the `num_rdma_bytes` with which it would take none.
+
+        Raises:
+            EPError: So many results cannot be in flight. Nothing was sent.
+        """
+        self._bytes_for_two = max(self._bytes_for_two, bytes_for_two)
+        self.require_room(where, slot)
+        number = self._num_sent = self._num_sent + 1
+        if slot:
+            self._took_slots.append(number)
+        self._pending[number] = None
+        return number
+
+    def pass_by(self, slot: int) -> bool:
+        """Begin and end a call at once, where plainly nothing speaks against it: `send` and `receive`.
+
+        Args:
+            slot: As for `send`.
+
+        Returns:
+            Whether it was done. If not, nothing has changed, and `send` says why.
+        """
+        if self._pending or (slot == FREE_SLOT and self._slots.leased):
+            return False
+        number = self._num_sent = self._newest_received = self._num_sent + 1
+        if slot:
+            self._took_slots.append(number)
+        return True
+
+    def require_room(self, where: str, slot: int) -> None:
+        """Refuse a call for which there is no room; the rest as for `send`, which asks this, too."""
+        number = self._num_sent + 1
+        depth = number - self._oldest + 1  # from the oldest one on, since it holds up what is behind it
+        if depth > MOST_IN_FLIGHT:
+            raise EPError(
+                f"{where}: {depth} results would be in flight, the window has room for {MOST_IN_FLIGHT}. "
+                "Call the hook of the earlier call first"
+            )
+        if slot != FREE_SLOT:
+            return
+        # Peers may still read what calls of the last two numbers sent, and of one more if one is in flight here.
+        first = number - MOST_IN_FLIGHT - (depth - 1)
+        num_read = sum(one >= first for one in self._took_slots)
+        num_leased = self._slots.num_leased() if num_read else 0
+        if num_leased and num_read + num_leased >= NUM_SLOTS:
+            gc.collect()  # handles that nobody has any more, but in a cycle: on other ranks they may be gone already
+            num_leased = self._slots.num_leased()
+        if num_read + num_leased < NUM_SLOTS:
+            return
+        if depth > 1:
+            remedy = f", or make the buffer with num_rdma_bytes={self._bytes_for_two}" if self._bytes_for_two else ""
+            raise EPError(
+                f"{where}: {depth} results would be in flight, the window has room for {depth - 1}, since the calls "
+                f"before took its {NUM_SLOTS} slots. Call the hook of the earlier call first{remedy}"
+            )
+        raise EPError(
+            f"{where}: peers may still read {num_read} of the window's {NUM_SLOTS} slots, and {num_leased} belong to "
+            "handles with a tensor of get_next_low_latency_combine_buffer. Combine one of those handles first"
+        )
+
+    def age(self, number: int) -> int:
+        """How many calls were sent after it."""
+        return self._num_sent - number
+
+    def require_pending(self, number: int) -> None:
+        """Refuse to end a call twice.
+
+        Raises:
+            EPError: It has ended already: a hook is called once. Or it was abandoned.
+        """
+        if number in self._abandoned:
+            raise EPError("low-latency hook: clean_low_latency_buffer has given up this call. Make it again")
+        if number not in self._pending:
+            raise EPError("low-latency hook: it has been called before. Each call's hook is called once")
+
+    def receive(self, number: int) -> int:
+        """End a call, which is pending. Returns its age."""
+        self.require_pending(number)
+        del self._pending[number]
+        self._newest_received = max(self._newest_received, number)
+        return self._num_sent - number
+
+    def abandon(self) -> None:
+        """Give up all calls that are in flight: their hooks will refuse."""
+        self._abandoned.update(self._pending)
+        self._pending.clear()
+
+    def go_on_from(self, number: int) -> None:
+        """Have the next call get this number, which is not below what it would get. Nothing is in flight on any rank.
+
+        All earlier calls are over on all ranks, so all slots that are not leased are free.
+        """
+        assert not self._pending
+        assert number > self._num_sent, (number, self._num_sent)
+        self._num_sent = self._newest_received = self._least_consumed = number - 1
+        self._took_slots.clear()
+
+    @property
+    def next_number(self) -> int:
+        """Of the call that is sent next."""
+        return self._num_sent + 1
+
+    @property
+    def num_consumed(self) -> int:
+        """All ranks, this one included, have received all calls up to this number."""
+        return max(self._least_consumed, min(self._oldest - 1, self._newest_received - MOST_IN_FLIGHT))
+
+    @property
+    def _oldest(self) -> int:
+        """The oldest call that is pending, or the next one."""
+        return next(iter(self._pending), self._num_sent + 1)

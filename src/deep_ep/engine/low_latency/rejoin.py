@@ -1,0 +1,112 @@
+"""How ranks that have made different numbers of low-latency calls come into step again: `clean_low_latency_buffer`.
+
+A rank that was masked has missed calls, or has made some alone. Its next call would have another number than those of
+its peers, and would read what they sent long ago. So before the barrier all ranks agree on its number: the largest that
+any of them would give it. Words never go back.
+
+A rank's attempts are numbered. It tells every peer its attempt and the number that its next call would have, and echoes
+the attempts of the peers. A peer that has echoed this attempt is in one of its own, whose words it has written before:
+what is left on a board of an earlier attempt is not taken for an answer. `docs/low-latency.md` has the state table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...errors import EPPeerFailed
+from ...transport.board import Meeting
+from ...transport.senders import Sender
+from ...transport.window import PULSE_SECS, SHORTEST_PAUSE_SECS, Waiting, Where, next_pause
+from .calls import BARRIER
+from .shared import Shared
+
+
+class Met(NamedTuple):
+    """How an attempt went.
+
+    Attributes:
+        number: Of the next call of all ranks that have come.
+        lost: The ranks that have not, and why, to follow the rank in a sentence.
+    """
+
+    number: int
+    lost: dict[int, str]
+
+
+def meet(shared: Shared, following: int, look: Callable[[object], None]) -> Met:
+    """Meet all ranks that are not masked, whatever calls they have made. Runs on the comm stream.
+
+    Args:
+        shared: Of the buffer.
+        following: The number that this rank's next call would have.
+        look: Told where the wait is; raises if this rank has given up.
+
+    Raises:
+        EPPeerFailed: A peer has failed.
+    """
+    shared.num_attempts += 1
+    attempt = shared.num_attempts
+    # What is in flight is given up. Nobody waits any longer for what this rank makes of it.
+    shared.end_all(following - 1)
+    shared.window.board.joining.store_release(1)
+    try:
+        return _meet(shared, attempt, following, look)
+    finally:
+        shared.window.board.joining.store_release(0)
+
+
+def _meet(shared: Shared, attempt: int, following: int, look: Callable[[object], None]) -> Met:
+    where, limit_secs, number = Where(BARRIER, following), shared.window.limit_secs, following
+    pending = {rank: sender for rank, sender in shared.senders.items() if rank not in shared.masks}
+    echoes = {rank: sender.meeting().attempt for rank, sender in pending.items()}
+    for rank in pending:
+        _say(shared, rank, Meeting(attempt, following, echoes[rank]))
+    waiting, pause, pulse = Waiting(), SHORTEST_PAUSE_SECS, 0.0
+    lost: dict[int, str] = {}
+    while True:
+        # Reasons first, words second: a peer may have answered and then left.
+        secs = waiting.look()
+        looks_at_process = secs - pulse > PULSE_SECS
+        pulse = secs if looks_at_process else pulse
+        for rank, sender in list(pending.items()):
+            reason = _why_not(sender, secs, limit_secs, looks_at_process, where, shared.window.me())
+            theirs = sender.meeting()
+            if theirs.attempt != echoes[rank]:
+                echoes[rank] = theirs.attempt
+                _say(shared, rank, Meeting(attempt, following, theirs.attempt))
+            if theirs.echo == attempt:
+                number = max(number, theirs.following)
+                del pending[rank]
+            elif reason is not None:
+                lost[rank] = reason
+                del pending[rank]
+        if not pending:
+            return Met(number, lost)
+        time.sleep(pause)
+        pause = next_pause(pause, secs)
+        look(where)
+
+
+def _say(shared: Shared, rank: int, meeting: Meeting) -> None:
+    if shared.mesh is not None and rank in shared.mesh.senders:
+        shared.mesh.meet(rank, meeting)
+        return
+    board = shared.window.board
+    board.following.store_release(meeting.following)
+    board.attempt.store_release(meeting.attempt)
+    board.echoes[rank - shared.near.start].store_release(meeting.echo)
+
+
+def _why_not(
+    sender: Sender, secs: float, limit_secs: float, looks_at_process: bool, where: Where, me: str
+) -> str | None:
+    """Why a rank will not come; None: it may."""
+    failure = sender.failure()
+    if failure is not None:
+        raise EPPeerFailed(*failure, str(where), me)
+    reason = sender.why_gone(looks_at_process)
+    if reason is None and sender.is_silent(secs, limit_secs):
+        reason = f" after {limit_secs:g} s"
+    return reason
