@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep.soak import returns
 from low_latency import Case, Given, check_combine, check_dispatch, dispatch, experts_rows, inputs, make_buffer
 
 import deep_ep
 from common import error_of, run_ranks
-from deep_ep import cli, reference
+from deep_ep import reference
 from deep_ep.kernels import _triton
+from deep_ep.tools import cli
+from deep_ep.tools.soak import returns
 
 pytestmark = [pytest.mark.usefixtures("device"), pytest.mark.cpu_only]
 
