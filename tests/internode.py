@@ -138,7 +138,7 @@ def nodes_of(ranks_per_node: int, **more: str) -> dict[str, str]:
     return {"DEEP_EP_RANKS_PER_NODE": str(ranks_per_node), "DEEP_EP_TIMEOUT_SECS": "30", **more}
 
 
-def far_env(device: str, transport: str, num_ranks: int, ranks_per_node: int) -> dict[str, str]:
+def remote_env(device: str, transport: str, num_ranks: int, ranks_per_node: int) -> dict[str, str]:
     """Ranks that share a GPU under NVSHMEM each need their part of it, and no network."""
     if device == "cpu":
         name = "interpreted" if transport == "message" else "interpreted-memory"
@@ -258,8 +258,8 @@ def check_case(
 def check_handle(handle: tuple, expected: reference.Dispatched, world: World, rank: int) -> None:
     assert len(handle) == 10
     num_nodes, num_tokens = world.num_ranks // world.ranks_per_node, world.xs[rank].size(0)
-    passed_on = handle[9].size(0)
-    assert passed_on == int(handle[4][-1]), "the rows of all nodes that this rank passes on"
+    forwarded = handle[9].size(0)
+    assert forwarded == int(handle[4][-1]), "the rows of all nodes that this rank passes on"
     shapes = [
         (num_tokens, world.num_ranks),
         (num_nodes, 12),
@@ -270,7 +270,7 @@ def check_handle(handle: tuple, expected: reference.Dispatched, world: World, ra
         (world.num_ranks,),
         (len(expected.src_rank), 8),
         (num_tokens, num_nodes),
-        (passed_on, world.ranks_per_node),
+        (forwarded, world.ranks_per_node),
     ]
     assert [tuple(item.shape) for item in handle] == shapes
     assert [item.dtype for item in handle] == [torch.bool, *[torch.int32] * 6, torch.uint8, *[torch.int32] * 2]

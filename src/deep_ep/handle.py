@@ -270,11 +270,11 @@ def check_rows(handle: Handle, rank: int, where: str) -> None:
 def check_rail_rows(handle: RailHandle, where: str) -> None:
     """The same for the handle of a dispatch across nodes."""
     rows = handle.recv_gbl_rank_prefix_sum.tolist()
-    passed_on = handle.recv_rdma_rank_prefix_sum.tolist()
+    forwarded = handle.recv_rdma_rank_prefix_sum.tolist()
     _check_ascending(where, "recv_gbl_rank_prefix_sum", [[count] for count in rows])
-    _check_ascending(where, "recv_rdma_rank_prefix_sum", [[count] for count in passed_on])
+    _check_ascending(where, "recv_rdma_rank_prefix_sum", [[count] for count in forwarded])
     _check_count(where, "received rows", rows[-1], "recv_src_meta", handle.num_rows)
-    _check_count(where, "rows passed on", passed_on[-1], "send_nvl_head", handle.send_nvl_head.size(0))
+    _check_count(where, "rows passed on", forwarded[-1], "send_nvl_head", handle.send_nvl_head.size(0))
 
 
 def _check_ascending(where: str, name: str, rows: Sequence[Sequence[int]]) -> None:

@@ -76,8 +76,8 @@ def pack_bits(mask: torch.Tensor) -> torch.Tensor:
 
 def unpack_bits(bits: torch.Tensor, num_columns: int) -> torch.Tensor:
     """The reverse of `pack_bits`: [n, num_columns] bool."""
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (bits.unsqueeze(2) >> places & 1).view(bits.size(0), 8 * bits.size(1))[:, :num_columns].bool()
+    bits_idx = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits.unsqueeze(2) >> bits_idx & 1).view(bits.size(0), 8 * bits.size(1))[:, :num_columns].bool()
 
 
 def rank_prefix_matrix(num_tokens: torch.Tensor) -> torch.Tensor:

@@ -318,7 +318,7 @@ class _PassedMark:
         return self._at_ns
 
 
-class WayBack(NamedTuple):
+class SavedStream(NamedTuple):
     """Where a call has come from.
 
     Attributes:
@@ -334,7 +334,7 @@ class WayBack(NamedTuple):
     is_capturing: bool
 
 
-_NOWHERE = WayBack(None, False, 0, False)
+_NOWHERE = SavedStream(None, False, 0, False)
 
 
 class LaunchStream:
@@ -354,20 +354,20 @@ class LaunchStream:
     def entered(self, after: EventHandle | None, is_async: bool) -> Iterator[None]:
         """Launches inside the block come after the caller's work (or just after an event), and after earlier calls."""
         with torch.no_grad():
-            way_back = self.enter(after, is_async)
+            saved = self.enter(after, is_async)
             try:
                 yield
             finally:
-                self.exit(way_back)
+                self.exit(saved)
 
-    def enter(self, after: EventHandle | None, is_async: bool) -> WayBack:
+    def enter(self, after: EventHandle | None, is_async: bool) -> SavedStream:
         """As `entered`, without the block: `exit` must follow, with what this returns."""
         del is_async
         if after is not None:
             after.current_stream_wait()
         return _NOWHERE
 
-    def exit(self, way_back: WayBack) -> None:
+    def exit(self, saved: SavedStream) -> None:
         """Back to the caller's stream."""
 
     def caller(self) -> Any:
@@ -379,7 +379,7 @@ class LaunchStream:
         del caller
         return nullcontext()
 
-    def lent(self, stream: Any) -> AbstractContextManager[None]:
+    def allocation_stream(self, stream: Any) -> AbstractContextManager[None]:
         """Allocations inside the block belong to a stream. The block may be entered again and again during a call."""
         del stream
         return nullcontext()
@@ -389,7 +389,7 @@ class LaunchStream:
         return EventHandle() if is_async else None
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def side_stream(self) -> Iterator[None]:
         """Launches inside the block wait for nothing that was launched before, and are part of no capture."""
         yield
 
@@ -466,7 +466,7 @@ class _CudaMark:
         return self._at_ns
 
 
-class _Lent:
+class _AllocationStream:
     """Another stream is the current one inside the block."""
 
     def __init__(self, inside: torch.cuda.Stream, outside: torch.cuda.Stream):
@@ -497,21 +497,21 @@ class CudaStream(LaunchStream):
         self._before, self._after, self._last = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._record_last = super(torch.cuda.Event, self._last).record  # without the function of Python around it
         self._last_stream: torch.cuda.Stream | None = None
-        self._callers: dict[tuple, WayBack] = {}
+        self._callers: dict[tuple, SavedStream] = {}
         self._clock: _CudaClock | None = None
 
-    def enter(self, after: EventHandle | None, is_async: bool) -> WayBack:
+    def enter(self, after: EventHandle | None, is_async: bool) -> SavedStream:
         """As `entered`, without the block: `exit` must follow, with what this returns."""
-        way_back = self._callers.get(torch._C._cuda_getCurrentStream(self._index)) or self._here()
+        saved = self._callers.get(torch._C._cuda_getCurrentStream(self._index)) or self._here()
         device = torch._C._cuda_getDevice()
         # Inside a capture all calls stay on one stream: events from outside could not bring two into order.
         is_capturing = self.is_capturing = torch._C._cuda_isCurrentStreamCapturing()
         is_elsewhere = after is not None or is_async or is_capturing
-        self.current = self.raw if is_elsewhere else way_back.caller
+        self.current = self.raw if is_elsewhere else saved.caller
         if is_elsewhere or device != self._index:
-            way_back = WayBack(way_back.caller, is_elsewhere, device, is_capturing)
+            saved = SavedStream(saved.caller, is_elsewhere, device, is_capturing)
         if is_elsewhere and after is None:
-            self._before.record(way_back.caller)
+            self._before.record(saved.caller)
             self.raw.wait_event(self._before)
         last = self._last_stream
         # Where two objects stand for one stream it waits for itself, which is no wait; comparing them takes longer.
@@ -525,17 +525,17 @@ class CudaStream(LaunchStream):
             try:
                 after.current_stream_wait()
             except BaseException:
-                self.exit(way_back)
+                self.exit(saved)
                 raise
-        return way_back
+        return saved
 
-    def exit(self, way_back: WayBack) -> None:
+    def exit(self, saved: SavedStream) -> None:
         """Back to the caller's stream."""
-        if way_back.is_elsewhere:
-            torch.cuda.set_stream(way_back.caller)
-        if way_back.device != self._index:
-            torch.cuda.set_device(way_back.device)  # setting a stream has set its device, too
-        if not way_back.is_capturing:
+        if saved.is_elsewhere:
+            torch.cuda.set_stream(saved.caller)
+        if saved.device != self._index:
+            torch.cuda.set_device(saved.device)  # setting a stream has set its device, too
+        if not saved.is_capturing:
             self._last_stream = self.current
             if self.current is not self.raw:
                 self._record_last(self.current)  # now: what the caller launches later is none of our calls
@@ -544,24 +544,24 @@ class CudaStream(LaunchStream):
         """The caller's stream."""
         return self._here().caller
 
-    def _here(self) -> WayBack:
+    def _here(self) -> SavedStream:
         """The way back of a call that stays where it was made, on the caller's stream and on this device."""
         key = torch._C._cuda_getCurrentStream(self._index)
-        way_back = self._callers.get(key)
-        if way_back is None:
+        saved = self._callers.get(key)
+        if saved is None:
             if len(self._callers) == _MOST_CALLERS:
                 self._callers.clear()
-            way_back = WayBack(torch.cuda.current_stream(self._index), False, self._index, False)
-            self._callers[key] = way_back
-        return way_back
+            saved = SavedStream(torch.cuda.current_stream(self._index), False, self._index, False)
+            self._callers[key] = saved
+        return saved
 
     def behind(self, caller: torch.cuda.Stream) -> AbstractContextManager:
         """Inside the block, an earlier caller's stream is the caller's."""
         return nullcontext() if caller == self.caller() else torch.cuda.stream(caller)
 
-    def lent(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+    def allocation_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
         """Allocations inside the block belong to a stream. The block may be entered again and again during a call."""
-        return _Lent(stream, self.current)
+        return _AllocationStream(stream, self.current)
 
     def leave(self, is_async: bool) -> EventHandle | None:
         """An event for what was launched; None: the caller's stream waits for it."""
@@ -573,7 +573,7 @@ class CudaStream(LaunchStream):
         return None
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def side_stream(self) -> Iterator[None]:
         """Launches inside the block wait for nothing that was launched before, and are part of no capture."""
         with torch.cuda.stream(torch.cuda.Stream(self._index, priority=-1)):
             yield

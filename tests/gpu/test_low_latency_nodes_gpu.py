@@ -25,7 +25,7 @@ from test_low_latency_graphs import many_in_one_graph, replayed
 from common import error_of, run_ranks
 from deep_ep import Buffer, EPUnsupported, launch, quant
 from deep_ep.utils.math import calc_diff
-from internode import far_env, nodes_of
+from internode import nodes_of, remote_env
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -44,7 +44,7 @@ def _nvshmem() -> None:
 def run_nodes(function: Callable[..., Any], shape: tuple[int, int], *args: Any, **options: Any) -> list[Any]:
     num_nodes, size = shape
     num_ranks = num_nodes * size
-    return run_ranks(function, num_ranks, *args, env=far_env("cuda", "nvshmem", num_ranks, size), **options)
+    return run_ranks(function, num_ranks, *args, env=remote_env("cuda", "nvshmem", num_ranks, size), **options)
 
 
 # What DeepEP's own test checks ---------------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ def test_large_calls(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("num_barriers", [0, 1])
 @pytest.mark.parametrize(("has_hook", "zero_copy"), [(False, False), (True, True)])
 def test_a_step_is_replayed_with_new_inputs(has_hook: bool, zero_copy: bool, num_barriers: int) -> None:
-    launch.run_ranks(replayed, 2, has_hook, zero_copy, num_barriers, env=far_env("cuda", "nvshmem", 2, 1))
+    launch.run_ranks(replayed, 2, has_hook, zero_copy, num_barriers, env=remote_env("cuda", "nvshmem", 2, 1))
 
 
 def test_many_steps_in_one_graph() -> None:
-    launch.run_ranks(many_in_one_graph, 4, 5, env=far_env("cuda", "nvshmem", 4, 2))
+    launch.run_ranks(many_in_one_graph, 4, 5, env=remote_env("cuda", "nvshmem", 4, 2))
 
 
 # Masks, silence, disagreement ----------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def told_by_far(rank: int, num_ranks: int) -> tuple[str, str, float]:
     return *error, elapsed
 
 
-def test_far_ranks_hear_of_a_failure_at_once() -> None:
+def test_remote_ranks_hear_of_a_failure_at_once() -> None:
     for rank, (kind, text, elapsed) in enumerate(run_nodes(told_by_far, (2, 2))):
         if rank:
             assert kind == "EPTimeout", text
@@ -257,7 +257,7 @@ def different(rank: int, num_ranks: int) -> tuple[str, str]:
     return error_of(lambda: (dispatch(buffer, given, case, **FORM), buffer.check()))
 
 
-def test_a_far_rank_that_calls_something_else_is_named() -> None:
+def test_a_remote_rank_that_calls_something_else_is_named() -> None:
     for kind, text in run_nodes(different, (2, 1)):
         assert kind == "EPError"
         assert "all ranks must make the same call" in text

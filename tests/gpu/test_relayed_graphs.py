@@ -14,10 +14,10 @@ from internode import (
     combined,
     dispatch,
     equal,
-    far_env,
     layout_arguments,
     make_buffer,
     make_world,
+    remote_env,
     topk_arguments,
 )
 
@@ -98,4 +98,4 @@ def replayed(rank: int, num_ranks: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["worst case", "cached"])
 def test_a_graph_across_nodes_is_replayed_with_new_inputs(device: str, transport: str, kind: str) -> None:
-    run_ranks(replayed, NUM_RANKS, kind, env=far_env(device, transport, NUM_RANKS, RANKS_PER_NODE))
+    run_ranks(replayed, NUM_RANKS, kind, env=remote_env(device, transport, NUM_RANKS, RANKS_PER_NODE))

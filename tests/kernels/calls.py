@@ -8,20 +8,30 @@ from dataclasses import replace
 import torch
 from windows import Boards, synchronize
 
-from deep_ep.kernels.exchange import NUM_SECTIONS, STATE_ENDED, STATE_FAILED, Places
-from deep_ep.kernels.notify import CopyingHandshake, Counted, Form, Handshake, Nodes, Numbered, Post, Terms, node_word
+from deep_ep.kernels.exchange import NUM_SECTIONS, STATE_ENDED, STATE_FAILED, Context
+from deep_ep.kernels.notify import (
+    CopyingHandshake,
+    Counted,
+    Handshake,
+    HandshakeForm,
+    Nodes,
+    Numbered,
+    Post,
+    Terms,
+    node_word,
+)
 from deep_ep.kernels.pull import Pull
-from deep_ep.kernels.put import Put, Rows, Shape, Unpack, word_of
+from deep_ep.kernels.put import LaunchShape, Put, RowSpec, Unpack, word_of
 from deep_ep.kernels.staging import FinishCombine, FinishDispatch
 
 ANNOUNCED, OFFERED = 1, 2
 SAME = (17, 4)  # what all ranks agree in
 
 
-def rows_of(x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor | None, has_records: bool) -> Rows:
+def rows_of(x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor | None, has_records: bool) -> RowSpec:
     """What rows of these tensors are made of."""
     word, is_aligned = word_of(x)
-    return Rows(
+    return RowSpec(
         x.size(1) * x.element_size(),
         word,
         is_aligned,
@@ -41,8 +51,8 @@ def int32(values: list, device: str) -> torch.Tensor:
 
 
 def put_rows(
-    places: Places,
-    shape: Shape,
+    context: Context,
+    shape: LaunchShape,
     x: torch.Tensor,
     scales: torch.Tensor | None,
     slots: torch.Tensor,
@@ -53,11 +63,11 @@ def put_rows(
 ) -> None:
     """Put rows; without `send_head` along the slots of a handle, and without records."""
     rows = rows_of(x, scales, topk_idx, send_head is not None)
-    Put(places, shape, rows, num_local)(x, scales, slots, send_head, topk_idx, topk_weights)
+    Put(context, shape, rows, num_local)(x, scales, slots, send_head, topk_idx, topk_weights)
 
 
 def unpack(
-    places: Places,
+    context: Context,
     num_blocks: int,
     records: torch.Tensor,
     prefix: torch.Tensor,
@@ -68,23 +78,28 @@ def unpack(
 ) -> None:
     """Take all records apart."""
     num_topk, idx_dtype = (0, torch.int32) if topk_idx is None else (topk_idx.size(1), topk_idx.dtype)
-    take = Unpack(places, num_blocks, num_topk, idx_dtype, has_ends=ends is not None)
+    take = Unpack(context, num_blocks, num_topk, idx_dtype, has_ends=ends is not None)
     take(records, records.size(0), prefix, sources, topk_idx, topk_weights, ends)
 
 
 def pull_rows(
-    places: Places, shape: Shape, section: int, out: torch.Tensor, slots: torch.Tensor, biases: Sequence[torch.Tensor]
+    context: Context,
+    shape: LaunchShape,
+    section: int,
+    out: torch.Tensor,
+    slots: torch.Tensor,
+    biases: Sequence[torch.Tensor],
 ) -> None:
     """Sum each token's rows."""
     _, is_aligned = word_of(out, *biases)
-    Pull(places, shape, section, out.size(1), out.dtype, len(biases), is_aligned)(out, slots, biases)
+    Pull(context, shape, section, out.size(1), out.dtype, len(biases), is_aligned)(out, slots, biases)
 
 
 # Ends of calls -------------------------------------------------------------------------------------------------------
 
 
 def finish_dispatch(
-    places: Places,
+    context: Context,
     step: int,
     operation: int,
     x: torch.Tensor,
@@ -95,18 +110,18 @@ def finish_dispatch(
     num_local: int,
     has_records: bool,
     prefix: torch.Tensor,
-    rooms: Sequence[torch.Tensor | None] = (),
+    capacities: Sequence[torch.Tensor | None] = (),
 ) -> None:
-    """End a dispatch. `rooms` are where rows, scales and records stay, if this rank is staged."""
-    finish = FinishDispatch(places, step, operation, rows_of(x, scales, topk_idx, has_records), num_local)
+    """End a dispatch. `capacities` are where rows, scales and records stay, if this rank is staged."""
+    finish = FinishDispatch(context, step, operation, rows_of(x, scales, topk_idx, has_records), num_local)
     staged = ()
-    if rooms and rooms[0] is not None:
-        staged = (rooms[0].size(0), [0 if room is None else room.data_ptr() for room in rooms])
+    if capacities and capacities[0] is not None:
+        staged = (capacities[0].size(0), [0 if capacity is None else capacity.data_ptr() for capacity in capacities])
     finish(x, scales, slots, topk_idx, topk_weights, prefix, *staged)
 
 
 def finish_combine(
-    places: Places,
+    context: Context,
     step: int,
     operation: int,
     rows: Sequence[torch.Tensor],
@@ -118,15 +133,15 @@ def finish_combine(
 ) -> None:
     """End a combine."""
     num_topk = rows[1].size(1) if len(rows) > 1 else 0
-    finish = FinishCombine(places, step, operation, rows[0].size(1), rows[0].dtype, num_topk)
+    finish = FinishCombine(context, step, operation, rows[0].size(1), rows[0].dtype, num_topk)
     finish(rows, sums, biases, slots, prefix, recv_src_idx)
 
 
 # Handshakes ----------------------------------------------------------------------------------------------------------
 
 
-def meet(
-    places: Places,
+def handshake(
+    context: Context,
     terms: Terms,
     post: Post,
     counts: torch.Tensor | None = None,
@@ -138,28 +153,28 @@ def meet(
     numbered: Numbered | None = None,
     word: torch.dtype | None = None,
     is_new: bool = True,
-    says: bool = True,
-    hears: bool = True,
+    sends: bool = True,
+    receives: bool = True,
 ) -> None:
     """A handshake. Tokens are numbered if they are given, ranks of a node looked at by `word`: the widest that fits."""
     counted = None
     if counts is not None and given is not None and per_expert is not None:
         counted = Counted(counts, given, per_expert)
-        terms = terms._replace(num_local=per_expert.numel() // places.num_ranks)
+        terms = terms._replace(num_local=per_expert.numel() // context.num_ranks)
     if word is None:
         is_looked_at = numbered is not None and nodes is not None
-        word = node_word(places, numbered.is_token_in_rank) if is_looked_at else torch.uint8
-    form = Form(
+        word = node_word(context, numbered.is_token_in_rank) if is_looked_at else torch.uint8
+    form = HandshakeForm(
         has_counts=counted is not None,
         has_prefix=prefix is not None,
         has_nodes=nodes is not None,
         is_numbered=numbered is not None,
         word=word,
         is_new=is_new,
-        says=says,
-        hears=hears,
+        sends=sends,
+        receives=receives,
     )
-    Handshake(places, terms, form)(post, counted, prefix, nodes, numbered)
+    Handshake(context, terms, form)(post, counted, prefix, nodes, numbered)
 
 
 def positions(
@@ -175,27 +190,27 @@ def positions(
     """
     device, num_ranks = is_token_in_rank.device.type, is_token_in_rank.size(1)
     boards = Boards(num_ranks, device)
-    places, nodes = boards.places[-1], None
+    context, nodes = boards.contexts[-1], None
     if node_numbers is not None and node_counts is not None:
-        places = replace(places, num_nodes=node_counts.size(0))
+        context = replace(context, num_nodes=node_counts.size(0))
         nothing = int32([-9], device)
-        nodes = Nodes(node_counts, places.state, nothing, nothing)
+        nodes = Nodes(node_counts, context.state, nothing, nothing)
     numbers = torch.full(is_token_in_rank.shape, -9, dtype=torch.int32, device=device)
     counts = torch.full((num_ranks,), -9, dtype=torch.int32, device=device)
     given = is_token_in_rank.sum(0, dtype=torch.int32)
-    meet(
-        places, Terms(ANNOUNCED, 0, SAME), Post(), counts, given, torch.zeros_like(given), torch.zeros_like(given),
-        nodes=nodes, numbered=Numbered(is_token_in_rank, numbers, node_numbers), word=word, hears=False,
+    handshake(
+        context, Terms(ANNOUNCED, 0, SAME), Post(), counts, given, torch.zeros_like(given), torch.zeros_like(given),
+        nodes=nodes, numbered=Numbered(is_token_in_rank, numbers, node_numbers), word=word, receives=False,
     )  # fmt: skip
-    assert places.state[STATE_FAILED] == 0
-    assert places.state[STATE_ENDED] == 0, "the next kernel counts its blocks anew"
+    assert context.state[STATE_FAILED] == 0
+    assert context.state[STATE_ENDED] == 0, "the next kernel counts its blocks anew"
     return numbers, counts
 
 
-def copy_and_meet(
-    places: Places,
+def copy_and_handshake(
+    context: Context,
     terms: Terms,
-    shape: Shape,
+    shape: LaunchShape,
     post: Post,
     prefix: torch.Tensor,
     target: torch.Tensor,
@@ -204,7 +219,7 @@ def copy_and_meet(
     """A copy into the window whose last block does the handshake."""
     word, is_aligned = word_of(target, rows)
     num_bytes = rows.size(1) * rows.element_size()
-    CopyingHandshake(places, terms, shape, num_bytes, word, is_aligned)(post, prefix, target, rows)
+    CopyingHandshake(context, terms, shape, num_bytes, word, is_aligned)(post, prefix, target, rows)
 
 
 def all_bases(*bases: int) -> tuple[int, int, int]:
@@ -238,11 +253,12 @@ class Announce:
             self.numbered = Numbered(mask, torch.full(mask.shape, -9, dtype=torch.int32, device=device))
             self.counts.fill_(-9)
 
-    def __call__(self, places: Places) -> None:
-        meet(
-            places, self.terms, self.post, self.counts, self.given, self.per_expert, self.prefix, numbered=self.numbered
+    def __call__(self, context: Context) -> None:
+        handshake(
+            context, self.terms, self.post, self.counts, self.given, self.per_expert, self.prefix,
+            numbered=self.numbered
         )  # fmt: skip
-        synchronize(places)
+        synchronize(context)
 
 
 class Offer:
@@ -260,6 +276,6 @@ class Offer:
         self.prefix, self.counts = prefix, counts
         self.per_expert = None if counts is None else torch.zeros_like(counts)
 
-    def __call__(self, places: Places) -> None:
-        meet(places, self.terms, self.post, self.counts, self.counts, self.per_expert, self.prefix)
-        synchronize(places)
+    def __call__(self, context: Context) -> None:
+        handshake(context, self.terms, self.post, self.counts, self.counts, self.per_expert, self.prefix)
+        synchronize(context)

@@ -13,14 +13,14 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from windows import make_places
+from windows import make_context
 
 from deep_ep.engine.cuda.shapes import Shapes
-from deep_ep.kernels import counts, exchange, pull, put, rail, relay, relay_sums, staging, steer
+from deep_ep.kernels import counts, exchange, pull, put, rail, relay, relay_sums, route, staging
 from deep_ep.kernels._triton import Launch
 from deep_ep.kernels.low_latency import combine, dispatch
 from deep_ep.kernels.low_latency import words as ll_words
-from deep_ep.kernels.notify import CopyingHandshake, Form, Handshake, Terms
+from deep_ep.kernels.notify import CopyingHandshake, Handshake, HandshakeForm, Terms
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
@@ -65,45 +65,53 @@ def notifying() -> dict[str, str]:
     """As `prepare_all` and `prepare_nodes` compile them, and those that copy first. For up to 32 ranks, and those that
     number tokens also for more, where they have one warp.
     """
-    numbered = Form(has_counts=True, has_prefix=True, is_numbered=True)
-    forms = {"numbered": numbered, "handle": Form(has_prefix=True), "bare": Form(), "again": Form(is_new=False)}
-    far_forms = {"handle": Form(has_nodes=True), "again": Form(has_nodes=True, is_new=False)}
+    numbered = HandshakeForm(has_counts=True, has_prefix=True, is_numbered=True)
+    forms = {
+        "numbered": numbered,
+        "handle": HandshakeForm(has_prefix=True),
+        "bare": HandshakeForm(),
+        "again": HandshakeForm(is_new=False),
+    }
+    remote_forms = {"handle": HandshakeForm(has_nodes=True), "again": HandshakeForm(has_nodes=True, is_new=False)}
     ptx = {}
     for num_ranks, num_nodes, more in ((8, 2, ""), (64, 8, " of 64 ranks")):
-        places = make_places(0, num_ranks, "cpu")
-        far_places = replace(places, num_nodes=num_nodes)
-        far_numbered = numbered._replace(has_nodes=True, word=put.widest_word(far_places.num_near)[0])
+        context = make_context(0, num_ranks, "cpu")
+        remote_context = replace(context, num_nodes=num_nodes)
+        remote_numbered = numbered._replace(has_nodes=True, word=put.widest_word(remote_context.ranks_per_node)[0])
         for name, form in forms.items():
             if form.is_numbered or not more:
-                ptx[f"notify {name}{more}"] = launched(Handshake(places, TERMS, form).launch)
-        for name, form in {"numbered": far_numbered, **far_forms}.items():
+                ptx[f"notify {name}{more}"] = launched(Handshake(context, TERMS, form).launch)
+        for name, form in {"numbered": remote_numbered, **remote_forms}.items():
             if form.is_numbered or not more:
-                ptx[f"notify nodes {name}{more}"] = launched(Handshake(far_places, TERMS, form).launch)
+                ptx[f"notify nodes {name}{more}"] = launched(Handshake(remote_context, TERMS, form).launch)
                 if not more:
-                    says = form._replace(hears=False)
-                    ptx[f"say nodes {name}"] = launched(Handshake(far_places, TERMS, says).launch)
+                    sends = form._replace(receives=False)
+                    ptx[f"send nodes {name}"] = launched(Handshake(remote_context, TERMS, sends).launch)
         if more:
             continue  # there rows are copied by a kernel of their own
         for name, word, is_aligned in (("copied", torch.int32, True), ("copied odd bytes", torch.int8, False)):
-            copying = CopyingHandshake(places, TERMS, Shapes().copy, 14336, word, is_aligned)
+            copying = CopyingHandshake(context, TERMS, Shapes().copy, 14336, word, is_aligned)
             ptx[f"notify {name}{more}"] = launched(copying.launch)
-    for name, form in {"counts": Form(has_counts=True, has_prefix=True, has_nodes=True), **far_forms}.items():
-        far_places = replace(make_places(0, 8, "cpu"), num_nodes=2)
-        ptx[f"hear nodes {name}"] = launched(Handshake(far_places, TERMS, form._replace(says=False)).launch)
+    for name, form in {
+        "counts": HandshakeForm(has_counts=True, has_prefix=True, has_nodes=True),
+        **remote_forms,
+    }.items():
+        remote_context = replace(make_context(0, 8, "cpu"), num_nodes=2)
+        ptx[f"receive nodes {name}"] = launched(Handshake(remote_context, TERMS, form._replace(sends=False)).launch)
     return ptx
 
 
 def signalling() -> dict[str, str]:
-    words = dict.fromkeys(("windows", "homes", "state", "table", "host", "plan"), "*i64")
+    words = dict.fromkeys(("windows", "own_boards", "state", "table", "host", "plan"), "*i64")
     lists = dict.fromkeys(("prefix", "slots", "recv_src_idx"), "*i32")
     ptx = notifying()
     ptx["finish rows"] = ptx_of(staging._finish_rows_kernel, words | lists, {"LANES": 32}, 1)
     ptx["finish sums"] = ptx_of(staging._finish_sums_kernel, words | lists, {"LANES": 32}, 1)
-    bells = words | dict.fromkeys(("bells", "wanted", "seen"), "*i64")
-    ptx["ring"] = ptx_of(rail._ring_kernel, bells, {"IS_BACK": False, "LANES": 32}, 1)
-    ptx["await landed"] = ptx_of(rail._await_kernel, bells, {"LANES": 32}, 1)
-    meets = words | dict.fromkeys(("landed", "rail"), "*i64")
-    ptx["meet rail"] = ptx_of(rail._meet_rail_kernel, meets, {"IS_BACK": False, "LANES": 32}, 1)
+    doorbells = words | dict.fromkeys(("doorbells", "wanted", "seen"), "*i64")
+    ptx["ring doorbell"] = ptx_of(rail._ring_doorbell_kernel, doorbells, {"IS_BACK": False, "LANES": 32}, 1)
+    ptx["await arrived"] = ptx_of(rail._await_kernel, doorbells, {"LANES": 32}, 1)
+    handshakes = words | dict.fromkeys(("arrived", "rail"), "*i64")
+    ptx["rail handshake"] = ptx_of(rail._rail_handshake_kernel, handshakes, {"IS_BACK": False, "LANES": 32}, 1)
     ptx["abort"] = ptx_of(exchange._abort_kernel, words, {"LANES": 32}, 1)
     notes = words | dict.fromkeys(("numbers", "note"), "*i64")
     ptx["refuse"] = ptx_of(exchange._refuse_kernel, notes, {"LANES": 32}, 1)
@@ -131,14 +139,16 @@ def moving() -> dict[str, str]:
     }
     constants |= {"HAS_TOPK": True, "TOPK": 8, "LANES": 8, "IS_WHOLE": False}
     ptx = {"put": ptx_of(put.dispatch_rows_kernel, pointers, constants, 16)}
-    steered = pointers | {"node_slots": "*i32", "numbers": "*i32", "passed_on": "*i32", "plan": "*i64", "aimed": "*i64"}
-    for name, has_records in (("steer", True), ("steer along a handle", False)):
-        ptx[name] = ptx_of(steer._steer_kernel, steered, {"HAS_RECORDS": has_records, "TILE": 128, "LANES": 16}, 8)
-    landed = {name: value for name, value in constants.items() if name not in ("WORD_BYTES", "SCALE_BYTES")}
-    landed |= {"WORD": triton.language.int32, "SCALE_WORD": triton.language.int32}
+    routed = pointers | {"node_slots": "*i32", "numbers": "*i32", "forwarded": "*i32", "plan": "*i64", "aimed": "*i64"}
+    for name, has_records in (("route", True), ("route along a handle", False)):
+        ptx[name] = ptx_of(
+            route._route_tokens_kernel, routed, {"HAS_RECORDS": has_records, "TILE": 128, "LANES": 16}, 8
+        )
+    arrived = {name: value for name, value in constants.items() if name not in ("WORD_BYTES", "SCALE_BYTES")}
+    arrived |= {"WORD": triton.language.int32, "SCALE_WORD": triton.language.int32}
     words = {"plan": "*i64", "sources": "*i64"}
     for name, is_fetched in (("forward", False), ("forward fetched", True)):
-        ptx[name] = ptx_of(relay._forward_kernel, pointers | words, landed | {"IS_FETCHED": is_fetched}, 16)
+        ptx[name] = ptx_of(relay._forward_kernel, pointers | words, arrived | {"IS_FETCHED": is_fetched}, 16)
     taken = {"HAS_TOPK": True, "TOPK": 8, "LANES": 16, "TILE": 512}
     for name, has_ends in (("unpack", False), ("unpack across nodes", True)):
         ptx[name] = ptx_of(put._unpack_kernel, pointers, taken | {"HAS_ENDS": has_ends}, 8)
@@ -153,7 +163,7 @@ def moving() -> dict[str, str]:
     }
     ptx["pull"] = ptx_of(pull.combine_rows_kernel, rows, constants, 8)
     relayed = rows | {
-        "passed_on": "*i32",
+        "forwarded": "*i32",
         "node_slots": "*i32",
         "sources": "*i64",
         "plan": "*i64",
@@ -170,7 +180,9 @@ def moving() -> dict[str, str]:
 
 def low_latency() -> tuple[dict[str, str], dict[str, str]]:
     """Kernels that signal or wait, and those that do neither."""
-    words = dict.fromkeys(("windows", "ll", "seen", "ll_host", "stats", "boards", "homes", "state", "host"), "*i64")
+    words = dict.fromkeys(
+        ("windows", "ll", "seen", "ll_host", "stats", "boards", "own_boards", "state", "host"), "*i64"
+    )
     words |= {"ranks_mask": "*i32", "topk_idx": "*i64", "topk_weights": "*fp32", "earlier": "*i32"}
     rows = {"x": "*bf16", "out": "*bf16", "layout_range": "*i64", "src_info": "*i32", "count": "*i32"}
     signal, move = {}, {}
@@ -188,11 +200,11 @@ def low_latency() -> tuple[dict[str, str], dict[str, str]]:
         constants = {"IS_COPIED": is_copied, "USE_LOGFMT": use_logfmt, "UNIT": 1024, "VECTOR": 16, "BLOCK": 2048}
         name = f"combine send copied={is_copied} logfmt={use_logfmt}"
         signal[name] = ptx_of(combine._send_kernel, pointers, constants | tile, 4)
-    for scales, has_far in (("*fp32", False), ("*i32", False), ("*fp32", True)):
+    for scales, has_remote in (("*fp32", False), ("*i32", False), ("*fp32", True)):
         pointers = words | rows | {"x": "*i32", "scales": scales, "stats": "*i32"}
-        constants = {"HAS_SCALES": True, "HAS_STATS": True, "HAS_FAR": has_far, "VECTOR": 16, "BLOCK": 2048}
+        constants = {"HAS_SCALES": True, "HAS_STATS": True, "HAS_REMOTE": has_remote, "VECTOR": 16, "BLOCK": 2048}
         constants |= {"GROUPS": 64, "TOPK": 8, "LANES": 8, "IS_WIDE": scales == "*i32"}
-        name = f"dispatch receive {scales}" + " far" * has_far
+        name = f"dispatch receive {scales}" + " remote" * has_remote
         move[name] = ptx_of(dispatch._receive_kernel, pointers, constants, 4)
     for use_logfmt, block in ((False, 2048), (True, 1024)):
         constants = {

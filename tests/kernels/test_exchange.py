@@ -12,7 +12,7 @@ from calls import ANNOUNCED, Announce
 from windows import Boards
 
 from deep_ep.kernels import _triton, exchange
-from deep_ep.kernels.exchange import Places
+from deep_ep.kernels.exchange import Context
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
@@ -32,33 +32,33 @@ def test_a_missing_rank_is_named_at_the_limit(device: str, is_numbered: bool) ->
     boards = Boards(3, device)
     announce = announce_of(3, device, is_numbered)
     for rank in (0, 2):
-        announce(replace(boards.places[rank], limit_ns=1))
+        announce(replace(boards.contexts[rank], limit_ns=1))
     assert boards.record(0) == [exchange.TIMEOUT, 1, 0, 0b110, ANNOUNCED, 0, 0], "nobody else had come"
     assert boards.record(2) == boards.record(0)
 
 
 def test_a_rank_that_gave_up_ends_the_wait_of_the_others(device: str, is_numbered: bool) -> None:
     boards = Boards(2, device)
-    exchange.abort(boards.places[1], 3)
-    announce_of(2, device, is_numbered)(boards.places[0])  # with the whole limit: it does not wait for it
+    exchange.abort(boards.contexts[1], 3)
+    announce_of(2, device, is_numbered)(boards.contexts[0])  # with the whole limit: it does not wait for it
     assert boards.record(0) == [exchange.HOST, 0, 3, 0, 0, 0, 1]
 
 
-def refuse(places: Places, reason: str, device: str) -> None:
+def refuse(context: Context, reason: str, device: str) -> None:
     note = exchange.note_words(reason, torch.device(device))
-    exchange.refuse(places, 3, exchange.NORMAL, places.state, exchange.REFUSALS, note)
+    exchange.refuse(context, 3, exchange.NORMAL, context.state, exchange.REFUSALS, note)
 
 
 def test_a_rank_that_refuses_the_call_ends_the_wait_of_the_others(device: str, is_numbered: bool) -> None:
     boards = Boards(2, device)
     announce = announce_of(2, device, is_numbered)
-    boards.meet(announce, announce)
-    refuse(boards.places[1], "a wrong 'x' of 7 rows, \udcff", device)
+    boards.handshake(announce, announce)
+    refuse(boards.contexts[1], "a wrong 'x' of 7 rows, \udcff", device)
     word = boards.boards[0].view(torch.int64)[8 * 3].item()
     assert word == 2 << 17 | 1, "call 2, refused once"
-    announce(boards.places[0])  # with the whole limit: it does not wait for it
+    announce(boards.contexts[0])  # with the whole limit: it does not wait for it
     assert boards.record(0) == [exchange.REFUSED, 2, 3, 1, 0, 2, 1]
-    assert boards.places[0].note(boards.boards[0], 2, 1) == "a wrong 'x' of 7 rows, \\udcff"
+    assert boards.contexts[0].note(boards.boards[0], 2, 1) == "a wrong 'x' of 7 rows, \\udcff"
 
 
 @pytest.mark.parametrize(("own", "other"), [(1, 1), (3, 1), (1, 2)])
@@ -67,42 +67,42 @@ def test_a_refusal_counts_only_if_this_rank_has_not_refused_as_often(
 ) -> None:
     boards = Boards(2, device)
     for _ in range(own):
-        refuse(boards.places[0], "mine", device)
+        refuse(boards.contexts[0], "mine", device)
     for _ in range(other):
-        refuse(boards.places[1], "the other's", device)
-    announce_of(2, device, is_numbered)(replace(boards.places[0], limit_ns=1))
+        refuse(boards.contexts[1], "the other's", device)
+    announce_of(2, device, is_numbered)(replace(boards.contexts[0], limit_ns=1))
     assert boards.record(0)[0] == (exchange.TIMEOUT if own >= other else exchange.REFUSED)
 
 
 def test_a_refusal_of_an_earlier_call_is_past(device: str, is_numbered: bool) -> None:
     boards = Boards(2, device)
-    refuse(boards.places[1], "but then it comes", device)
+    refuse(boards.contexts[1], "but then it comes", device)
     announce = announce_of(2, device, is_numbered)
-    for places in reversed(boards.places):  # it has entered call 1 after all, and then call 2
-        announce(replace(places, limit_ns=1)) if places.rank else announce(places)
+    for context in reversed(boards.contexts):  # it has entered call 1 after all, and then call 2
+        announce(replace(context, limit_ns=1)) if context.rank else announce(context)
     assert boards.record(0)[0] == exchange.TIMEOUT, "it waited for nobody, and said so: that came first"
 
 
 def test_a_rank_two_calls_ahead_is_a_fault(device: str, is_numbered: bool) -> None:
     boards = Boards(2, device)
     boards.boards[0][8] = 3 << 24  # rank 1's progress, on rank 0's board
-    announce_of(2, device, is_numbered)(boards.places[0])
-    assert boards.record(0) == [exchange.ASTRAY, 1, 0, 0b10, 0, 0, 0]
+    announce_of(2, device, is_numbered)(boards.contexts[0])
+    assert boards.record(0) == [exchange.DESYNC, 1, 0, 0b10, 0, 0, 0]
 
 
 def test_after_a_failure_nothing_is_said_any_more(device: str, is_numbered: bool) -> None:
     boards = Boards(2, device)
-    boards.places[0].state[exchange.STATE_FAILED] = 1
-    announce_of(2, device, is_numbered)(boards.places[0])
-    exchange.abort(boards.places[0], 0)
+    boards.contexts[0].state[exchange.STATE_FAILED] = 1
+    announce_of(2, device, is_numbered)(boards.contexts[0])
+    exchange.abort(boards.contexts[0], 0)
     assert all(not board.any() for board in boards.boards)
 
 
 def test_what_a_wait_of_several_warps_saw_lies_behind_the_words_of_the_state(device: str) -> None:
     boards = Boards(3, device)
     announce = announce_of(3, device, True)
-    boards.meet(announce, announce, announce)
-    for one in boards.places:
+    boards.handshake(announce, announce, announce)
+    for one in boards.contexts:
         assert one.state.numel() == exchange.STATE_WORDS + 2 * 3
         assert one.state[exchange.STATE_WORDS :].tolist() == [(1 << 24) + ANNOUNCED] * 3 + [0] * 3
         assert one.state[exchange.STATE_ENDED] == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deep_ep.kernels import _triton
-from deep_ep.kernels._triton import Launch, Variant, find_way
+from deep_ep.kernels._triton import Launch, Variant, find_launcher
 
 pytestmark = pytest.mark.cpu_only
 
@@ -71,7 +71,7 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_launch(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> Launch:
-    way = find_way(launcher, "function", "metadata", 10)
+    way = find_launcher(launcher, "function", "metadata", 10)
     monkeypatch.setattr(Variant, "loaded", lambda *_: way)
     variant = Variant(None, {"ONE": 1, "TWO": True}, num_warps=4)
     return Launch(variant, (None, torch.int32, None, None), (torch.zeros(2), 5, torch.zeros(3), 6))
@@ -120,7 +120,7 @@ def test_there_is_a_way_past_the_launcher_of_this_triton(monkeypatch: pytest.Mon
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(), raising=False)
     launcher = Unmade()
     args = tuple(range(100, 109))
-    call, between, is_packed = find_way(launcher, "function", "metadata", len(args))
+    call, between, is_packed = find_launcher(launcher, "function", "metadata", len(args))
     assert call is launcher.launch
     assert launcher.launches == []
     launcher(8, 1, 1, STREAM, "function", "metadata", None, None, None, *args)

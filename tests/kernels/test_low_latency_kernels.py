@@ -10,19 +10,19 @@ import torch
 from windows import Boards, fail, synchronize
 
 from deep_ep import logfmt, quant, reference
-from deep_ep.engine.low_latency.geometry import Form, Geometry, Plan
+from deep_ep.engine.low_latency.geometry import Geometry, RowFormat, SetPlan
 from deep_ep.engine.low_latency.slots import zero_copy_view
 from deep_ep.kernels import _triton, exchange
 from deep_ep.kernels.low_latency import combine, dispatch, words
-from deep_ep.kernels.low_latency.words import NUM_KEPT, POST_WORDS, Call, Patience, Spots
+from deep_ep.kernels.low_latency.words import NUM_KEPT, POST_WORDS, KernelCall, LowLatencyContext, WaitOptions
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
 UNTOUCHED = 0x5A
 OPERATION = 9
 SHORT_NS = 1000
-BF16, FP8 = Form(use_fp8=False), Form()
-ROUNDED, UE8M0 = Form(round_scale=True), Form(round_scale=True, use_ue8m0=True)
+BF16, FP8 = RowFormat(use_fp8=False), RowFormat()
+ROUNDED, UE8M0 = RowFormat(round_scale=True), RowFormat(round_scale=True, use_ue8m0=True)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -38,50 +38,54 @@ class Group:
         num_ranks, max_experts = geometry.num_ranks, geometry.num_experts + 3
         self.geometry, self.num_bytes = geometry, times * geometry.hint()
         self.boards = Boards(num_ranks, device)
-        self.board_bytes = Spots.board_bytes(num_ranks, max_experts)
+        self.board_bytes = LowLatencyContext.board_bytes(num_ranks, max_experts)
         size = self.board_bytes + self.num_bytes
         self.memory = [torch.full((size,), UNTOUCHED, dtype=torch.uint8) for _ in range(num_ranks)]
         for one in self.memory:
             one[: self.board_bytes] = 0
         addresses = torch.tensor([one.data_ptr() for one in self.memory])
-        self.spots = [
-            Spots(
-                places=places,
+        self.contexts = [
+            LowLatencyContext(
+                buffer=buffer,
                 windows=addresses,
-                state=torch.zeros(Spots.state_room(num_ranks), dtype=torch.int64),
+                state=torch.zeros(LowLatencyContext.num_state_words(num_ranks), dtype=torch.int64),
                 mask=torch.zeros(num_ranks, dtype=torch.int32),
                 seen=torch.zeros(num_ranks, 2, dtype=torch.int64),
                 host=torch.zeros(num_ranks + 1, dtype=torch.int64, device="cpu", pin_memory=device == "cuda"),
                 max_experts=max_experts,
             )
-            for places in self.boards.places
+            for buffer in self.boards.contexts
         ]
 
     # What is sent ----------------------------------------------------------------------------------------------------
 
-    def plan(self, needed_bytes: int) -> Plan:
-        plan = Plan(self.num_bytes // 4 // 16 * 16, True)
+    def plan(self, needed_bytes: int) -> SetPlan:
+        plan = SetPlan(self.num_bytes // 4 // 16 * 16, True)
         return plan._replace(takes_slot=needed_bytes > plan.set_bytes)
 
-    def call(self, needed_bytes: int, agreement: tuple[int, int] = (5, 6)) -> Call:
+    def call(self, needed_bytes: int, agreement: tuple[int, int] = (5, 6)) -> KernelCall:
         plan = self.plan(needed_bytes)
-        return Call(agreement, plan.quarter_bytes, plan.set_bytes, OPERATION, plan.takes_slot)
+        return KernelCall(agreement, plan.region_bytes, plan.set_bytes, OPERATION, plan.takes_slot)
 
-    def dispatch(self, form: Form, agreement: tuple[int, int] = (5, 6)) -> tuple[Call, dispatch.Sizes]:
+    def dispatch(
+        self, form: RowFormat, agreement: tuple[int, int] = (5, 6)
+    ) -> tuple[KernelCall, dispatch.DispatchSizes]:
         g = self.geometry
-        row = (g.row_bytes(form), g.scales_offset, g.places_offset(form))
-        sizes = dispatch.Sizes(g.hidden, g.num_topk, g.num_experts, g.max_tokens, *row, form.use_fp8, form.round_scale)
+        row = (g.row_bytes(form), g.scales_offset, g.expert_slots_offset(form))
+        sizes = dispatch.DispatchSizes(
+            g.hidden, g.num_topk, g.num_experts, g.max_tokens, *row, form.use_fp8, form.round_scale
+        )
         return self.call(g.dispatch_bytes(form), agreement), sizes
 
-    def combine(self, use_logfmt: bool = False) -> tuple[Call, combine.Sizes]:
+    def combine(self, use_logfmt: bool = False) -> tuple[KernelCall, combine.CombineSizes]:
         g = self.geometry
-        sizes = combine.Sizes(
+        sizes = combine.CombineSizes(
             g.hidden, g.num_topk, g.num_experts, g.max_tokens, g.slot_bytes, g.ranges_offset, use_logfmt
         )
         return self.call(g.combine_bytes), sizes
 
-    def patient(self, rank: int, limit_ns: int) -> Spots:
-        return replace(self.spots[rank], places=replace(self.spots[rank].places, limit_ns=limit_ns))
+    def patient(self, rank: int, limit_ns: int) -> LowLatencyContext:
+        return replace(self.contexts[rank], buffer=replace(self.contexts[rank].buffer, limit_ns=limit_ns))
 
     # What lies where -------------------------------------------------------------------------------------------------
 
@@ -100,28 +104,28 @@ class Group:
         return self.words(rank)[first : first + POST_WORDS]
 
     def table(self, rank: int, number: int) -> torch.Tensor:
-        room = self.spots[rank].max_experts
-        first = 8 * self.geometry.num_ranks + NUM_KEPT * POST_WORDS + number % NUM_KEPT * room
+        capacity = self.contexts[rank].max_experts
+        first = 8 * self.geometry.num_ranks + NUM_KEPT * POST_WORDS + number % NUM_KEPT * capacity
         return self.words(rank)[first : first + self.geometry.num_experts]
 
     def set_of(self, rank: int, number: int, num_bytes: int) -> torch.Tensor:
         assert self.whole_post(rank, number)[3] == number
         first = int(self.whole_post(rank, number)[4])  # where its rows begin
         plan = self.plan(num_bytes)
-        expected = plan.slot_offset((number - 1) % 3) if plan.takes_slot else plan.set_offset(number)
+        expected = plan.slot_offset((number - 1) % 3) if plan.takes_slot else plan.offset_of_set(number)
         assert first == self.board_bytes + expected
         return self.memory[rank][first : first + num_bytes]
 
-    def rows(self, rank: int, number: int, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def rows(self, rank: int, number: int, form: RowFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of a dispatch's set: rows [M, row bytes], scales [M, G], places [M, K]."""
         g = self.geometry
-        whole, end = self.set_of(rank, number, g.dispatch_bytes(form)), g.places_offset(form)
+        whole, end = self.set_of(rank, number, g.dispatch_bytes(form)), g.expert_slots_offset(form)
         lines = whole[:end].view(g.max_tokens, -1)
         scales = lines[:, g.scales_offset : g.scales_offset + 4 * g.num_groups] if form.use_fp8 else lines[:, :0]
         return lines, scales.contiguous().view(torch.float32), whole[end:].view(torch.int32).view(g.max_tokens, -1)
 
     def sync(self) -> None:
-        synchronize(self.boards.places[0])
+        synchronize(self.boards.contexts[0])
 
 
 class Given(NamedTuple):
@@ -142,7 +146,7 @@ def inputs(
 
 
 def expected_places(topk_idx: torch.Tensor, num_experts: int) -> tuple[list[list[int]], list[int]]:
-    counts, places = [0] * num_experts, []
+    counts, buffer = [0] * num_experts, []
     for ids in topk_idx.tolist():
         row = []
         for k, expert in enumerate(ids):
@@ -150,8 +154,8 @@ def expected_places(topk_idx: torch.Tensor, num_experts: int) -> tuple[list[list
             row.append(expert << 16 | counts[expert] if is_chosen else -1)
         for expert in {one for one in ids if 0 <= one < num_experts}:
             counts[expert] += 1
-        places.append(row)
-    return places, counts
+        buffer.append(row)
+    return buffer, counts
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,9 +180,9 @@ def test_dispatch_send_worked_example(device: str) -> None:
     call, sizes = group.dispatch(BF16)
     ids = torch.tensor([[3, 1], [1, -1], [3, 3]])
     x = torch.arange(24).view(3, 8).bfloat16()
-    dispatch.send(group.spots[0], call, sizes, x, ids)
-    lines, _, places = group.rows(0, 1, BF16)
-    assert places.tolist() == [[3 << 16, 1 << 16], [1 << 16 | 1, -1], [3 << 16 | 1, -1]]
+    dispatch.send(group.contexts[0], call, sizes, x, ids)
+    lines, _, buffer = group.rows(0, 1, BF16)
+    assert buffer.tolist() == [[3 << 16, 1 << 16], [1 << 16 | 1, -1], [3 << 16 | 1, -1]]
     assert group.table(0, 1).tolist() == [0, 2, 0, 2]
     assert torch.equal(lines[:, :16].contiguous().view(torch.bfloat16), x)
     assert group.post(0, 1) == [5, 6, 3]
@@ -202,33 +206,33 @@ def test_places_and_counts(device: str, name: str) -> None:
         assert dispatch.tile_of(32, num_tokens)[1] < num_tokens
     group = Group(geometry, device, times=3)
     given = inputs(0, geometry, num_tokens, idx_dtype)
-    dispatch.send(group.spots[0], *group.dispatch(BF16), given.x, given.topk_idx)
-    places, counts = expected_places(given.topk_idx, geometry.num_experts)
-    assert group.rows(0, 1, BF16)[2][:num_tokens].tolist() == places
+    dispatch.send(group.contexts[0], *group.dispatch(BF16), given.x, given.topk_idx)
+    buffer, counts = expected_places(given.topk_idx, geometry.num_experts)
+    assert group.rows(0, 1, BF16)[2][:num_tokens].tolist() == buffer
     assert group.table(0, 1).tolist() == counts
 
 
 def test_ids_beyond_32_bits_select_nothing(device: str) -> None:
     group = Group(Geometry(1, 2, 2, 4, 2), device)
     ids = torch.tensor([[1 << 32, 1], [-(1 << 40), (1 << 62) + 1]])
-    dispatch.send(group.spots[0], *group.dispatch(BF16), torch.zeros(2, 4).bfloat16(), ids)
+    dispatch.send(group.contexts[0], *group.dispatch(BF16), torch.zeros(2, 4).bfloat16(), ids)
     assert group.rows(0, 1, BF16)[2].tolist() == [[-1, 1 << 16], [-1, -1]]
     assert group.table(0, 1).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("form", [BF16, FP8], ids=["bf16", "fp8"])
-def test_a_send_writes_only_its_set_and_its_words(device: str, form: Form) -> None:
+def test_a_send_writes_only_its_set_and_its_words(device: str, form: RowFormat) -> None:
     geometry = Geometry(2, 4, 5, 130, 3)
     group = Group(geometry, device)
     given = inputs(1, geometry, 3)
     before = [one.clone() for one in group.memory]
-    dispatch.send(group.spots[1], *group.dispatch(form), given.x, given.topk_idx)
-    lines, _, places = group.rows(1, 1, form)
+    dispatch.send(group.contexts[1], *group.dispatch(form), given.x, given.topk_idx)
+    lines, _, buffer = group.rows(1, 1, form)
     used = geometry.scales_offset + 4 * geometry.num_groups if form.use_fp8 else 2 * geometry.hidden
     lines[:3, :used] = UNTOUCHED
     if form.use_fp8:  # between the values and the scales there may be bytes of nobody
         assert geometry.scales_offset - geometry.hidden == 2
-    places[:3] = UNTOUCHED * 0x01010101
+    buffer[:3] = UNTOUCHED * 0x01010101
     group.table(1, 1).zero_()
     assert group.post(1, 1) == [5, 6, 3]
     assert [group.sent(rank) for rank in range(2)] == [[0, 1], [0, 1]]
@@ -268,13 +272,13 @@ def test_special_rows_reach_every_corner_of_the_format() -> None:
 @pytest.mark.parametrize("round_scale", [False, True])
 @pytest.mark.parametrize("hidden", [1, 7, 128, 130, 520, 4224])
 def test_fp8_is_to_the_bit_what_the_twin_makes(device: str, hidden: int, round_scale: bool, is_aligned: bool) -> None:
-    form, geometry = Form(round_scale=round_scale), Geometry(1, 2, 12, hidden, 1)
+    form, geometry = RowFormat(round_scale=round_scale), Geometry(1, 2, 12, hidden, 1)
     group = Group(geometry, device)
     x = special_rows(hidden)
     if not is_aligned:
         x = torch.cat([torch.zeros(1).bfloat16(), x.flatten()])[1:].view(12, hidden)
         assert x.data_ptr() % 16 == 2
-    dispatch.send(group.spots[0], *group.dispatch(form), x, torch.zeros(12, 1, dtype=torch.int64))
+    dispatch.send(group.contexts[0], *group.dispatch(form), x, torch.zeros(12, 1, dtype=torch.int64))
     lines, scales, _ = group.rows(0, 1, form)
     q, inverse = quant.cast_fp8(x, round_scale)
     assert same(scales, inverse)
@@ -288,7 +292,7 @@ def test_fp8_of_every_bf16(device: str) -> None:
     x = every.view(128, 512).clone()
     x[:, ::128] = 448.0  # the scale of every group is 1
     group = Group(Geometry(1, 1, 128, 512, 1), device)
-    dispatch.send(group.spots[0], *group.dispatch(FP8), x, torch.zeros(128, 1, dtype=torch.int64))
+    dispatch.send(group.contexts[0], *group.dispatch(FP8), x, torch.zeros(128, 1, dtype=torch.int64))
     lines, scales, _ = group.rows(0, 1, FP8)
     q, inverse = quant.cast_fp8(x)
     assert same(lines[:, :512].contiguous().view(torch.float8_e4m3fn), q)
@@ -300,7 +304,7 @@ def test_fp8_of_every_bf16(device: str) -> None:
 def test_bf16_rows_are_copied_bit_for_bit(device: str, hidden: int) -> None:
     group = Group(Geometry(1, 2, 12, hidden, 1), device)
     x = special_rows(hidden)
-    dispatch.send(group.spots[0], *group.dispatch(BF16), x, torch.zeros(12, 1, dtype=torch.int64))
+    dispatch.send(group.contexts[0], *group.dispatch(BF16), x, torch.zeros(12, 1, dtype=torch.int64))
     lines, _, _ = group.rows(0, 1, BF16)
     assert torch.equal(lines[:, : 2 * hidden].contiguous().view(torch.int16), raw(x))
 
@@ -316,7 +320,7 @@ class Packed(NamedTuple):
     layout_range: torch.Tensor
 
 
-def empty_packed(geometry: Geometry, form: Form) -> Packed:
+def empty_packed(geometry: Geometry, form: RowFormat) -> Packed:
     num_local, num_rows = geometry.num_local_experts, geometry.num_rows
     x = torch.full((num_local, num_rows, geometry.hidden * form.dtype.itemsize), UNTOUCHED, dtype=torch.uint8)
     scales = None
@@ -332,7 +336,7 @@ def empty_packed(geometry: Geometry, form: Form) -> Packed:
 
 
 def oracle(
-    every: list[Given], geometry: Geometry, form: Form, masked: list[set[int]] | None = None
+    every: list[Given], geometry: Geometry, form: RowFormat, masked: list[set[int]] | None = None
 ) -> list[reference.LowLatencyDispatched]:
     sent, scales = [one.x for one in every], None
     if form.use_fp8:
@@ -359,7 +363,7 @@ def check_packed(got: Packed, want: reference.LowLatencyDispatched) -> None:
 class Case(NamedTuple):
     geometry: Geometry
     num_tokens: tuple[int, ...]
-    form: Form
+    form: RowFormat
     idx_dtype: torch.dtype = torch.int64
     masked: tuple[int, ...] = ()  # by rank 0
 
@@ -388,16 +392,16 @@ def test_what_is_received_is_what_the_oracle_says(device: str, name: str) -> Non
     group = Group(geometry, device)
     call, sizes = group.dispatch(case.form)
     every = [inputs(rank, geometry, case.num_tokens[rank], case.idx_dtype) for rank in ranks]
-    for spots, one in zip(group.spots, every, strict=True):
-        dispatch.send(spots, call, sizes, one.x, one.topk_idx)
+    for context, one in zip(group.contexts, every, strict=True):
+        dispatch.send(context, call, sizes, one.x, one.topk_idx)
     for rank in case.masked:
-        group.spots[0].mask[rank] = 1
+        group.contexts[0].mask[rank] = 1
     want = oracle(every, geometry, case.form, [set(case.masked), *[set[int]()] * (geometry.num_ranks - 1)])
-    for rank, spots in enumerate(group.spots):
+    for rank, context in enumerate(group.contexts):
         packed = empty_packed(geometry, case.form)
         stats = torch.arange(geometry.num_local_experts, dtype=torch.int32)
         is_counted = rank % 2 == 0
-        dispatch.receive(spots, call, sizes, 0, *packed, stats if is_counted else None)
+        dispatch.receive(context, call, sizes, 0, *packed, stats if is_counted else None)
         check_packed(packed, want[rank])
         if is_counted:
             assert (stats - torch.arange(geometry.num_local_experts)).tolist() == want[rank].recv_count.tolist()
@@ -411,34 +415,34 @@ def test_a_receive_of_an_earlier_call(device: str) -> None:
     assert not call.takes_slot
     rounds = [[inputs(rank, geometry, 3, seed=seed) for rank in range(2)] for seed in range(8)]
     for every in rounds:
-        for spots, one in zip(group.spots, every, strict=True):
-            dispatch.send(spots, call, sizes, one.x, one.topk_idx)
+        for context, one in zip(group.contexts, every, strict=True):
+            dispatch.send(context, call, sizes, one.x, one.topk_idx)
     for age in range(4):
         want = oracle(rounds[7 - age], geometry, BF16)
-        for rank, spots in enumerate(group.spots):
+        for rank, context in enumerate(group.contexts):
             packed = empty_packed(geometry, BF16)
-            dispatch.receive(spots, call, sizes, age, *packed, None)
+            dispatch.receive(context, call, sizes, age, *packed, None)
             check_packed(packed, want[rank])
 
 
 def test_a_failed_buffer_moves_nothing(device: str) -> None:
     geometry = Geometry(1, 2, 2, 8, 2)
     group = Group(geometry, device)
-    fail(group.boards.places[0])
-    spots, given, before = group.spots[0], inputs(0, geometry, 2), group.memory[0].clone()
+    fail(group.boards.contexts[0])
+    context, given, before = group.contexts[0], inputs(0, geometry, 2), group.memory[0].clone()
     call, sizes = group.dispatch(BF16)
     packed = empty_packed(geometry, BF16)
-    dispatch.send(spots, call, sizes, given.x, given.topk_idx)
-    words.wait_for(spots, call, 0, Patience())
-    dispatch.receive(spots, call, sizes, 0, *packed, None)
+    dispatch.send(context, call, sizes, given.x, given.topk_idx)
+    words.wait_for(context, call, 0, WaitOptions())
+    dispatch.receive(context, call, sizes, 0, *packed, None)
     call, sizes_back = group.combine()
     rows, out = torch.zeros(2, 2, 8).bfloat16(), torch.full((2, 8), 7.0).bfloat16()
     earlier = torch.full((2, 2), -1, dtype=torch.int32)
-    combine.send(spots, call, sizes_back, rows, packed.layout_range, given.topk_idx, earlier, None)
-    combine.receive(spots, sizes_back, 0, out, given.topk_idx, given.topk_weights, earlier)
-    words.signal(spots, call)
+    combine.send(context, call, sizes_back, rows, packed.layout_range, given.topk_idx, earlier, None)
+    combine.receive(context, sizes_back, 0, out, given.topk_idx, given.topk_weights, earlier)
+    words.signal(context, call)
     assert torch.equal(group.memory[0], before)
-    assert not spots.state.any()
+    assert not context.state.any()
     assert (out == 7).all()
     for got, then in zip(packed, empty_packed(geometry, BF16), strict=True):
         assert got is None or torch.equal(got.view(torch.uint8), then.view(torch.uint8))
@@ -461,7 +465,7 @@ def test_combine_worked_examples(device: str) -> None:
     layout_range = torch.tensor([[span(1, 3), span(0, 4)], [span(2, 5), span(0, 7)]])
     ids, weights = torch.tensor([[1, 0], [1, -1]]), torch.tensor([[0.5, 2.0], [1.0, INF]])
     earlier = torch.full((2, 2), -1, dtype=torch.int32)
-    combine.send(group.spots[0], call, sizes, x, layout_range, ids, earlier, None)
+    combine.send(group.contexts[0], call, sizes, x, layout_range, ids, earlier, None)
     slots = group.set_of(0, 1, group.geometry.combine_bytes).view(32, -1)
     assert slots[21, :4].contiguous().view(torch.bfloat16).tolist() == [4.0, 8.0]
     assert slots[22, :4].contiguous().view(torch.bfloat16).tolist() == [6.0, 9.0]
@@ -474,7 +478,7 @@ def test_combine_worked_examples(device: str) -> None:
     assert earlier[0].tolist() == [0, 0]
     assert earlier[1, 0].item() == 1
     out = torch.full((2, 2), 7.0).bfloat16()
-    combine.receive(group.spots[0], sizes, 0, out, ids, weights, earlier)
+    combine.receive(group.contexts[0], sizes, 0, out, ids, weights, earlier)
     assert out.tolist() == [[4.0, 6.0], [6.0, 9.0]]
 
 
@@ -523,7 +527,7 @@ def test_what_is_combined_is_what_the_oracle_says(device: str, name: str) -> Non
         every[0].topk_weights[local == one] = NAN
     want = oracle(every, geometry, BF16)
     ys, earlier = [], []
-    for rank, (spots, one) in enumerate(zip(group.spots, every, strict=True)):
+    for rank, (context, one) in enumerate(zip(group.contexts, every, strict=True)):
         is_row = torch.arange(geometry.num_rows) < want[rank].recv_count[:, None]
         factors = (1 + torch.arange(geometry.num_local_experts) + rank).bfloat16()[:, None, None]
         ys.append(torch.where(is_row[..., None], want[rank].recv_x * factors, NAN))
@@ -535,16 +539,16 @@ def test_what_is_combined_is_what_the_oracle_says(device: str, name: str) -> Non
         elif not case.is_aligned:
             x = skewed(x)
         earlier.append(torch.full_like(one.topk_idx, -1, dtype=torch.int32))
-        combine.send(spots, call, sizes, x, want[rank].layout_range, one.topk_idx, earlier[-1], slot)
+        combine.send(context, call, sizes, x, want[rank].layout_range, one.topk_idx, earlier[-1], slot)
     for rank in case.masked:
-        group.spots[0].mask[rank] = 1
+        group.contexts[0].mask[rank] = 1
     masked = [set(case.masked), *[set[int]()] * (geometry.num_ranks - 1)]
     ids, weights = [one.topk_idx for one in every], [one.topk_weights for one in every]
     expected = reference.low_latency_combine(ys, ids, weights, want, masked)
-    for rank, (spots, one) in enumerate(zip(group.spots, every, strict=True)):
+    for rank, (context, one) in enumerate(zip(group.contexts, every, strict=True)):
         out = torch.full((case.num_tokens[rank], geometry.hidden), 7.0).bfloat16()
         out = out if case.is_aligned else skewed(out)
-        combine.receive(spots, sizes, 0, out, one.topk_idx, one.topk_weights, earlier[rank])
+        combine.receive(context, sizes, 0, out, one.topk_idx, one.topk_weights, earlier[rank])
         assert torch.equal(out, expected[rank])
 
 
@@ -555,9 +559,9 @@ def test_an_expert_twice_in_a_token_counts_twice_with_its_one_row(device: str) -
     x = torch.tensor([[1.0, 2.0], [8.0, 16.0]]).bfloat16()[..., None].expand(2, 2, 4).contiguous()
     earlier = torch.empty(2, 3, dtype=torch.int32)
     layout_range = torch.tensor([[span(2, 0)], [span(2, 0)]])
-    combine.send(group.spots[0], call, sizes, x, layout_range, ids, earlier, None)
+    combine.send(group.contexts[0], call, sizes, x, layout_range, ids, earlier, None)
     out = torch.empty(2, 4).bfloat16()
-    combine.receive(group.spots[0], sizes, 0, out, ids, weights, earlier)
+    combine.receive(group.contexts[0], sizes, 0, out, ids, weights, earlier)
     assert out[:, 0].tolist() == [2.5 * 8 + 1, 2 + 4.25 * 16]
 
 
@@ -568,11 +572,11 @@ def test_sums_are_rounded_once_to_the_nearest_even(device: str) -> None:
     ids, weights = torch.tensor([[0, 1]]), torch.tensor([[1.0, 2.0**-8 + 2.0**-16]])
     earlier, out = torch.empty(1, 2, dtype=torch.int32), torch.empty(1, 4).bfloat16()
     layout_range = torch.tensor([[span(1, 0)], [span(1, 0)]])
-    combine.send(group.spots[0], call, sizes, x, layout_range, ids, earlier, None)
-    combine.receive(group.spots[0], sizes, 0, out, ids, weights, earlier)
+    combine.send(group.contexts[0], call, sizes, x, layout_range, ids, earlier, None)
+    combine.receive(group.contexts[0], sizes, 0, out, ids, weights, earlier)
     assert out[0, :2].tolist() == [1 + 2.0**-7, -1 - 2.0**-7]
     for weight, expected in ((1.0, [256.0, 260.0]), (1.5, [258.0, 260.0])):  # ties go to the even one
-        combine.receive(group.spots[0], sizes, 0, out, ids, torch.tensor([[1.0, weight]]), earlier)
+        combine.receive(group.contexts[0], sizes, 0, out, ids, torch.tensor([[1.0, weight]]), earlier)
         assert out[0, 2:].tolist() == expected
 
 
@@ -614,7 +618,7 @@ def test_logfmt_is_what_the_twin_makes_within_one_code(device: str, hidden: int)
     ids, earlier = torch.zeros(num_rows, 1, dtype=torch.int64), torch.empty(num_rows, 1, dtype=torch.int32)
     layout_range = torch.tensor([[span(num_rows, 0)]])
     before = group.memory[0].clone()
-    combine.send(group.spots[0], call, sizes, rows[None], layout_range, ids, earlier, None)
+    combine.send(group.contexts[0], call, sizes, rows[None], layout_range, ids, earlier, None)
     slots = group.set_of(0, 1, geometry.combine_bytes).view(num_rows, -1)
     got, end = slots[:, : 2 * hidden].contiguous(), sizes.ranges_offset + 4 * geometry.num_groups
     ranges = slots[:, sizes.ranges_offset : end].contiguous().view(torch.bfloat16).view(num_rows, -1, 2)
@@ -640,7 +644,7 @@ def test_logfmt_is_what_the_twin_makes_within_one_code(device: str, hidden: int)
     assert num_compressed >= 4, "rows 0, 3, 5 and 7 at least"
     # Decoded: the values of the codes, rounded to BF16.
     out = torch.full((num_rows, hidden), 7.0).bfloat16()
-    combine.receive(group.spots[0], sizes, 0, out, ids, torch.ones(num_rows, 1), earlier)
+    combine.receive(group.contexts[0], sizes, 0, out, ids, torch.ones(num_rows, 1), earlier)
     expected = logfmt.decode(got, ranges, hidden)
     assert torch.equal(out.isinf(), expected.isinf())
     finite = expected.isfinite()
@@ -661,9 +665,9 @@ def test_a_nan_survives_logfmt_and_touches_nobody(device: str, hidden: int) -> N
     group = Group(Geometry(1, 1, 2, hidden, 1), device)
     call, sizes = group.combine(use_logfmt=True)
     ids, earlier = torch.zeros(2, 1, dtype=torch.int64), torch.empty(2, 1, dtype=torch.int32)
-    combine.send(group.spots[0], call, sizes, rows[None], torch.tensor([[span(2, 0)]]), ids, earlier, None)
+    combine.send(group.contexts[0], call, sizes, rows[None], torch.tensor([[span(2, 0)]]), ids, earlier, None)
     out = torch.empty(2, hidden).bfloat16()
-    combine.receive(group.spots[0], sizes, 0, out, ids, torch.ones(2, 1), earlier)
+    combine.receive(group.contexts[0], sizes, 0, out, ids, torch.ones(2, 1), earlier)
     assert out.isnan().nonzero().tolist() == [[0, 5]]
     assert torch.allclose(out.float().nan_to_num(), rows.float().nan_to_num(), rtol=4e-2, atol=1e-4)
 
@@ -676,13 +680,13 @@ def test_logfmt_sums_skip_what_is_masked(device: str) -> None:
     ids, layout_range = torch.tensor([[0, 1], [1, -1]]), torch.tensor([[span(2, 0), span(2, 2)]])
     weights = torch.tensor([[1.0, 2.0], [4.0, INF]])
     out = torch.empty(2, 256).bfloat16()
-    for spots, x in zip(group.spots, rows, strict=True):
+    for context, x in zip(group.contexts, rows, strict=True):
         x[..., ::2] *= 0.5
         earlier = torch.empty(2, 2, dtype=torch.int32)
-        combine.send(spots, call, sizes, x, layout_range, ids, earlier, None)
+        combine.send(context, call, sizes, x, layout_range, ids, earlier, None)
     for is_masked, expected in ((0, [1.0, 1.0]), (1, [0.5, 0.0])):
-        group.spots[0].mask[1] = is_masked
-        combine.receive(group.spots[0], sizes, 0, out, ids, weights, earlier)
+        group.contexts[0].mask[1] = is_masked
+        combine.receive(group.contexts[0], sizes, 0, out, ids, weights, earlier)
         assert out[:, 1].tolist() == expected, "the largest and the smallest of a group are exact"
         assert out[:, 0].tolist() == [one / 2 for one in expected]
 
@@ -692,10 +696,10 @@ def test_logfmt_sums_skip_what_is_masked(device: str) -> None:
 WAITS = Geometry(3, 3, 2, 8, 1)
 
 
-def signals(group: Group, ranks: tuple[int, ...], agreement: tuple[int, int] = (5, 6)) -> Call:
+def signals(group: Group, ranks: tuple[int, ...], agreement: tuple[int, int] = (5, 6)) -> KernelCall:
     call = group.call(16, agreement)
     for rank in ranks:
-        words.signal(group.spots[rank], call)
+        words.signal(group.contexts[rank], call)
     return call
 
 
@@ -704,13 +708,13 @@ def test_a_satisfied_wait_changes_nothing(device: str) -> None:
     for number in range(1, 11):
         call = signals(group, (0, 1, 2))
         assert group.sent(1) == [number] * 3
-        for rank, spots in enumerate(group.spots):
+        for rank, context in enumerate(group.contexts):
             stats = torch.arange(3)
-            words.wait_for(spots, call, 0, Patience(stats))
+            words.wait_for(context, call, 0, WaitOptions(stats))
             assert group.boards.record(rank) is None
-            assert not spots.mask.any()
+            assert not context.mask.any()
             assert stats.tolist() == [0, 1, 2], "nobody was waited for"
-    assert [one.state[0].item() for one in group.spots] == [10, 10, 10]
+    assert [one.state[0].item() for one in group.contexts] == [10, 10, 10]
 
 
 @pytest.mark.parametrize("is_inside", [True, False], ids=["in the send", "its own kernel"])
@@ -719,83 +723,83 @@ def test_a_silent_rank_is_masked_or_fails_the_call(device: str, can_mask: bool, 
     group = Group(WAITS, device)
     given, (call, sizes) = inputs(0, WAITS, 2), group.dispatch(BF16)
     stats = torch.full((3,), 100)
-    spots, patience = group.patient(0, SHORT_NS), Patience(stats, can_mask)
-    dispatch.send(group.spots[2], call, sizes, given.x, given.topk_idx)
-    dispatch.send(spots, call, sizes, given.x, given.topk_idx, patience if is_inside else None)
+    context, wait_options = group.patient(0, SHORT_NS), WaitOptions(stats, can_mask)
+    dispatch.send(group.contexts[2], call, sizes, given.x, given.topk_idx)
+    dispatch.send(context, call, sizes, given.x, given.topk_idx, wait_options if is_inside else None)
     if not is_inside:
-        words.wait_for(spots, call, 0, patience)
+        words.wait_for(context, call, 0, wait_options)
     group.sync()
     assert stats[[0, 2]].tolist() == [100, 100]
     assert stats[1].item() >= 100 + SHORT_NS
     if can_mask:
         assert group.boards.record(0) is None
-        assert spots.mask.tolist() == [0, words.LOST, 0]
+        assert context.mask.tolist() == [0, words.LOST, 0]
         told = [0, 1 << words.REASON_BITS | words.SILENT, 0, 1]
-        assert spots.host.tolist() == told, "the call in which it was masked, why, and that somebody was"
+        assert context.host.tolist() == told, "the call in which it was masked, why, and that somebody was"
         packed = empty_packed(WAITS, BF16)
-        dispatch.receive(spots, call, sizes, 0, *packed, None)
+        dispatch.receive(context, call, sizes, 0, *packed, None)
         want = oracle([given, given, given], WAITS, BF16, [{1}] * 3)
         check_packed(packed, want[0])
         # It is not waited for again.
         long = group.patient(0, 60 * 10**9)
-        dispatch.send(group.spots[2], call, sizes, given.x, given.topk_idx)
-        dispatch.send(long, call, sizes, given.x, given.topk_idx, patience)
+        dispatch.send(group.contexts[2], call, sizes, given.x, given.topk_idx)
+        dispatch.send(long, call, sizes, given.x, given.topk_idx, wait_options)
         group.sync()
-        assert spots.host.tolist() == told
+        assert context.host.tolist() == told
         assert group.boards.record(0) is None
         return
     assert group.boards.record(0) == [exchange.TIMEOUT, 1, OPERATION, 0b010, 0, 0, 0]
-    assert not spots.mask.any()
+    assert not context.mask.any()
     assert group.boards.boards[1][8 * 3].item() == 1, "peers are told"
 
 
 def test_who_waits_for_a_failed_peer_fails_at_once_with_its_record(device: str) -> None:
     group = Group(WAITS, device)
     call = signals(group, (0, 1))
-    exchange.abort(group.boards.places[1], 3)
-    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience(None, True))
+    exchange.abort(group.boards.contexts[1], 3)
+    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, WaitOptions(None, True))
     assert group.boards.record(0) == [exchange.HOST, 0, 3, 0, 0, 0, 1]
-    assert not group.spots[0].mask.any()
+    assert not group.contexts[0].mask.any()
 
 
 @pytest.mark.parametrize("can_mask", [True, False])
 def test_who_waits_for_a_rank_that_refuses_fails_at_once_or_masks_it(device: str, can_mask: bool) -> None:
     group = Group(WAITS, device)
     call = signals(group, (0, 2))
-    spots = group.spots[1]
-    note = exchange.note_words("a wrong argument", spots.state.device)
+    context = group.contexts[1]
+    note = exchange.note_words("a wrong argument", context.state.device)
     for _ in range(2):
-        exchange.refuse(spots.places, 3, exchange.LOW_LATENCY, spots.state, words.REFUSALS, note)
+        exchange.refuse(context.buffer, 3, exchange.LOW_LATENCY, context.state, words.REFUSALS, note)
     if can_mask:  # it is as silent as any other, so the limit is that of a test
-        words.wait_for(group.patient(0, 1), call, 0, Patience(None, True))
+        words.wait_for(group.patient(0, 1), call, 0, WaitOptions(None, True))
         assert group.boards.record(0) is None
-        assert group.spots[0].mask.tolist() == [0, words.LOST, 0]
+        assert group.contexts[0].mask.tolist() == [0, words.LOST, 0]
         return
-    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience())
+    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, WaitOptions())
     assert group.boards.record(0) == [exchange.REFUSED, 1, 3, 1, 0, 1, 1]
 
 
 def test_a_refusal_counts_as_often_also_if_later_calls_were_refused(device: str) -> None:
     group = Group(WAITS, device)
-    note = exchange.note_words("a wrong argument", group.spots[0].state.device)
+    note = exchange.note_words("a wrong argument", group.contexts[0].state.device)
 
     def refuse(rank: int) -> None:
-        spots = group.spots[rank]
-        exchange.refuse(spots.places, 3, exchange.LOW_LATENCY, spots.state, words.REFUSALS, note)
+        context = group.contexts[rank]
+        exchange.refuse(context.buffer, 3, exchange.LOW_LATENCY, context.state, words.REFUSALS, note)
 
     refuse(0)
     refuse(1)
     call = signals(group, (0, 2))  # rank 0 has corrected call 1; rank 1 will
     refuse(0)
-    words.wait_for(group.patient(0, 1), call, 0, Patience())
+    words.wait_for(group.patient(0, 1), call, 0, WaitOptions())
     assert group.boards.record(0) == [exchange.TIMEOUT, 1, OPERATION, 0b010, 0, 0, 0]
 
 
 def test_a_satisfied_wait_sees_failures_too(device: str) -> None:
     group = Group(WAITS, device)
     call = signals(group, (0, 1, 2))
-    exchange.abort(group.boards.places[2], 4)
-    words.wait_for(group.spots[1], call, 0, Patience())
+    exchange.abort(group.boards.contexts[2], 4)
+    words.wait_for(group.contexts[1], call, 0, WaitOptions())
     assert group.boards.record(1) == [exchange.HOST, 0, 4, 0, 0, 0, 2]
 
 
@@ -803,53 +807,53 @@ def test_a_satisfied_wait_sees_failures_too(device: str) -> None:
 def test_a_rank_whose_set_is_another_calls_has_gone_on_without_this_one(device: str, can_mask: bool) -> None:
     group = Group(WAITS, device)
     call = signals(group, (0, 1, 2))
-    patience = Patience(None, can_mask)
+    wait_options = WaitOptions(None, can_mask)
     group.words(0)[8 * 1] = 1 + 3  # with four sets, this one is still there
-    words.wait_for(group.spots[0], call, 0, patience)
+    words.wait_for(group.contexts[0], call, 0, wait_options)
     assert group.boards.record(0) is None
-    assert not group.spots[0].mask.any()
+    assert not group.contexts[0].mask.any()
     group.words(0)[8 * 1] = 1 + 4
-    words.wait_for(group.spots[0], call, 0, patience)
+    words.wait_for(group.contexts[0], call, 0, wait_options)
     if can_mask:
         assert group.boards.record(0) is None
-        assert group.spots[0].mask.tolist() == [0, words.MASKED, 0]
-        assert group.spots[0].host.tolist() == [0, 1 << words.REASON_BITS | words.GONE_ON, 0, 1]
+        assert group.contexts[0].mask.tolist() == [0, words.MASKED, 0]
+        assert group.contexts[0].host.tolist() == [0, 1 << words.REASON_BITS | words.GONE_ON, 0, 1]
     else:
-        assert group.boards.record(0) == [exchange.ASTRAY, 1, OPERATION, 0b010, 0, 0, 0]
+        assert group.boards.record(0) == [exchange.DESYNC, 1, OPERATION, 0b010, 0, 0, 0]
 
 
 def test_whoever_masks_this_rank_is_masked_and_what_is_lost_is_lost_for_all(device: str) -> None:
     """Rank 1 has lost rank 2; rank 3 does without rank 0, to which that is rank 3's own affair."""
     group = Group(Geometry(40, 40, 1, 8, 1), device)
-    group.spots[1].mask[[2, 33]] = words.LOST
-    group.spots[3].mask[0] = words.MASKED
+    group.contexts[1].mask[[2, 33]] = words.LOST
+    group.contexts[3].mask[0] = words.MASKED
     call = signals(group, tuple(range(40)))
-    for rank, spots in enumerate(group.spots[:5]):
-        words.wait_for(spots, call, 0, Patience(None, True))
+    for rank, context in enumerate(group.contexts[:5]):
+        words.wait_for(context, call, 0, WaitOptions(None, True))
         assert group.boards.record(rank) is None
-    masks = [{rank: one for rank, one in enumerate(spots.mask.tolist()) if one} for spots in group.spots[:5]]
+    masks = [{rank: one for rank, one in enumerate(context.mask.tolist()) if one} for context in group.contexts[:5]]
     lost = {2: words.LOST, 33: words.LOST}
     assert masks[0] == {3: words.MASKED, **lost}
     assert masks[1] == masks[4] == lost
     assert masks[2] == {1: words.MASKED}, "what a rank says that masks this one is not believed"
     assert masks[3] == {0: words.MASKED, **lost}
-    assert group.spots[4].host[33] == 1 << words.REASON_BITS | words.TOLD
+    assert group.contexts[4].host[33] == 1 << words.REASON_BITS | words.TOLD
 
 
 def test_ranks_agree_on_the_number_of_the_next_call(device: str) -> None:
     """The words of one rank are there already, as its kernel would write them; those of an earlier attempt are not."""
     group = Group(WAITS, device)
-    spots = group.spots[0]
-    spots.state[0], spots.mask[2] = 11, words.MASKED
+    context = group.contexts[0]
+    context.state[0], context.mask[2] = 11, words.MASKED
     line = group.words(0)[8:16]
     line[1:4] = torch.tensor([4, 18, 1])  # attempt, next number, echo
-    words.join(spots)
-    assert int(spots.state[0]) + 1 == 18
+    words.join(context)
+    assert int(context.state[0]) + 1 == 18
     assert group.words(1)[1:4].tolist() == [1, 12, 4], "and rank 1 finds this rank's"
-    assert spots.mask.tolist() == [0, 0, words.MASKED]
+    assert context.mask.tolist() == [0, 0, words.MASKED]
     words.join(group.patient(0, SHORT_NS))
-    assert int(spots.state[0]) + 1 == 18, "numbers do not go back"
-    assert spots.mask.tolist() == [0, words.LOST, words.MASKED], "an echo of another attempt does not count"
+    assert int(context.state[0]) + 1 == 18, "numbers do not go back"
+    assert context.mask.tolist() == [0, words.LOST, words.MASKED], "an echo of another attempt does not count"
 
 
 @pytest.mark.parametrize("other", [(5, 7), (4, 6)])
@@ -857,17 +861,17 @@ def test_ranks_that_differ_are_named_with_what_they_said(device: str, other: tup
     group = Group(WAITS, device)
     call = signals(group, (0, 1))
     signals(group, (2,), other)
-    words.wait_for(group.spots[1], call, 0, Patience(None, True))
+    words.wait_for(group.contexts[1], call, 0, WaitOptions(None, True))
     assert group.boards.record(1) == [exchange.DISAGREE, 1, OPERATION, 0b100, 0, 0, 1]
-    assert group.spots[1].seen.tolist() == [[5, 6], [5, 6], list(other)]
+    assert group.contexts[1].seen.tolist() == [[5, 6], [5, 6], list(other)]
 
 
 def test_what_a_masked_rank_says_is_not_looked_at(device: str) -> None:
     group = Group(WAITS, device)
     call = signals(group, (0, 1))
     signals(group, (2,), (1, 1))
-    group.spots[0].mask[2] = 1
-    words.wait_for(group.spots[0], call, 0, Patience())
+    group.contexts[0].mask[2] = 1
+    words.wait_for(group.contexts[0], call, 0, WaitOptions())
     assert group.boards.record(0) is None
 
 
@@ -876,9 +880,9 @@ def test_a_wait_for_an_earlier_call(device: str) -> None:
     group = Group(WAITS, device)
     call = signals(group, (0, 1, 2))
     signals(group, (0, 2), (8, 9))
-    words.wait_for(group.patient(0, SHORT_NS), call, 1, Patience())
+    words.wait_for(group.patient(0, SHORT_NS), call, 1, WaitOptions())
     assert group.boards.record(0) is None, "posts of the first call are compared"
-    words.wait_for(group.patient(0, SHORT_NS), replace(call, agreement=(8, 9)), 0, Patience())
+    words.wait_for(group.patient(0, SHORT_NS), replace(call, agreement=(8, 9)), 0, WaitOptions())
     assert group.boards.record(0) == [exchange.TIMEOUT, 2, OPERATION, 0b010, 0, 0, 0]
 
 
@@ -888,7 +892,7 @@ def test_signals_of_any_number_of_ranks(device: str, num_ranks: int) -> None:
     call = signals(group, tuple(range(num_ranks)))
     for rank in range(num_ranks):
         assert group.sent(rank) == [1] * num_ranks
-        words.wait_for(group.spots[rank], call, 0, Patience())
+        words.wait_for(group.contexts[rank], call, 0, WaitOptions())
         assert group.boards.record(rank) is None
 
 
@@ -899,15 +903,15 @@ def test_a_combine_waits_likewise(device: str, is_inside: bool) -> None:
     given, stats = inputs(0, WAITS, 2), torch.zeros(3, dtype=torch.int64)
     x, layout_range = torch.zeros(1, 6, 8).bfloat16(), torch.zeros(1, 3, dtype=torch.int64)
     earlier = torch.empty(2, 1, dtype=torch.int32)
-    patience = Patience(stats, True)
+    wait_options = WaitOptions(stats, True)
     for rank in (1, 2):
-        combine.send(group.spots[rank], call, sizes, x, layout_range, given.topk_idx, earlier, None)
+        combine.send(group.contexts[rank], call, sizes, x, layout_range, given.topk_idx, earlier, None)
     if is_inside:
-        combine.send(group.spots[0], call, sizes, x, layout_range, given.topk_idx, earlier, None, patience)
+        combine.send(group.contexts[0], call, sizes, x, layout_range, given.topk_idx, earlier, None, wait_options)
     else:
-        combine.send(group.spots[0], call, sizes, x, layout_range, given.topk_idx, earlier, 0)
-        words.wait_for(group.spots[0], call, 0, patience)
+        combine.send(group.contexts[0], call, sizes, x, layout_range, given.topk_idx, earlier, 0)
+        words.wait_for(group.contexts[0], call, 0, wait_options)
     assert group.boards.record(0) is None
-    assert not group.spots[0].mask.any()
+    assert not group.contexts[0].mask.any()
     assert stats.tolist() == [0, 0, 0]
     assert group.post(0, 1) == [5, 6, 2]

@@ -14,7 +14,6 @@ import pytest
 
 from deep_ep.kernels import (
     _triton,
-    carry,
     counts,
     exchange,
     notify,
@@ -23,8 +22,9 @@ from deep_ep.kernels import (
     rail,
     relay,
     relay_sums,
+    route,
+    send,
     staging,
-    steer,
 )
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
@@ -32,18 +32,18 @@ pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not in
 MORE = " of 64 ranks"
 NUMBERED = ("notify numbered", "notify nodes numbered")
 COPIED = ("notify copied", "notify copied odd bytes")
-MEETINGS = ("notify handle", "notify bare", "notify again", "notify nodes handle", "notify nodes again")
-SAYING = ("say nodes handle", "say nodes again")
-SAYING_NUMBERED = ("say nodes numbered",)
-HEARING = ("hear nodes counts", "hear nodes handle", "hear nodes again")
+HANDSHAKES = ("notify handle", "notify bare", "notify again", "notify nodes handle", "notify nodes again")
+SEND_PHASES = ("send nodes handle", "send nodes again")
+SEND_PHASES_NUMBERED = ("send nodes numbered",)
+RECEIVE_PHASES = ("receive nodes counts", "receive nodes handle", "receive nodes again")
 FINISHING = ("finish rows", "finish sums")
 # Kernels of several blocks of several warps: the last block signals and waits, or only signals. For more than 32 ranks
 # they have one warp, since what several see must be shared.
 FUSED_WAITING = (*NUMBERED, *COPIED)
 OF_ONE_WARP = tuple(name + MORE for name in NUMBERED)
-FUSED = (*FUSED_WAITING, *SAYING_NUMBERED)
-WAITING = (*MEETINGS, *HEARING, *FINISHING)  # of one warp
-SIGNALLING = (*WAITING, *SAYING, "ring", "await landed", "meet rail", "abort", "refuse")
+FUSED = (*FUSED_WAITING, *SEND_PHASES_NUMBERED)
+WAITING = (*HANDSHAKES, *RECEIVE_PHASES, *FINISHING)  # of one warp
+SIGNALLING = (*WAITING, *SEND_PHASES, "ring doorbell", "await arrived", "rail handshake", "abort", "refuse")
 BULK = ("put", "pull", "copy_in", "forward", "forward fetched", "sum for rail", "sum nodes")
 AHEAD = (
     "put",
@@ -54,7 +54,7 @@ AHEAD = (
     "sum nodes",
 )  # they ask for rows one round early
 SENDING = (*BULK, "unpack", "unpack across nodes")
-STEERING = ("steer", "steer along a handle")
+ROUTING = ("route", "route along a handle")
 
 LL_WAITS = ("wait",)
 LL_SENDS = (
@@ -69,7 +69,7 @@ LL_SIGNALLING = (*LL_WAITS, "barrier", "join", *LL_SENDS)
 LL_RECEIVES = (
     "dispatch receive *fp32",
     "dispatch receive *i32",
-    "dispatch receive *fp32 far",
+    "dispatch receive *fp32 remote",
     "combine receive logfmt=False",
     "combine receive logfmt=True",
 )
@@ -289,12 +289,12 @@ def test_rows_are_copied_before_blocks_are_counted(ptx: dict[str, str], kernel: 
     assert [one for one in whole[counter:] if one.startswith(("ld.global", "st.global")) and one.endswith(unit)] == []
 
 
-@pytest.mark.parametrize("kernel", [*SAYING, *SAYING_NUMBERED, "ring", "abort", "refuse"])
+@pytest.mark.parametrize("kernel", [*SEND_PHASES, *SEND_PHASES_NUMBERED, "ring doorbell", "abort", "refuse"])
 def test_who_only_says_something_waits_for_nobody(instructions: dict[str, list[str]], kernel: str) -> None:
     assert [one for one in instructions[kernel] if "acquire" in one] == []
 
 
-@pytest.mark.parametrize("kernel", [*SENDING, *STEERING])
+@pytest.mark.parametrize("kernel", [*SENDING, *ROUTING])
 def test_a_kernel_that_moves_rows_neither_signals_nor_waits(instructions: dict[str, list[str]], kernel: str) -> None:
     assert [one for one in instructions[kernel] if is_ordered(one)] == []
 
@@ -327,14 +327,14 @@ def test_rows_are_loaded_in_the_loop_that_stores_them(ptx: dict[str, str], kerne
 
 def test_kernels_are_named_after_what_profiles_are_searched_for(ptx: dict[str, str]) -> None:
     """Callers find the kernels of a dispatch, of a combine, and of the handshake before, by a part of their names."""
-    modules = (carry, counts, exchange, notify, pull, put, rail, relay, relay_sums, staging, steer)
+    modules = (send, counts, exchange, notify, pull, put, rail, relay, relay_sums, staging, route)
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     compiled = {kernel: re.findall(r"\.entry\s+(\w+)", text) for kernel, text in ptx.items()}
     normal = [kernel for kernel in compiled if kernel not in (*LL_SIGNALLING, *LL_RECEIVES)]
     assert {name for kernel in normal for name in compiled[kernel]} <= names
     assert compiled["put"] == ["dispatch_rows_kernel"]
     assert compiled["pull"] == ["combine_rows_kernel"]
-    for kernel in (*MEETINGS, *SAYING, *HEARING, *FUSED):
+    for kernel in (*HANDSHAKES, *SEND_PHASES, *RECEIVE_PHASES, *FUSED):
         assert compiled[kernel] == ["_notify_copied_kernel" if "copied" in kernel else "_notify_kernel"]
     assert {name for name in names if "dispatch" in name} == {"dispatch_rows_kernel"}
     assert {name for name in names if "combine" in name} == {"combine_rows_kernel"}
@@ -383,7 +383,7 @@ def test_a_barrier_stands_before_each_low_latency_signal(instructions: dict[str,
 
 
 @pytest.mark.parametrize(
-    "kernel", [*WAITING, *FUSED_WAITING, *OF_ONE_WARP, "await landed", "meet rail", *LL_WAITS, *LL_SENDS]
+    "kernel", [*WAITING, *FUSED_WAITING, *OF_ONE_WARP, "await arrived", "rail handshake", *LL_WAITS, *LL_SENDS]
 )
 def test_no_barrier_stands_in_a_loop_that_polls(ptx: dict[str, str], kernel: str) -> None:
     """Warps may leave it at different times: who stayed would wait for the others for good."""
@@ -391,7 +391,7 @@ def test_no_barrier_stands_in_a_loop_that_polls(ptx: dict[str, str], kernel: str
     innermost = min(polls, key=len)
     assert [one for one in innermost if is_barrier(one)] == []
     # Four chunks, or progress; and failures. Triton 3.6 has two lanes look at the same chunk.
-    num_looks = 5 if kernel == "await landed" else 2
+    num_looks = 5 if kernel == "await arrived" else 2
     assert len([one for one in innermost if one.startswith("ld.acquire.")]) >= num_looks
     if kernel not in WAITING:  # of several warps
         assert len(polls) == 1, "one loop, in no other"
@@ -420,7 +420,7 @@ def test_a_low_latency_receive_neither_signals_nor_waits(instructions: dict[str,
         ("dispatch send fp8=True rounded=False", ("ld.global",)),
         ("combine send copied=True logfmt=False", ("ld.global", "st.global")),
         ("dispatch receive *fp32", ("ld.global", "st.global")),
-        ("dispatch receive *fp32 far", ("ld.global", "st.global")),
+        ("dispatch receive *fp32 remote", ("ld.global", "st.global")),
         ("combine receive logfmt=False", ("ld.global", "st.global")),
     ],
 )

@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 from calls import pull_rows
-from windows import fail, make_places, offer
+from windows import fail, make_context, offer
 
 from deep_ep.kernels import _triton, pull
-from deep_ep.kernels.put import Shape
+from deep_ep.kernels.put import LaunchShape
 from deep_ep.kernels.reduce import reduce_rows
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
-SHAPE = Shape(num_blocks=3, words=64, num_warps=2)
+SHAPE = LaunchShape(num_blocks=3, words=64, num_warps=2)
 
 
 def test_pull_worked_example(device: str) -> None:
-    places = make_places(0, 2, device)
+    context = make_context(0, 2, device)
     rows = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 2.0]], device=device)
-    offer(places, [[rows, rows]], [3, 0])
+    offer(context, [[rows, rows]], [3, 0])
     out = torch.empty(1, 2, device=device)
     slots = torch.tensor([[2, -1]], dtype=torch.int32, device=device)
-    pull_rows(places, SHAPE, 0, out, slots, [torch.tensor([[10.0, 10.0]], device=device)])
+    pull_rows(context, SHAPE, 0, out, slots, [torch.tensor([[10.0, 10.0]], device=device)])
     assert out.tolist() == [[11.0, 12.0]]
 
 
@@ -43,34 +43,34 @@ def test_sums_are_those_of_the_twin(
     slots = torch.where(mask, mask.cumsum(0) - 1, -1).int()
     peers = [draw(num_tokens, hidden) for _ in range(num_ranks)]
     biases = [draw(num_tokens, hidden) for _ in range(num_biases)]
-    places = make_places(0, num_ranks, device)
-    offer(places, [None, peers], [num_tokens] * num_ranks)
+    context = make_context(0, num_ranks, device)
+    offer(context, [None, peers], [num_tokens] * num_ranks)
     out, expected = draw(num_tokens, hidden), draw(num_tokens, hidden)
-    pull_rows(places, SHAPE, 1, out, slots, biases)
+    pull_rows(context, SHAPE, 1, out, slots, biases)
     reduce_rows(expected, peers, slots, [0] * num_ranks, biases)
     assert torch.equal(out, expected)
 
 
 def test_a_token_without_rows_gets_its_bias(device: str) -> None:
-    places = make_places(0, 2, device)
+    context = make_context(0, 2, device)
     rows = torch.full((1, 3), float("nan"), device=device)
-    offer(places, [[rows, rows]], [1, 1])
+    offer(context, [[rows, rows]], [1, 1])
     slots = torch.full((1, 2), -1, dtype=torch.int32, device=device)
     bias = torch.tensor([[-0.0, 1.5, 2.0]], device=device)
     out = torch.empty(1, 3, device=device)
-    pull_rows(places, SHAPE, 0, out, slots, [bias])
+    pull_rows(context, SHAPE, 0, out, slots, [bias])
     assert torch.equal(out, bias)
     assert out.signbit().tolist() == [[True, False, False]]
-    pull_rows(places, SHAPE, 0, out, slots, [])
+    pull_rows(context, SHAPE, 0, out, slots, [])
     assert out.tolist() == [[0.0, 0.0, 0.0]]
 
 
 def test_rows_that_were_not_offered_are_not_read(device: str) -> None:
-    places = make_places(0, 1, device)
+    context = make_context(0, 1, device)
     rows = torch.tensor([[1.0], [float("nan")]], device=device)
-    offer(places, [[rows]], [1])
+    offer(context, [[rows]], [1])
     out = torch.empty(2, 1, device=device)
-    pull_rows(places, SHAPE, 0, out, torch.tensor([[0], [1]], dtype=torch.int32, device=device), [])
+    pull_rows(context, SHAPE, 0, out, torch.tensor([[0], [1]], dtype=torch.int32, device=device), [])
     assert out.tolist() == [[1.0], [0.0]]
 
 
@@ -79,22 +79,22 @@ def test_rows_that_were_not_offered_are_not_read(device: str) -> None:
 def test_rows_that_came_are_copied_in(
     device: str, dtype: torch.dtype, num_rows: int, num_came: int, columns: int
 ) -> None:
-    places = make_places(1, 2, device)
+    context = make_context(1, 2, device)
     generator = torch.Generator().manual_seed(columns)
     rows = torch.rand(num_rows, columns, generator=generator).mul(100).to(device, dtype)
     target = torch.full_like(rows, 7)
     prefix = torch.tensor([[0, num_came // 2], [0, num_came]], dtype=torch.int32, device=device)
-    pull.copy_in(places, SHAPE, target, rows, prefix)
+    pull.copy_in(context, SHAPE, target, rows, prefix)
     assert torch.equal(target[:num_came], rows[:num_came])
     assert (target[num_came:] == 7).all()
 
 
 def test_a_failed_buffer_sums_and_copies_nothing(device: str) -> None:
-    places = make_places(0, 1, device)
+    context = make_context(0, 1, device)
     rows = torch.ones(1, 4, device=device)
-    offer(places, [[rows]], [1])
-    fail(places)
+    offer(context, [[rows]], [1])
+    fail(context)
     out = torch.full((1, 4), 7.0, device=device)
-    pull_rows(places, SHAPE, 0, out, torch.zeros(1, 1, dtype=torch.int32, device=device), [])
-    pull.copy_in(places, SHAPE, out, rows, torch.ones(1, 1, dtype=torch.int32, device=device))
+    pull_rows(context, SHAPE, 0, out, torch.zeros(1, 1, dtype=torch.int32, device=device), [])
+    pull.copy_in(context, SHAPE, out, rows, torch.ones(1, 1, dtype=torch.int32, device=device))
     assert out.tolist() == [[7.0] * 4]

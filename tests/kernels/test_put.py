@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 from calls import positions, put_rows, unpack
-from windows import fail, make_places, offer
+from windows import fail, make_context, offer
 
 from deep_ep import layout
-from deep_ep.engine.parcel import Payload, Routing, Unpacked, empty_topk, outgoing_parts, unpack_records
+from deep_ep.engine.payload import Payload, Routing, Unpacked, empty_topk, outgoing_parts, unpack_records
 from deep_ep.kernels import _triton, put, rows
-from deep_ep.kernels.put import Shape
+from deep_ep.kernels.put import LaunchShape
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
-SHAPE = Shape(num_blocks=3, words=64, num_warps=2)
+SHAPE = LaunchShape(num_blocks=3, words=64, num_warps=2)
 UNTOUCHED = 0x5A
 
 
@@ -25,24 +25,24 @@ def bits(number: float) -> int:
 
 
 def test_put_worked_example(device: str) -> None:
-    places = make_places(0, 2, device)
+    context = make_context(0, 2, device)
     peers = [torch.zeros(9, 2, device=device) for _ in range(2)]
-    offer(places, [peers], [9, 9], [5, 7])
+    offer(context, [peers], [9, 9], [5, 7])
     x = torch.tensor([[11.0, 12.0]], device=device)
     slots = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
-    put_rows(places, SHAPE, x, None, slots, None, None, None, 0)
+    put_rows(context, SHAPE, x, None, slots, None, None, None, 0)
     assert peers[0][5].tolist() == [11.0, 12.0]
     assert peers[1][8].tolist() == [11.0, 12.0]
     assert float(peers[0].sum() + peers[1].sum()) == 46.0, "nothing else was written"
 
 
 def test_unpack_worked_example(device: str) -> None:
-    places = make_places(0, 1, device)
+    context = make_context(0, 1, device)
     records = torch.zeros(2, put.record_words(2), dtype=torch.int32, device=device)
     records[0, :5] = torch.tensor([4, 1, -1, bits(0.5), bits(0.0)], dtype=torch.int32, device=device)
     source = torch.full((2,), -7, dtype=torch.int32, device=device)
     ids, weights = torch.full((2, 2), 9, device=device), torch.full((2, 2), 9.0, device=device)
-    unpack(places, 4, records, torch.tensor([[1]], dtype=torch.int32, device=device), source, ids, weights)
+    unpack(context, 4, records, torch.tensor([[1]], dtype=torch.int32, device=device), source, ids, weights)
     assert source.tolist() == [4, -7]
     assert ids.tolist() == [[1, -1], [-1, -1]], "rows beyond those that came have no ids"
     assert weights[0].tolist() == [0.5, 0.0]
@@ -50,14 +50,14 @@ def test_unpack_worked_example(device: str) -> None:
 
 @pytest.mark.parametrize("is_well", [True, False])
 def test_unpack_across_nodes_worked_example(device: str, is_well: bool) -> None:
-    places = make_places(1, 2, device)
+    context = make_context(1, 2, device)
     records = torch.tensor([[4, 0, 0, 0], [5, 0, 0, 0]], dtype=torch.int32, device=device)
     sources = torch.full((2, 2), -7, dtype=torch.int32, device=device)
     prefix = torch.tensor([[8, 0], [9, 1]], dtype=torch.int32, device=device)
     ends = torch.full((2,), -7, dtype=torch.int32, device=device)
     if not is_well:
-        fail(places)
-    unpack(places, 4, records, prefix, sources, None, None, ends)
+        fail(context)
+    unpack(context, 4, records, prefix, sources, None, None, ends)
     assert sources.tolist() == [[1, 4] if is_well else [2, -1], [2, -1]], "rows that did not come are nobody's"
     assert ends.tolist() == [0, 1]
 
@@ -75,7 +75,7 @@ def test_each_row_is_told_its_source(device: str, num_ranks: int, num_rows: int)
     prefix[:, rank] = ends
     records = torch.arange(num_rows, dtype=torch.int32, device=device)[:, None].repeat(1, 4)
     sources, seen = records.new_full((num_rows, 2), -7), torch.full_like(ends, -7)
-    unpack(make_places(rank, num_ranks, device), 2, records, prefix, sources, None, None, seen)
+    unpack(make_context(rank, num_ranks, device), 2, records, prefix, sources, None, None, seen)
     rows = torch.arange(num_rows, dtype=torch.int32, device=device)
     assert torch.equal(seen, ends)
     assert torch.equal(sources[:, 0], torch.searchsorted(ends, rows, right=True, out_int32=True))
@@ -129,7 +129,7 @@ def values(case: Case, rank: int, device: str) -> tuple[Payload, Routing]:
     return Payload(x.to(device), scales), routing
 
 
-def room(num_rows: int, columns: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+def capacity(num_rows: int, columns: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     raw = torch.full((num_rows, columns * dtype.itemsize), UNTOUCHED, dtype=torch.uint8, device=device)
     return rows.rows_as(raw, dtype)
 
@@ -151,7 +151,7 @@ def test_what_arrives_is_what_the_twins_deliver(device: str, name: str) -> None:
     num_rows = [rows_of + case.spare_rows for rows_of in came]
 
     def peers(columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        return [room(num_rows[rank], columns, dtype, device) for rank in ranks]
+        return [capacity(num_rows[rank], columns, dtype, device) for rank in ranks]
 
     x, twin_x = peers(case.hidden, case.dtype), peers(case.hidden, case.dtype)
     scales = twin_scales = None
@@ -159,14 +159,14 @@ def test_what_arrives_is_what_the_twins_deliver(device: str, name: str) -> None:
         scales, twin_scales = peers(case.num_scales, case.scale_dtype), peers(case.num_scales, case.scale_dtype)
     records = peers(put.record_words(case.num_topk), torch.int32)
     twin_records = peers(outgoing_parts(*inputs[0])[-1].size(1), torch.int32)
-    places = [make_places(rank, num_ranks, device) for rank in ranks]
+    context = [make_context(rank, num_ranks, device) for rank in ranks]
 
     for rank, (payload, routing) in enumerate(inputs):
         numbers, _ = positions(routing.is_token_in_rank)
-        offer(places[rank], [x, scales, records], num_rows, (prefix - sent)[rank].tolist())
+        offer(context[rank], [x, scales, records], num_rows, (prefix - sent)[rank].tolist())
         send_head = torch.full_like(numbers, -9)
         put_rows(
-            places[rank], SHAPE, payload.x, payload.scales, numbers, send_head, routing.topk_idx, routing.topk_weights,
+            context[rank], SHAPE, payload.x, payload.scales, numbers, send_head, routing.topk_idx, routing.topk_weights,
             case.experts_per_rank,
         )  # fmt: skip
         slots = layout.token_slots(routing.is_token_in_rank, prefix, rank)
@@ -177,7 +177,7 @@ def test_what_arrives_is_what_the_twins_deliver(device: str, name: str) -> None:
             for part, to in zip(outgoing_parts(payload, routing), targets, strict=True)
         ]
         ends = prefix[rank].tolist()
-        lanes = [rows.Lane(end - count, end, 0) for end, count in zip(ends, sent[rank].tolist(), strict=True)]
+        lanes = [rows.SlotRange(end - count, end, 0) for end, count in zip(ends, sent[rank].tolist(), strict=True)]
         rows.put_rows(sections, slots, lanes, 0)
 
     for rank, (_, routing) in enumerate(inputs):
@@ -187,7 +187,7 @@ def test_what_arrives_is_what_the_twins_deliver(device: str, name: str) -> None:
         source, twin_source = torch.empty(2, num_rows[rank], dtype=torch.int32, device=device)
         unpack_records(twin_records[rank], came[rank], twin_source, twin, rank, case.experts_per_rank)
         ids, weights = empty_topk(routing, num_rows[rank])
-        unpack(places[rank], 2, records[rank], prefix, source, ids, weights)
+        unpack(context[rank], 2, records[rank], prefix, source, ids, weights)
         assert torch.equal(source[: came[rank]], twin_source[: came[rank]])
         if ids is not None and weights is not None:
             assert torch.equal(ids, twin.topk_idx)
@@ -197,39 +197,39 @@ def test_what_arrives_is_what_the_twins_deliver(device: str, name: str) -> None:
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_slots_of_a_handle_are_put_as_they_are(device: str, is_whole: bool) -> None:
     """A cached dispatch: no records, first slots 0."""
-    places = make_places(1, 2, device)
-    peers = [room(4, 6, torch.int16, device) for _ in range(2)]
-    offer(places, [peers], [4, 4])
+    context = make_context(1, 2, device)
+    peers = [capacity(4, 6, torch.int16, device) for _ in range(2)]
+    offer(context, [peers], [4, 4])
     x = torch.arange(12, dtype=torch.int16, device=device).view(2, 6)
     slots = torch.tensor([[3, -1], [2, 0 if is_whole else -1]], dtype=torch.int32, device=device)
-    put_rows(places, SHAPE, x, None, slots, None, None, None, 0)
+    put_rows(context, SHAPE, x, None, slots, None, None, None, 0)
     assert torch.equal(peers[0][2:], x.flip(0))
-    assert same(peers[0][:2], room(2, 6, torch.int16, device))
+    assert same(peers[0][:2], capacity(2, 6, torch.int16, device))
     assert torch.equal(peers[1][0], x[1]) == is_whole
-    assert same(peers[1][1:], room(3, 6, torch.int16, device))
+    assert same(peers[1][1:], capacity(3, 6, torch.int16, device))
 
 
 def test_nothing_is_written_past_the_rows_that_were_offered(device: str) -> None:
-    places = make_places(0, 1, device)
-    window = room(4, 8, torch.uint8, device)
-    offer(places, [[window[:2]]], [2])
+    context = make_context(0, 1, device)
+    window = capacity(4, 8, torch.uint8, device)
+    offer(context, [[window[:2]]], [2])
     slots = torch.tensor([[0], [1], [2], [3]], dtype=torch.int32, device=device)
-    put_rows(places, SHAPE, torch.ones(4, 8, dtype=torch.uint8, device=device), None, slots, None, None, None, 0)
+    put_rows(context, SHAPE, torch.ones(4, 8, dtype=torch.uint8, device=device), None, slots, None, None, None, 0)
     assert window[:2].tolist() == [[1] * 8] * 2
     assert window[2:].tolist() == [[UNTOUCHED] * 8] * 2
 
 
 def test_a_failed_buffer_moves_nothing(device: str) -> None:
-    places = make_places(0, 1, device)
-    window = room(1, 8, torch.uint8, device)
-    offer(places, [[window], None, [window]], [1])
-    fail(places)
+    context = make_context(0, 1, device)
+    window = capacity(1, 8, torch.uint8, device)
+    offer(context, [[window], None, [window]], [1])
+    fail(context)
     slots = torch.tensor([[0]], dtype=torch.int32, device=device)
-    put_rows(places, SHAPE, torch.ones(1, 8, dtype=torch.uint8, device=device), None, slots, None, None, None, 0)
+    put_rows(context, SHAPE, torch.ones(1, 8, dtype=torch.uint8, device=device), None, slots, None, None, None, 0)
     assert window.tolist() == [[UNTOUCHED] * 8]
     source = torch.full((1,), -7, dtype=torch.int32, device=device)
     records = torch.zeros(1, 4, dtype=torch.int32, device=device)
-    unpack(places, 1, records, torch.ones(1, 1, dtype=torch.int32, device=device), source, None, None)
+    unpack(context, 1, records, torch.ones(1, 1, dtype=torch.int32, device=device), source, None, None)
     assert source.tolist() == [-7]
 
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from windows import fail, make_places, offer
+from windows import fail, make_context, offer
 
 from deep_ep.kernels import _triton, exchange, put, relay
-from deep_ep.kernels.put import Shape
+from deep_ep.kernels.put import LaunchShape
 from deep_ep.sizing import align
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
-SHAPE = Shape(num_blocks=3, words=64, num_warps=2)
+SHAPE = LaunchShape(num_blocks=3, words=64, num_warps=2)
 UNTOUCHED = 0x5A
 FAR = 1 << 40  # what no kernel may use: whoever does is off by far
 
@@ -43,18 +43,18 @@ def plan_in(counts: list[int], device: str) -> torch.Tensor:
 
 
 def test_forward_worked_example(device: str) -> None:
-    places = make_places(0, 4, device)
+    context = make_context(0, 4, device)
     window = [torch.zeros(6, 1, device=device) for _ in range(4)]
     records = [int32([[0] * 4] * 6, device) for _ in range(4)]
-    offer(places, [window, None, records], [6] * 4)
-    landing = poisoned(32 + 5 * 32, device)
-    landing[16:20].view(torch.float32).fill_(2.5)
+    offer(context, [window, None, records], [6] * 4)
+    recv_buffer = poisoned(32 + 5 * 32, device)
+    recv_buffer[16:20].view(torch.float32).fill_(2.5)
     # One selection: expert 2, which is the last one of rank 0's three.
-    landing[32 + 4 * 32 :].view(torch.int32)[:5] = int32([7, 5, -1, 2, bits(0.5)], device)
+    recv_buffer[32 + 4 * 32 :].view(torch.int32)[:5] = int32([7, 5, -1, 2, bits(0.5)], device)
     slots = int32([[-9, -9]] * 6, device)
     plan = plan_in([4, 1], device)
     relay.forward(
-        places, SHAPE, plan, landing, [0, 0, 32], 4, 0, slots, places.table, 0, 2, 0, True, 1, 3, 0, 1
+        context, SHAPE, plan, recv_buffer, [0, 0, 32], 4, 0, slots, context.table, 0, 2, 0, True, 1, 3, 0, 1
     )  # fmt: skip
     assert window[0].tolist() == [[0], [0], [0], [0], [0], [2.5]]
     assert records[0].tolist() == [[0] * 4] * 5 + [[7, 2, bits(0.5), 0]]
@@ -86,7 +86,7 @@ class Case:
     num_scales: int = 3
     has_records: bool = True
     num_chunks: int = 1
-    shape: Shape = SHAPE
+    shape: LaunchShape = SHAPE
 
     @property
     def num_nodes(self) -> int:
@@ -135,53 +135,58 @@ def sections(case: Case, num_rows: int) -> tuple[list[int], int]:
 class Node:
     """The windows of a node's ranks, with spare rows behind those that they offer, and a table that leads to them."""
 
-    def __init__(self, case: Case, rooms: list[int], device: str):
+    def __init__(self, case: Case, capacities: list[int], device: str):
         row_bytes, scale_bytes, record_bytes = case.widths
         widths = [row_bytes, scale_bytes, record_bytes and 4 * put.record_words(case.num_topk)]
-        self.memory = [[poisoned((room + 3) * width, device) for width in widths] for room in rooms]
+        self.memory = [[poisoned((capacity + 3) * width, device) for width in widths] for capacity in capacities]
         self.sections = [
-            [part[: room * width].view(room, width) if width else None for part, width in zip(own, widths, strict=True)]
-            for own, room in zip(self.memory, rooms, strict=True)
+            [
+                part[: capacity * width].view(capacity, width) if width else None
+                for part, width in zip(own, widths, strict=True)
+            ]
+            for own, capacity in zip(self.memory, capacities, strict=True)
         ]
-        self.places = make_places(case.node * case.ranks_per_node, case.num_ranks, device)
+        self.context = make_context(case.node * case.ranks_per_node, case.num_ranks, device)
         first, none = case.node * case.ranks_per_node, poisoned(0, device)
         peers = [[none] * case.num_ranks for _ in range(exchange.NUM_SECTIONS)]
         every = [0] * case.num_ranks
         for peer, own in enumerate(self.memory):
-            every[first + peer] = rooms[peer]
+            every[first + peer] = capacities[peer]
             for section, part in enumerate(own):
                 peers[section][first + peer] = part
-        offer(self.places, peers, every, [FAR] * case.num_ranks)
+        offer(self.context, peers, every, [FAR] * case.num_ranks)
 
 
-def landed(case: Case, num_rows: int, device: str) -> tuple[torch.Tensor, list[int], torch.Tensor]:
-    """A landing full of rows, where its sections begin, and the rows' slots: some none, some more than are offered."""
+def arrived(case: Case, num_rows: int, device: str) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    """A receive buffer full of rows, where its sections begin, and the rows' slots: some none, some more than are
+    offered.
+    """
     generator = torch.Generator().manual_seed(7)
     offsets, num_bytes = sections(case, num_rows)
-    landing = torch.randint(0, 120, (num_bytes,), generator=generator, dtype=torch.uint8, device="cpu")
+    recv_buffer = torch.randint(0, 120, (num_bytes,), generator=generator, dtype=torch.uint8, device="cpu")
     orders = [torch.randperm(num_rows + 2, generator=generator, device="cpu") for _ in range(case.ranks_per_node)]
     slots = torch.stack([order[:num_rows] for order in orders], 1).int() - 1
     if case.has_records:
         width = case.widths[2]
-        records = landing[offsets[2] : offsets[2] + num_rows * width].view(torch.int32).view(num_rows, width // 4)
+        records = recv_buffer[offsets[2] : offsets[2] + num_rows * width].view(torch.int32).view(num_rows, width // 4)
         records[:, 1 : 1 + case.ranks_per_node] = slots
         ids = records[:, 1 + case.ranks_per_node :][:, : case.num_topk]
         ids.copy_(torch.randint(-1, case.num_experts, ids.shape, generator=generator, device="cpu"))
-    return landing.to(device), offsets, slots.to(device)
+    return recv_buffer.to(device), offsets, slots.to(device)
 
 
 def pass_on(
     case: Case,
     node: Node,
     plan: torch.Tensor,
-    landing: torch.Tensor,
+    recv_buffer: torch.Tensor,
     offsets: list[int],
     slots: torch.Tensor,
     chunk: int,
     sources: torch.Tensor | None = None,
 ) -> None:
     relay.forward(
-        node.places, case.shape, plan, landing, offsets, *case.widths[:2], slots, node.places.table,
+        node.context, case.shape, plan, recv_buffer, offsets, *case.widths[:2], slots, node.context.table,
         case.node * case.ranks_per_node, case.ranks_per_node, case.node, case.has_records, case.num_topk,
         case.experts_per_rank, chunk, case.num_chunks, sources,
     )  # fmt: skip
@@ -189,26 +194,26 @@ def pass_on(
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_may_be_fetched_from_the_outboxes_that_they_lie_in(device: str, name: str) -> None:
-    """Those of node n lie n + 1 rows further on there than they would in the landing."""
+    """Those of node n lie n + 1 rows further on there than they would in the receive buffer."""
     case, slots = CASES[name], []
     num_rows, num_nodes = sum(case.counts), len(case.counts)
-    landing, offsets, true_slots = landed(case, num_rows, device)
-    far_offsets, num_bytes = sections(case, num_rows + num_nodes)
+    recv_buffer, offsets, true_slots = arrived(case, num_rows, device)
+    remote_offsets, num_bytes = sections(case, num_rows + num_nodes)
     plan = plan_in(list(case.counts), device)
     plan[:, exchange.PLAN_BACK_START] = plan[:, relay.PLAN_IN_START] + torch.arange(1, num_nodes + 1, device=device)
     outboxes = [poisoned(num_bytes, device) for _ in range(num_nodes)]
     for node, outbox in enumerate(outboxes):
-        for offset, far_offset, width in zip(offsets, far_offsets, case.widths, strict=False):
-            begin, size = far_offset + (node + 1) * width, num_rows * width
-            outbox[begin : begin + size] = landing[offset : offset + size]
+        for offset, remote_offset, width in zip(offsets, remote_offsets, case.widths, strict=False):
+            begin, size = remote_offset + (node + 1) * width, num_rows * width
+            outbox[begin : begin + size] = recv_buffer[offset : offset + size]
     sources = torch.tensor([outbox.data_ptr() for outbox in outboxes], device="cpu").to(device)
-    rooms = [num_rows + 2] * case.ranks_per_node
-    fetched, expected = Node(case, rooms, device), Node(case, rooms, device)
+    capacities = [num_rows + 2] * case.ranks_per_node
+    fetched, expected = Node(case, capacities, device), Node(case, capacities, device)
     for node, is_fetched in ((fetched, True), (expected, False)):
         memory = torch.full((num_rows, case.ranks_per_node), -9, dtype=torch.int32, device=device)
         memory = memory if case.has_records else true_slots.clone()
         for chunk in range(case.num_chunks):
-            where = (landing, far_offsets if is_fetched else offsets)
+            where = (recv_buffer, remote_offsets if is_fetched else offsets)
             pass_on(case, node, plan, *where, memory, chunk, sources if is_fetched else None)
         slots.append(memory)
     for own, others in zip(fetched.memory, expected.memory, strict=True):
@@ -221,25 +226,25 @@ def test_forward_delivers_what_its_twin_does(device: str, name: str) -> None:
     """What is beyond the rooms is not written. The handle is short by a row: nor is what is beyond it."""
     case = CASES[name]
     num_rows = sum(case.counts)
-    landing, offsets, true_slots = landed(case, num_rows, device)
-    before, plan = landing.clone(), plan_in(list(case.counts), device)
-    rooms = [max(0, num_rows - 1 - peer) for peer in range(case.ranks_per_node)]
-    got, expected = Node(case, rooms, device), Node(case, rooms, device)
+    recv_buffer, offsets, true_slots = arrived(case, num_rows, device)
+    before, plan = recv_buffer.clone(), plan_in(list(case.counts), device)
+    capacities = [max(0, num_rows - 1 - peer) for peer in range(case.ranks_per_node)]
+    got, expected = Node(case, capacities, device), Node(case, capacities, device)
     memory = torch.full((num_rows + 4, case.ranks_per_node), -9, dtype=torch.int32, device=device)
     if not case.has_records:
         memory[:num_rows] = true_slots
     twin_memory = memory.clone()
     num_slots = max(0, num_rows - 1)
     for chunk in range(case.num_chunks):
-        pass_on(case, got, plan, landing, offsets, memory[:num_slots], chunk)
+        pass_on(case, got, plan, recv_buffer, offsets, memory[:num_slots], chunk)
         relay.forward_torch(
-            plan, landing, offsets, twin_memory[:num_slots], expected.sections, case.node * case.ranks_per_node,
+            plan, recv_buffer, offsets, twin_memory[:num_slots], expected.sections, case.node * case.ranks_per_node,
             case.node, case.has_records, case.num_topk, case.experts_per_rank, chunk, case.num_chunks,
         )  # fmt: skip
         for own, twins in zip(got.memory, expected.memory, strict=True):
             assert all(torch.equal(part, twin) for part, twin in zip(own, twins, strict=True)), f"chunk {chunk}"
         assert torch.equal(memory, twin_memory)
-    assert torch.equal(landing, before)
+    assert torch.equal(recv_buffer, before)
     others = num_rows - case.counts[case.node]
     assert any(bool((part != UNTOUCHED).any()) for own in got.memory for part in own) == (others > 0)
 
@@ -248,13 +253,13 @@ def test_forward_delivers_what_its_twin_does(device: str, name: str) -> None:
 def test_a_failed_buffer_and_a_held_call_move_nothing(device: str, is_failed: bool) -> None:
     case = CASES["vectors"]
     num_rows = sum(case.counts)
-    landing, offsets, _ = landed(case, num_rows, device)
+    recv_buffer, offsets, _ = arrived(case, num_rows, device)
     node = Node(case, [num_rows] * 2, device)
     if is_failed:
-        fail(node.places)
+        fail(node.context)
     else:
-        node.places.state[exchange.STATE_HELD] = 1
+        node.context.state[exchange.STATE_HELD] = 1
     slots = torch.full((num_rows, 2), -9, dtype=torch.int32, device=device)
-    pass_on(case, node, plan_in(list(case.counts), device), landing, offsets, slots, 0)
+    pass_on(case, node, plan_in(list(case.counts), device), recv_buffer, offsets, slots, 0)
     assert bool((slots == -9).all())
     assert all(bool((part == UNTOUCHED).all()) for own in node.memory for part in own)

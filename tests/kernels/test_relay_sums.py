@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from windows import fail, make_places, offer
+from windows import fail, make_context, offer
 
 from deep_ep.kernels import _triton, exchange, relay_sums
-from deep_ep.kernels.put import Shape
+from deep_ep.kernels.put import LaunchShape
 from deep_ep.kernels.reduce import reduce_rows
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
-SHAPE = Shape(num_blocks=3, words=64, num_warps=2)
+SHAPE = LaunchShape(num_blocks=3, words=64, num_warps=2)
 POISON = 77.0
 FIRST = 2  # of a node's sums, the first one of this rank's tokens
 
@@ -29,50 +29,50 @@ def plan_of(counts: list[int], device: str) -> torch.Tensor:
     return plan.to(device)
 
 
-def node_of(number: int, near: exchange.Places, plan: torch.Tensor) -> relay_sums.Node:
-    """A node whose ranks have what `near` offers, in a wider table."""
-    rows, size = near.table.shape
+def node_of(number: int, local: exchange.Context, plan: torch.Tensor) -> relay_sums.Node:
+    """A node whose ranks have what `local` offers, in a wider table."""
+    rows, size = local.table.shape
     wide = torch.full((rows, size + 3), 1 << 40, dtype=torch.int64, device=plan.device)
-    wide[:, 1 : 1 + size] = near.table
-    return relay_sums.Node(number, wide[:, 1 : 1 + size], plan, near.state)
+    wide[:, 1 : 1 + size] = local.table
+    return relay_sums.Node(number, wide[:, 1 : 1 + size], plan, local.state)
 
 
-def fetched(plan: torch.Tensor, sums: list[torch.Tensor], number: int, first: int) -> relay_sums.FarSums:
+def fetched(plan: torch.Tensor, sums: list[torch.Tensor], number: int, first: int) -> relay_sums.RemoteSums:
     """Sums that lie where the nodes made them: those of this rank from row `first` on."""
     plan[:, exchange.PLAN_TARGET_START] = first
     plan[:, exchange.PLAN_NUM_OUT] = torch.tensor([one.size(0) - first for one in sums], device=plan.device)
     addresses = [0 if node == number else one.data_ptr() - 8 for node, one in enumerate(sums)]
-    return relay_sums.FarSums(8, torch.tensor(addresses, dtype=torch.int64, device=plan.device))
+    return relay_sums.RemoteSums(8, torch.tensor(addresses, dtype=torch.int64, device=plan.device))
 
 
-def landed(plan: torch.Tensor, sums: list[torch.Tensor]) -> tuple[relay_sums.FarSums, torch.Tensor]:
-    """Sums that have landed, node after node, behind one row of nothing; and the memory that they are in."""
+def arrived(plan: torch.Tensor, sums: list[torch.Tensor]) -> tuple[relay_sums.RemoteSums, torch.Tensor]:
+    """Sums that have arrived, node after node, behind one row of nothing; and the memory that they are in."""
     memory = torch.cat([torch.full_like(sums[0][:1], POISON), *sums])
     sizes = torch.tensor([one.size(0) for one in sums], device=plan.device)
     plan[:, exchange.PLAN_OUT_START] = sizes.cumsum(0) - sizes
     plan[:, exchange.PLAN_NUM_OUT] = sizes
-    return relay_sums.FarSums(memory[1:].data_ptr(), None), memory
+    return relay_sums.RemoteSums(memory[1:].data_ptr(), None), memory
 
 
 def test_sum_for_rail_worked_example(device: str) -> None:
     """Rows 0 to 3 are this node's own, row 4 is node 1's."""
-    near = make_places(0, 2, device)
+    local = make_context(0, 2, device)
     first, second = torch.arange(6.0, device=device).view(6, 1), torch.arange(10.0, 16.0, device=device).view(6, 1)
-    offer(near, [[first, second]], [6, 6])
+    offer(local, [[first, second]], [6, 6])
     out = torch.full((6, 1), POISON, device=device)
-    passed_on = int32([[0, 0]] * 4 + [[2, 5]], device)
-    relay_sums.sum_for_rail(node_of(0, near, plan_of([4, 1], device)), SHAPE, 0, out, passed_on, 0, 1)
+    forwarded = int32([[0, 0]] * 4 + [[2, 5]], device)
+    relay_sums.sum_for_rail(node_of(0, local, plan_of([4, 1], device)), SHAPE, 0, out, forwarded, 0, 1)
     assert out.flatten().tolist() == [POISON] * 4 + [17.0, POISON]
 
 
 def test_sum_nodes_worked_example(device: str) -> None:
-    near, plan = make_places(0, 1, device), plan_of([4, 3], device)
+    local, plan = make_context(0, 1, device), plan_of([4, 3], device)
     mine, theirs = torch.arange(8.0, device=device).view(8, 1), torch.arange(100.0, 108.0, device=device).view(8, 1)
-    offer(near, [[mine]], [8])
-    passed_on = int32([[0]] * 6 + [[7]], device)
+    offer(local, [[mine]], [8])
+    forwarded = int32([[0]] * 6 + [[7]], device)
     out, bias = torch.empty(1, 1, device=device), torch.tensor([[1000.0]], device=device)
-    far = fetched(plan, [theirs, theirs], 1, 0)
-    relay_sums.sum_nodes(node_of(1, near, plan), far, SHAPE, 0, out, int32([[3, 2]], device), passed_on, [bias])
+    remote = fetched(plan, [theirs, theirs], 1, 0)
+    relay_sums.sum_nodes(node_of(1, local, plan), remote, SHAPE, 0, out, int32([[3, 2]], device), forwarded, [bias])
     assert out.tolist() == [[1000.0 + 103.0 + 7.0]]
 
 
@@ -92,19 +92,19 @@ class Layer:
         self.counts = [own if one == node else 2 + one for one in range(num_nodes)]
         num_rows = sum(self.counts)
         has_row = (torch.rand(num_rows, size, generator=generator) < 0.6).to(device)
-        self.passed_on = torch.where(has_row, has_row.cumsum(0) - 1, -1).int()
+        self.forwarded = torch.where(has_row, has_row.cumsum(0) - 1, -1).int()
         self.rows = [draw(num_rows, hidden) for _ in range(size)]
         self.sums = [draw(FIRST + num_tokens, hidden) for _ in range(num_nodes)]
         self.biases = [draw(num_tokens, hidden) for _ in range(2)]
         self.plan = plan_of(self.counts, device)
-        self.near = make_places(0, size, device)
-        offer(self.near, [None, self.rows], [num_rows] * size)
-        self.here = node_of(node, self.near, self.plan)
+        self.local = make_context(0, size, device)
+        offer(self.local, [None, self.rows], [num_rows] * size)
+        self.here = node_of(node, self.local, self.plan)
 
     def node_sums(self) -> torch.Tensor:
         """What this node has of every row that is passed on, by the twin."""
         out = torch.empty_like(self.rows[0])
-        reduce_rows(out, self.rows, self.passed_on, [0] * len(self.rows), [])
+        reduce_rows(out, self.rows, self.forwarded, [0] * len(self.rows), [])
         return out
 
 
@@ -124,7 +124,7 @@ def test_sums_are_those_of_the_twin(
     for num_chunks in (1, 3):
         out = torch.full_like(by_node, POISON)
         for chunk in range(num_chunks):
-            relay_sums.sum_for_rail(layer.here, SHAPE, 1, out, layer.passed_on, chunk, num_chunks)
+            relay_sums.sum_for_rail(layer.here, SHAPE, 1, out, layer.forwarded, chunk, num_chunks)
         first = sum(layer.counts[:node])
         own = slice(first, first + layer.counts[node])
         expected = by_node.clone()
@@ -136,12 +136,12 @@ def test_sums_are_those_of_the_twin(
     mine[: layer.counts[node]] = by_node[own]
     sums = [mine if one == node else layer.sums[one][FIRST:] for one in range(num_nodes)]
     reduce_rows(expected, sums, layer.node_slots, [0] * num_nodes, layer.biases)
-    slots = (layer.node_slots, layer.passed_on)
+    slots = (layer.node_slots, layer.forwarded)
     there = fetched(layer.plan, layer.sums, node, FIRST)
     tokens = torch.full_like(expected, POISON)
     relay_sums.sum_nodes(layer.here, there, SHAPE, 1, tokens, *slots, layer.biases)
     assert torch.equal(tokens, expected)
-    here, memory = landed(layer.plan, [one[FIRST:] for one in layer.sums])
+    here, memory = arrived(layer.plan, [one[FIRST:] for one in layer.sums])
     tokens = torch.full_like(expected, POISON)
     relay_sums.sum_nodes(layer.here, here, SHAPE, 1, tokens, *slots, layer.biases)
     assert torch.equal(tokens, expected)
@@ -154,14 +154,14 @@ def test_what_is_not_there_changes_no_sum(device: str, dtype: torch.dtype) -> No
     layer = Layer(3, 2, 1, 16, dtype, device)
     bias = torch.zeros_like(layer.biases[0]).neg_()
     tokens = torch.empty_like(bias)
-    slots, far = (torch.full_like(layer.node_slots, -1), layer.passed_on), fetched(layer.plan, layer.sums, 1, FIRST)
-    relay_sums.sum_nodes(layer.here, far, SHAPE, 1, tokens, *slots, [bias])
+    slots, remote = (torch.full_like(layer.node_slots, -1), layer.forwarded), fetched(layer.plan, layer.sums, 1, FIRST)
+    relay_sums.sum_nodes(layer.here, remote, SHAPE, 1, tokens, *slots, [bias])
     assert bool(tokens.signbit().all())
 
 
 def test_a_handle_that_is_short_is_not_read_beyond_its_end(device: str) -> None:
     layer = Layer(2, 2, 0, 16, torch.float32, device)
-    short = layer.passed_on[: layer.counts[0] + 1].clone()
+    short = layer.forwarded[: layer.counts[0] + 1].clone()
     out = torch.full_like(layer.rows[0], POISON)
     relay_sums.sum_for_rail(layer.here, SHAPE, 1, out, short, 0, 1)
     assert (out[layer.counts[0] + 1 :] == POISON).all()
@@ -171,9 +171,9 @@ def test_a_handle_that_is_short_is_not_read_beyond_its_end(device: str) -> None:
 def test_nothing_is_summed_after_a_failure(device: str) -> None:
     layer = Layer(2, 2, 0, 16, torch.float32, device)
     out, tokens = torch.full_like(layer.rows[0], POISON), torch.full_like(layer.biases[0], POISON)
-    fail(layer.near)
-    relay_sums.sum_for_rail(layer.here, SHAPE, 1, out, layer.passed_on, 0, 1)
-    far = fetched(layer.plan, layer.sums, 0, FIRST)
-    relay_sums.sum_nodes(layer.here, far, SHAPE, 1, tokens, layer.node_slots, layer.passed_on, [])
+    fail(layer.local)
+    relay_sums.sum_for_rail(layer.here, SHAPE, 1, out, layer.forwarded, 0, 1)
+    remote = fetched(layer.plan, layer.sums, 0, FIRST)
+    relay_sums.sum_nodes(layer.here, remote, SHAPE, 1, tokens, layer.node_slots, layer.forwarded, [])
     assert (out == POISON).all()
     assert (tokens == POISON).all()

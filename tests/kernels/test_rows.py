@@ -8,14 +8,14 @@ import torch
 from deep_ep.errors import EPError
 from deep_ep.kernels.blocks import peer_tokens, tile_bounds
 from deep_ep.kernels.reduce import RowSums, Scratch, reduce_rows, sum_rows
-from deep_ep.kernels.rows import Lane, Section, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
+from deep_ep.kernels.rows import Section, SlotRange, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
 
 
 def test_put_rows_worked_example() -> None:
     rows = torch.tensor([[11, 12], [21, 22]], dtype=torch.uint8)
     peers = [torch.zeros(9, 2, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.uint8)]
     slots = torch.tensor([[5, 7], [-1, 8]], dtype=torch.int32)
-    put_rows([Section(rows, peers)], slots, [Lane(5, 6, 0), Lane(8, 9, -8)], first_peer=1)
+    put_rows([Section(rows, peers)], slots, [SlotRange(5, 6, 0), SlotRange(8, 9, -8)], first_peer=1)
     assert peers[0][5].tolist() == [11, 12]
     assert peers[1][0].tolist() == [21, 22]
     assert int(peers[0].sum()) + int(peers[1].sum()) == 23 + 43, "nothing else was written"
@@ -25,15 +25,15 @@ def test_put_rows_refuses_rows_that_were_not_offered() -> None:
     rows = torch.zeros(2, 4, dtype=torch.uint8)
     slots = torch.tensor([[0], [1]], dtype=torch.int32)
     with pytest.raises(EPError, match="rows 0 to 2 are not among those that rank 0 offered"):
-        put_rows([Section(rows, [rows[:1]])], slots, [Lane(0, 2, 0)], 0)
+        put_rows([Section(rows, [rows[:1]])], slots, [SlotRange(0, 2, 0)], 0)
     with pytest.raises(EPError, match="rows -1 to 1 are not"):
-        put_rows([Section(rows, [rows])], slots, [Lane(0, 2, -1)], 0)
+        put_rows([Section(rows, [rows])], slots, [SlotRange(0, 2, -1)], 0)
 
 
 def test_put_rows_refuses_slots_that_do_not_fill_the_lane() -> None:
     rows = torch.zeros(2, 4, dtype=torch.uint8)
     with pytest.raises(EPError, match="3 rows are due for rank 0, the slots name 2"):
-        put_rows([Section(rows, [rows])], torch.tensor([[0], [1]], dtype=torch.int32), [Lane(0, 3, 0)], 0)
+        put_rows([Section(rows, [rows])], torch.tensor([[0], [1]], dtype=torch.int32), [SlotRange(0, 3, 0)], 0)
 
 
 def test_lay_rows_worked_example() -> None:
@@ -77,7 +77,7 @@ def test_blocks_worked_examples() -> None:
 
 def test_put_rows_of_several_tiles_to_nobody() -> None:
     rows = torch.zeros(3, 1 << 19, dtype=torch.uint8)
-    put_rows([Section(rows, [rows[:0]])], torch.full((3, 1), -1, dtype=torch.int32), [Lane(0, 0, 0)], 0)
+    put_rows([Section(rows, [rows[:0]])], torch.full((3, 1), -1, dtype=torch.int32), [SlotRange(0, 0, 0)], 0)
 
 
 def test_reduce_rows_worked_example() -> None:
@@ -116,7 +116,7 @@ def test_rows_of_any_width_and_alignment(width: int) -> None:
     flat = torch.arange(3 * width + 1, dtype=torch.uint8)
     rows = flat[1:].view(3, width)  # deliberately not aligned
     target = torch.zeros(5, width, dtype=torch.uint8)
-    put_rows([Section(rows, [target])], torch.tensor([[1], [-1], [2]], dtype=torch.int32), [Lane(1, 3, 0)], 0)
+    put_rows([Section(rows, [target])], torch.tensor([[1], [-1], [2]], dtype=torch.int32), [SlotRange(1, 3, 0)], 0)
     assert torch.equal(target[1:3], rows[[0, 2]])
     assert torch.equal(rows_as(as_bytes(rows), torch.uint8), rows)
 
@@ -130,14 +130,16 @@ def test_rows_are_copied_in_the_widest_elements_that_fit() -> None:
     target = torch.zeros(3, 1, dtype=torch.int64)
     assert row_bytes(rows) == row_bytes(target) == 8
     slots = torch.tensor([[-1], [1], [2]], dtype=torch.int32)
-    put_rows([Section(rows_as(rows, torch.int64), [target])], slots, [Lane(1, 3, 0)], 0)
+    put_rows([Section(rows_as(rows, torch.int64), [target])], slots, [SlotRange(1, 3, 0)], 0)
     assert torch.equal(rows_as(target, torch.int16)[1:], rows[1:])
 
 
 def test_a_part_of_the_slots_is_put() -> None:
     rows = torch.arange(4, dtype=torch.uint8).view(4, 1)
     target = torch.full((2, 1), 9, dtype=torch.uint8)
-    put_rows([Section(rows, [target])], torch.tensor([[5], [6], [-1], [7]], dtype=torch.int32), [Lane(6, 8, -6)], 0)
+    put_rows(
+        [Section(rows, [target])], torch.tensor([[5], [6], [-1], [7]], dtype=torch.int32), [SlotRange(6, 8, -6)], 0
+    )
     assert target.tolist() == [[1], [3]]
 
 

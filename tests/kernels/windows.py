@@ -8,21 +8,21 @@ from dataclasses import replace
 import torch
 
 from deep_ep.kernels import exchange
-from deep_ep.kernels.exchange import Places
+from deep_ep.kernels.exchange import Context
 
 _MOST_EXPERTS = 64
 
 
-def make_places(rank: int, num_ranks: int, device: str) -> Places:
+def make_context(rank: int, num_ranks: int, device: str) -> Context:
     """The words of a rank that meets nobody: windows are empty, the table is filled by `offer`."""
-    header_words = Places.header_room(num_ranks, _MOST_EXPERTS)
-    num_host_words = Places.host_room(num_ranks, _MOST_EXPERTS) + _MOST_EXPERTS
-    return Places(
+    header_words = Context.num_header_words(num_ranks, _MOST_EXPERTS)
+    num_host_words = Context.num_host_words(num_ranks, _MOST_EXPERTS) + _MOST_EXPERTS
+    return Context(
         rank=rank,
         num_ranks=num_ranks,
         windows=torch.zeros(1, num_ranks, dtype=torch.int64, device=device),
-        homes=torch.zeros(num_ranks, dtype=torch.int64, device=device),
-        state=torch.zeros(Places.state_room(num_ranks), dtype=torch.int64, device=device),
+        own_boards=torch.zeros(num_ranks, dtype=torch.int64, device=device),
+        state=torch.zeros(Context.num_state_words(num_ranks), dtype=torch.int64, device=device),
         table=torch.zeros(exchange.TABLE_ROWS, num_ranks, dtype=torch.int64, device=device),
         host=torch.zeros(num_host_words, dtype=torch.int64, device="cpu", pin_memory=device == "cuda"),
         header_words=header_words,
@@ -31,26 +31,30 @@ def make_places(rank: int, num_ranks: int, device: str) -> Places:
 
 
 def offer(
-    places: Places,
+    context: Context,
     sections: Sequence[Sequence[torch.Tensor] | None],
     num_rows: Sequence[int],
     first_slots: Sequence[int] | None = None,
-    lane_rows: Sequence[int] | None = None,
+    rows_per_source: Sequence[int] | None = None,
 ) -> None:
     """Fill the table as a meeting does: addresses of the peers' rows, their number, and this rank's first slots.
 
     If ranks are staged, with the rows of their lanes: `sections` are then their staging, and `num_rows` 0.
     """
-    rows = [[peer.data_ptr() for peer in peers] if peers else [0] * places.num_ranks for peers in sections]
-    rows += [[0] * places.num_ranks] * (exchange.NUM_SECTIONS - len(rows))
-    rows += [list(num_rows), list(first_slots or [0] * places.num_ranks), list(lane_rows or [0] * places.num_ranks)]
-    places.state[exchange.STATE_STAGED] = sum(rows_of > 0 for rows_of in lane_rows or [])
-    places.table.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
+    rows = [[peer.data_ptr() for peer in peers] if peers else [0] * context.num_ranks for peers in sections]
+    rows += [[0] * context.num_ranks] * (exchange.NUM_SECTIONS - len(rows))
+    rows += [
+        list(num_rows),
+        list(first_slots or [0] * context.num_ranks),
+        list(rows_per_source or [0] * context.num_ranks),
+    ]
+    context.state[exchange.STATE_STAGED] = sum(rows_of > 0 for rows_of in rows_per_source or [])
+    context.table.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))
 
 
-def fail(places: Places) -> None:
+def fail(context: Context) -> None:
     """Have the buffer failed: kernels behind this do nothing."""
-    places.state[exchange.STATE_FAILED] = 1
+    context.state[exchange.STATE_FAILED] = 1
 
 
 class Boards:
@@ -62,29 +66,29 @@ class Boards:
     """
 
     def __init__(self, num_ranks: int, device: str):
-        self.places = [make_places(rank, num_ranks, device) for rank in range(num_ranks)]
-        num_bytes = Places.board_bytes(num_ranks, self.places[0].header_words)
+        self.contexts = [make_context(rank, num_ranks, device) for rank in range(num_ranks)]
+        num_bytes = Context.board_bytes(num_ranks, self.contexts[0].header_words)
         self.boards = [torch.zeros(num_bytes // 8, dtype=torch.int64, device=device) for _ in range(num_ranks)]
         addresses = torch.tensor([board.data_ptr() for board in self.boards], dtype=torch.int64, device="cpu")
-        for one in self.places:
+        for one in self.contexts:
             one.windows[0].copy_(addresses)
-            one.homes.copy_(addresses[one.rank])
+            one.own_boards.copy_(addresses[one.rank])
 
-    def meet(self, *calls: Callable[[Places], None]) -> None:
+    def handshake(self, *calls: Callable[[Context], None]) -> None:
         """All ranks make a call. None can wait for one that comes later, so each comes twice: the first time its
         peers are missing, but its words stay; before the second it forgets that it failed.
         """
-        epochs = [one.state[exchange.STATE_EPOCH].item() for one in self.places]
-        for one, call in zip(self.places, calls, strict=True):
+        epochs = [one.state[exchange.STATE_EPOCH].item() for one in self.contexts]
+        for one, call in zip(self.contexts, calls, strict=True):
             call(replace(one, limit_ns=1))
             self.forget_failures()
-        for one, call, epoch in zip(self.places, calls, epochs, strict=True):
+        for one, call, epoch in zip(self.contexts, calls, epochs, strict=True):
             one.state[exchange.STATE_EPOCH] = epoch
             call(one)
 
     def forget_failures(self) -> None:
-        num_ranks = len(self.places)
-        for one, board in zip(self.places, self.boards, strict=True):
+        num_ranks = len(self.contexts)
+        for one, board in zip(self.contexts, self.boards, strict=True):
             board[8 * num_ranks : 16 * num_ranks] = 0
             one.state[exchange.STATE_FAILED :] = 0
             synchronize(one)
@@ -92,9 +96,9 @@ class Boards:
 
     def record(self, rank: int) -> list[int] | None:
         """What a rank wrote down when it failed: code, epoch, operation, subject, seen, expected, origin."""
-        words = self.places[rank].state.tolist()
-        synchronize(self.places[rank])
-        told = self.places[rank].host[: exchange.STATE_WORDS].tolist()
+        words = self.contexts[rank].state.tolist()
+        synchronize(self.contexts[rank])
+        told = self.contexts[rank].host[: exchange.STATE_WORDS].tolist()
         assert words[exchange.STATE_FAILED] == told[exchange.STATE_FAILED], "the host is told"
         if not words[exchange.STATE_FAILED]:
             return None
@@ -103,7 +107,7 @@ class Boards:
         return words[record]
 
 
-def synchronize(places: Places) -> None:
+def synchronize(context: Context) -> None:
     """Wait for the kernels: the host's words are written by them."""
-    if places.state.device.type == "cuda":
+    if context.state.device.type == "cuda":
         torch.cuda.synchronize()

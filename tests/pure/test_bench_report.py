@@ -16,7 +16,7 @@ from rich.console import Console
 
 from deep_ep.tools.bench import core, report, results
 from deep_ep.tools.bench.cases import CASES
-from deep_ep.tools.bench.core import FLOOR, GLOO, ONE_HOP, PRODUCT, Measured, Quartiles, Variant
+from deep_ep.tools.bench.core import FLOOR, GLOO, ONE_HOP, PRODUCT, BenchVariant, Measured, Quartiles
 from deep_ep.tools.bench.gpu import CallerClocks, EventStopwatch, script_stopwatch
 from deep_ep.tools.bench.gpu_cases import GpuMeasured, gpu_titles, join_gpu_cases
 from deep_ep.tools.bench.hop_buffers import find_sizes
@@ -40,8 +40,8 @@ MEASURED = Measured(
 SKIPPED = Measured("cached-bf16", 3, skipped="256 experts cannot be shared by 3 ranks")
 
 
-def make_report(*rows: Measured) -> report.Report:
-    return report.Report(
+def make_report(*rows: Measured) -> report.BenchReport:
+    return report.BenchReport(
         name="normal",
         command="python -m deep_ep bench normal --ranks 2",
         shape="16 tokens a rank",
@@ -97,7 +97,7 @@ def test_the_loop_alternates_behind_a_barrier_and_times_only_the_call():
         now[0] += 100.0
         events.append("|")
 
-    variants = [Variant("a", lambda: call("a", 1.0)), Variant("b", lambda: call("b", 2.0))]
+    variants = [BenchVariant("a", lambda: call("a", 1.0)), BenchVariant("b", lambda: call("b", 2.0))]
     done: list[int] = []
     stopwatch = core.HostStopwatch(barrier, clock=lambda: now[0])
     times = core.time_rounds(variants, 3, stopwatch, num_warmup=1, on_round=done.append)
@@ -107,8 +107,8 @@ def test_the_loop_alternates_behind_a_barrier_and_times_only_the_call():
 
 
 def test_times_of_several_clocks_have_names_of_their_own():
-    both = Variant("a", lambda: None, stopwatch=lambda _: {"host": 1.0, "in_a_row": 2.0})
-    times = core.time_rounds([both, Variant("a", lambda: None), Variant("b", lambda: None)], 2, lambda _: 3.0)
+    both = BenchVariant("a", lambda: None, stopwatch=lambda _: {"host": 1.0, "in_a_row": 2.0})
+    times = core.time_rounds([both, BenchVariant("a", lambda: None), BenchVariant("b", lambda: None)], 2, lambda _: 3.0)
     assert times == {"a_host": [1.0] * 2, "a_in_a_row": [2.0] * 2, "a": [3.0] * 2, "b": [3.0] * 2}
 
 
@@ -257,8 +257,8 @@ CALLERS = {
 GPU = {"gpu": "NVIDIA H200", "num_gpus": 1, "gpu_sms": 132, "mps": True, "cuda": "13.0", "triton": "3.6"}
 
 
-def make_gpu_report() -> report.Report:
-    return report.Report(
+def make_gpu_report() -> report.BenchReport:
+    return report.BenchReport(
         name="normal",
         command="python -m deep_ep bench normal --device cuda --ranks 3",
         shape="16 tokens a rank",
@@ -365,8 +365,8 @@ HOP_LINE = (
 )
 
 
-def make_hop_report(num_gpus: int = 1) -> report.Report:
-    return report.Report(
+def make_hop_report(num_gpus: int = 1) -> report.BenchReport:
+    return report.BenchReport(
         name="internode nvshmem",
         command="python -m deep_ep bench internode --device cuda",
         shape="16 tokens a rank",

@@ -60,7 +60,7 @@ def test_frames_arrive_in_order_and_whole(links: tuple[Link, Link]) -> None:
         one.flush()
         other.fill()
     for index, (size, frame) in enumerate(zip(sizes, other.inbox, strict=True)):
-        assert (frame.topic, frame.epoch, frame.place) == (ROWS, 7, index)
+        assert (frame.topic, frame.epoch, frame.tag) == (ROWS, 7, index)
         assert frame.page.tensor().tolist() == [index] * size
     assert one.bytes_sent == other.bytes_received == sum(sizes) + 4 * 32
 
@@ -77,7 +77,7 @@ def test_a_link_that_nobody_empties_is_not_read_for_ever(links: tuple[Link, Link
     assert not other.may_read
     other.inbox.clear()
     other.fill()
-    assert other.inbox[0].place == 64
+    assert other.inbox[0].tag == 64
 
 
 def test_last_words_come_before_what_was_queued(links: tuple[Link, Link]) -> None:
@@ -218,7 +218,7 @@ def test_where_there_is_no_memory_for_a_message_the_link_ends(links: tuple[Link,
         def take(self, num_bytes: int) -> Page:
             raise MemoryError(f"no room for {num_bytes}")
 
-    other.landing = Full()
+    other.allocator = Full()
     one.send(ROWS, 1, 0, Pool().take(100))
     other.fill()
     assert other.ending is not None
@@ -263,7 +263,7 @@ def test_who_waits_for_its_node_is_not_silent_on_the_rail() -> None:
 
 def make_call(epoch: int = 3) -> Any:
     agreement = Agreement("dispatch", num_experts=4, num_topk=2, hidden=8, dtype=torch.float32)
-    window = SimpleNamespace(me=lambda: "rank 0/2", place=SimpleNamespace(first_rank=0, num_ranks=2))
+    window = SimpleNamespace(me=lambda: "rank 0/2", tag=SimpleNamespace(first_rank=0, num_ranks=2))
 
     class Call:
         header = Header(agreement, 5)
@@ -347,8 +347,8 @@ def test_rows_of_a_peer_that_cannot_be(rails: tuple[Rail, Rail]) -> None:
         "of another call": (ROWS, 4, 1, 16),
         "not rows": (ANNOUNCE, 3, 1, 16),
     }
-    for kind, (topic, epoch, place, num_bytes) in frames.items():
-        other.links[0].send(topic, epoch, place, Pool().take(num_bytes))
+    for kind, (topic, epoch, tag, num_bytes) in frames.items():
+        other.links[0].send(topic, epoch, tag, Pool().take(num_bytes))
         assert "expected rows from 0 on of 3 of call 3" in said_of(rails, traffic().finish), kind
     assert taken == []
     other.links[0]._socket.send(struct.pack("<QQQQ", ROWS, 3, 1, 1 << 60))

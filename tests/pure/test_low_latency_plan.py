@@ -17,9 +17,9 @@ from deep_ep.engine.low_latency.geometry import (
     MOST_TOKENS,
     NUM_SETS,
     NUM_SLOTS,
-    Form,
     Geometry,
-    Plan,
+    RowFormat,
+    SetPlan,
     bytes_for_two,
     copy_bytes,
     plan_combine,
@@ -30,7 +30,12 @@ from deep_ep.engine.low_latency.shared import Done
 from deep_ep.engine.low_latency.slots import FREE_SLOT, NO_SLOT, OWN_SLOT, Slots, zero_copy_view
 from deep_ep.transport import MAX_EXPERTS
 
-FORMS = [Form(use_fp8=False), Form(), Form(round_scale=True), Form(round_scale=True, use_ue8m0=True)]
+FORMS = [
+    RowFormat(use_fp8=False),
+    RowFormat(),
+    RowFormat(round_scale=True),
+    RowFormat(round_scale=True, use_ue8m0=True),
+]
 MOST_TOPK = 32
 
 
@@ -47,7 +52,7 @@ def geometries(draw: st.DrawFn, num_ranks: int | None = None) -> Geometry:
     return Geometry(ranks, num_experts, draw(st.integers(1, 300)), hidden, num_topk)
 
 
-def plans(geometry: Geometry, num_bytes: int, has_copies: bool = False) -> list[tuple[Plan, int]]:
+def plans(geometry: Geometry, num_bytes: int, has_copies: bool = False) -> list[tuple[SetPlan, int]]:
     """Of every kind of call: where its rows lie, and how many bytes they are."""
     dispatches = [
         (plan_dispatch("here", num_bytes, geometry, form, has_copies), geometry.dispatch_bytes(form)) for form in FORMS
@@ -66,8 +71,8 @@ def test_worked_example() -> None:
     assert (geometry.ranges_offset, geometry.slot_bytes) == (260, 272)
     assert geometry.combine_bytes == 4 * 3 * 272
     plan = plan_dispatch("test", 16 * 1024, geometry, FORMS[1])
-    assert plan == Plan(4096, False)
-    assert [plan.set_offset(number) for number in range(1, 6)] == [13312, 14336, 15360, 12288, 13312]
+    assert plan == SetPlan(4096, False)
+    assert [plan.offset_of_set(number) for number in range(1, 6)] == [13312, 14336, 15360, 12288, 13312]
     assert [plan.slot_offset(index) for index in range(3)] == [0, 4096, 8192]
     assert plan_dispatch("test", 4 * 1024, geometry, FORMS[1]).takes_slot, "456 bytes, where a set has 256"
 
@@ -78,9 +83,9 @@ def test_the_hint_always_suffices(geometry: Geometry, has_copies: bool) -> None:
     geometry = geometry._replace(num_topk=min(geometry.num_topk, 8)) if has_copies else geometry
     num_bytes = geometry.hint()
     for plan, needed in plans(geometry, num_bytes, has_copies):
-        assert needed <= (plan.quarter_bytes if plan.takes_slot else plan.set_bytes)
+        assert needed <= (plan.region_bytes if plan.takes_slot else plan.set_bytes)
         assert plan.sets_offset + NUM_SETS * plan.set_bytes <= num_bytes
-        assert plan.set_bytes % 16 == plan.quarter_bytes % 16 == plan.copy_set_bytes % 16 == 0
+        assert plan.set_bytes % 16 == plan.region_bytes % 16 == plan.copy_set_bytes % 16 == 0
         copied = min(needed, geometry.copied_combine_bytes) if needed == geometry.combine_bytes else needed
         assert not has_copies or copied <= plan.copy_set_bytes
         assert NUM_SETS * plan.copy_set_bytes == (copy_bytes(num_bytes, geometry.num_ranks) if has_copies else 0)
@@ -293,12 +298,12 @@ def test_two_micro_batches_are_never_refused() -> None:
 def test_a_call_that_passes_by_is_one_that_is_sent_and_received(slot: int) -> None:
     quick, plain = InFlight(Slots()), InFlight(Slots())
     for _ in range(20):
-        assert quick.pass_by(slot)
+        assert quick.try_complete(slot)
         plain.receive(plain.send("here", slot))
         for name in ("_num_sent", "_newest_received", "_took_slots", "num_consumed"):
             assert getattr(quick, name) == getattr(plain, name)
     quick.send("here", NO_SLOT)
-    assert not quick.pass_by(slot)
+    assert not quick.try_complete(slot)
 
 
 def test_which_calls_are_done() -> None:

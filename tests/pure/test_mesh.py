@@ -12,7 +12,7 @@ import pytest
 
 from deep_ep.topology import Topology
 from deep_ep.transport.links import ROWS, SENT, Link, Pool
-from deep_ep.transport.mesh import Grounds, Mesh
+from deep_ep.transport.mesh import Mesh, ReceiveArena
 from deep_ep.transport.sparse import GRAIN_BYTES
 from deep_ep.transport.window import Failure
 
@@ -22,8 +22,8 @@ PATIENCE_SECS = 20.0
 
 
 def make_mesh(rank: int, connection: socket.socket) -> Mesh:
-    pool, grounds = Pool(), Grounds()
-    return Mesh({1 - rank: Link(connection, pool, grounds)}, Topology(rank, 2, 1), pool, grounds)
+    pool, receive_arena = Pool(), ReceiveArena()
+    return Mesh({1 - rank: Link(connection, pool, receive_arena)}, Topology(rank, 2, 1), pool, receive_arena)
 
 
 @pytest.fixture
@@ -59,20 +59,20 @@ def test_calls_land_by_number_and_stay_while_they_are_held(pair: tuple[Mesh, Mes
     wait_until(lambda: sender.has_sent(4))
     for number, size in sizes.items():
         assert sender.has_sent(number)
-        page = sender.landed(number)
+        page = sender.arrived(number)
         assert page is not None
         assert bytes(page.view()) == bytes([number]) * size
         if size:
             address = page.tensor().data_ptr()
             assert address % GRAIN_BYTES == 0
-            assert any(mapping.offset_of(address) is not None for mapping in other.grounds.mappings)
-    held = sender.landed(2)
+            assert any(mapping.offset_of(address) is not None for mapping in other.receive_arena.mappings)
+    held = sender.arrived(2)
     assert held is not None
     for number in range(5, 11):  # call 10 takes the slot of call 2
         send(one, number, 17)
     wait_until(lambda: sender.has_sent(10))
     assert not sender.has_sent(2)
-    assert sender.landed(2) is None
+    assert sender.arrived(2) is None
     assert bytes(held.view()) == bytes([2]) * 17
     assert sender.why_not(2, True) == ", which has gone on without this rank (it is at call 10)"
     assert sender.why_not(11, True) is None
@@ -87,7 +87,7 @@ def test_landings_are_used_again(pair: tuple[Mesh, Mesh]) -> None:
         send(one, number, 1_000_000)
         wait_until(lambda number=number: sender.has_sent(number))
         sender.forget(number)
-    assert sum(mapping.span.num_bytes for mapping in other.grounds.mappings) < 8_000_000
+    assert sum(mapping.span.num_bytes for mapping in other.receive_arena.mappings) < 8_000_000
 
 
 def test_what_is_queued_for_a_lost_rank_is_dropped_and_frames_stay_whole() -> None:
@@ -101,8 +101,8 @@ def test_what_is_queued_for_a_lost_rank_is_dropped_and_frames_stay_whole() -> No
     sender = other.senders[0]
     wait_until(lambda: sender.has_sent(4))
     assert [number for number in (1, 2, 3) if sender.has_sent(number)] == [1]
-    assert sender.landed(1).tensor().eq(1).all()
-    assert bytes(sender.landed(4).view()) == bytes([4]) * 5
+    assert sender.arrived(1).tensor().eq(1).all()
+    assert bytes(sender.arrived(4).view()) == bytes([4]) * 5
     one.close()
     other.close()
 
@@ -156,7 +156,7 @@ def test_what_no_rank_can_have_sent_is_the_end_of_its_link(numbers: list[int], h
     wait_until(lambda: sender.link.ending is not None)
     assert "sent a message that cannot be" in (sender.why_not(9, False) or "")
     for number in numbers:
-        assert bytes(sender.landed(number).view()) == b"true"
+        assert bytes(sender.arrived(number).view()) == b"true"
     wait_until(lambda: there.recv(1) == b"")  # it is told
     mesh.close()
     there.close()

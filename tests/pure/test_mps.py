@@ -42,7 +42,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(mps, "run_ranks", lambda *_, **__: [None])
     monkeypatch.setattr(mps.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(mps, "_PATIENCE_SECS", 1.0)
+    monkeypatch.setattr(mps, "_TIMEOUT_SECS", 1.0)
     return tmp_path / "notes"
 
 

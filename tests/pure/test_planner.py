@@ -26,7 +26,7 @@ from deep_ep.planner.traffic import find_traffic
 from deep_ep.planner.validate import KINDS, cross_validate, over_families, score_families
 from deep_ep.tools.bench.core import PRODUCT, Measured
 from deep_ep.tools.bench.inputs import Setting
-from deep_ep.tools.bench.report import Report, write_json
+from deep_ep.tools.bench.report import BenchReport, write_json
 from deep_ep.tools.cli import main
 
 COLUMNS = [
@@ -505,7 +505,7 @@ def test_the_command_calibrates_from_results(capsys: pytest.CaptureFixture[str],
             rows.append(Measured(case, num_ranks, [1] * num_ranks, {PRODUCT: [[secs] * 3] * num_ranks}))
         path = tmp_path / f"{tokens}.json"
         titles = {row.case: row.case for row in rows}
-        write_json(Report("normal", "made up", "", dataclasses.asdict(setting), {}, titles, rows), path)
+        write_json(BenchReport("normal", "made up", "", dataclasses.asdict(setting), {}, titles, rows), path)
         paths.append(str(path))
     table = tmp_path / "table.json"
     assert main(["plan", "--calibrate", "--results", *paths, "-o", str(table)]) == 0

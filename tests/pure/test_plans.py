@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from deep_ep.tools.soak.fault_program import Account
-from deep_ep.tools.soak.fault_runs import Result, accused, as_json, verdict
-from deep_ep.tools.soak.plans import TOPOLOGIES, Moment, Plan, draw_plans
+from deep_ep.tools.soak.fault_runs import PlanResult, accused, as_json, verdict
+from deep_ep.tools.soak.plans import TOPOLOGIES, FaultPlan, Moment, draw_plans
 
 LINE = "KILL rank=2 at=call:before-offered op=dispatch way=sync path=direct call=3 ranks=4 per_node=2"
-KILL = Plan.parse("KILL rank=2 at=call:before-offered")
+KILL = FaultPlan.parse("KILL rank=2 at=call:before-offered")
 DEATH = "EPError: dispatch (call 3): the process of rank 2 has ended (rank 0/3). Look at its output"
 
 
 def test_a_line_is_a_plan() -> None:
-    plan = Plan.parse(LINE)
-    assert plan == Plan("KILL", 2, "call:before-offered", call=3, ranks=4, per_node=2)
+    plan = FaultPlan.parse(LINE)
+    assert plan == FaultPlan("KILL", 2, "call:before-offered", call=3, ranks=4, per_node=2)
     assert str(plan) == LINE
     assert plan.command == f'python -m deep_ep soak --plan "{LINE}"'
     assert plan.survivors == [0, 1, 3]
@@ -23,8 +23,8 @@ def test_a_line_is_a_plan() -> None:
 
 
 def test_what_is_left_out_of_a_line_has_a_default() -> None:
-    assert Plan.parse("STOP rank=0 at=make+12ms").moment == Moment("make", "", 0.012)
-    assert Plan.parse("STOP rank=0 at=make:after-3").moment == Moment("make", "after-3", 0.0)
+    assert FaultPlan.parse("STOP rank=0 at=make+12ms").moment == Moment("make", "", 0.012)
+    assert FaultPlan.parse("STOP rank=0 at=make:after-3").moment == Moment("make", "after-3", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_what_is_left_out_of_a_line_has_a_default() -> None:
 )
 def test_a_line_that_is_no_plan(line: str, said: str) -> None:
     with pytest.raises(ValueError, match=r"^soak: --plan: .*") as caught:
-        Plan.parse(line)
+        FaultPlan.parse(line)
     assert said in str(caught.value)
 
 
 def test_drawn_plans_come_from_the_seed_and_survive_their_text() -> None:
     plans = draw_plans(150, seed=3)
-    assert [Plan.parse(str(plan)) for plan in plans] == plans
+    assert [FaultPlan.parse(str(plan)) for plan in plans] == plans
     assert draw_plans(20, seed=3) == plans[:20]
     assert draw_plans(20, seed=4) != plans[:20]
     assert {(plan.ranks, plan.per_node) for plan in plans} == set(TOPOLOGIES)
@@ -64,11 +64,11 @@ def test_drawn_plans_come_from_the_seed_and_survive_their_text() -> None:
 
 
 def test_what_plans_expect() -> None:
-    assert Plan.parse("TERM rank=0 at=make+1ms").expectation.raises == "all"
-    assert Plan.parse("KILL rank=0 at=destroy:before").expectation.raises == "none"
-    assert Plan.parse("PAUSE rank=0 at=calls+1ms").expectation.raises == "none"
-    assert Plan.parse("INT rank=0 at=calls+1ms").expectation.raises == "alike"
-    stop = Plan.parse("STOP rank=0 at=calls+1ms")
+    assert FaultPlan.parse("TERM rank=0 at=make+1ms").expectation.raises == "all"
+    assert FaultPlan.parse("KILL rank=0 at=destroy:before").expectation.raises == "none"
+    assert FaultPlan.parse("PAUSE rank=0 at=calls+1ms").expectation.raises == "none"
+    assert FaultPlan.parse("INT rank=0 at=calls+1ms").expectation.raises == "alike"
+    stop = FaultPlan.parse("STOP rank=0 at=calls+1ms")
     assert stop.expectation.raises == "all"
     assert stop.limit_secs < stop.stopped_secs < 10
     # A killed rank that is noticed only at the limit is noticed too late.
@@ -113,7 +113,7 @@ def test_an_account_is_judged(account: Account | None, said: list[str]) -> None:
 
 
 def test_an_interrupted_rank_carries_on_or_all_others_raise() -> None:
-    plan = Plan.parse("INT rank=0 at=calls+5ms ranks=2")
+    plan = FaultPlan.parse("INT rank=0 at=calls+5ms ranks=2")
     named = saw(DEATH.replace("2", "0"))
     assert verdict(plan, 10.0, [Account(), Account()]) == []
     assert verdict(plan, 10.0, [Account(ending="left"), named]) == []
@@ -127,7 +127,7 @@ def test_a_rank_that_outlives_its_signal_is_noticed() -> None:
 
 
 def test_results_as_json() -> None:
-    text = as_json([Result(KILL, []), Result(KILL, ["rank 1 blames nobody"])])
+    text = as_json([PlanResult(KILL, []), PlanResult(KILL, ["rank 1 blames nobody"])])
     assert '"num_failed": 1' in text
     assert '"kind": "KILL in a call"' in text
     assert "soak --plan" in text

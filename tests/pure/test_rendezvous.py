@@ -84,8 +84,8 @@ def check_connected(results: list[Any]) -> None:
             connection.close()
 
 
-def connect_to(place: Listening) -> socket.socket:
-    return socket.create_connection((place.addresses[-1], place.port), timeout=5)
+def connect_to(listening: Listening) -> socket.socket:
+    return socket.create_connection((listening.addresses[-1], listening.port), timeout=5)
 
 
 def test_strangers_cost_nothing() -> None:
@@ -128,11 +128,11 @@ def test_only_the_addresses_that_are_told_are_listened_at(monkeypatch: pytest.Mo
 
     monkeypatch.delenv(env.SOCKET_IFNAME.name, raising=False)
     check_connected(connect_all(2, look)[0])
-    assert all("127.0.0.1" in place.addresses for place in told)
+    assert all("127.0.0.1" in listening.addresses for listening in told)
     told.clear()
     monkeypatch.setenv(env.SOCKET_IFNAME.name, "lo")
     check_connected(connect_all(2, look)[0])
-    assert {place.addresses for place in told} == {("127.0.0.1",)}
+    assert {listening.addresses for listening in told} == {("127.0.0.1",)}
 
 
 def listening_sockets() -> set[tuple[str, int]]:
@@ -249,18 +249,18 @@ def test_who_does_not_know_the_secret_or_is_not_expected_is_sent_away() -> None:
 
 def test_a_rank_that_gives_up_is_noticed_by_those_that_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ports close at once: nobody waits there for the limit."""
-    place = None
+    listening = None
 
     def lose(rank: int, number: int, value: Any) -> None:
-        nonlocal place
+        nonlocal listening
         if rank == 0 and number == 1:
-            place = value
+            listening = value
 
     accept = rendezvous._Callers._accept
 
     def fail(self: Any, one: socket.socket) -> None:
-        assert place is not None
-        if one.getsockname()[1] == place.port:
+        assert listening is not None
+        if one.getsockname()[1] == listening.port:
             raise OSError(errno.EMFILE, "an accident")
         accept(self, one)
 

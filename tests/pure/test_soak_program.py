@@ -6,10 +6,20 @@ import pytest
 import torch
 
 from deep_ep.tools.soak.checks import Mismatch, same, same_sums
-from deep_ep.tools.soak.data import PAYLOADS, ROWS, Data, Form, Limits, X
+from deep_ep.tools.soak.data import PAYLOADS, ROWS, Data, Limits, PayloadForm, X
 from deep_ep.tools.soak.layouts import SUMMABLE, laid_out_scales, laid_out_x
 from deep_ep.tools.soak.plan import Goal, calls_to_play, plan_calls, plan_segment
-from deep_ep.tools.soak.program import CACHED, COMBINE, LEFT, MASKED, OVERFLOW, Call, Features, draw_program, kept
+from deep_ep.tools.soak.program import (
+    CACHED,
+    COMBINE,
+    LEFT,
+    MASKED,
+    OVERFLOW,
+    Features,
+    ProgramCall,
+    draw_program,
+    kept,
+)
 from deep_ep.tools.soak.shrink import shrink, without
 
 GOAL = Goal(num_ranks=2, seed=5, num_calls=40)
@@ -89,7 +99,12 @@ def test_a_shorter_program_is_the_beginning_of_a_longer_one() -> None:
 
 
 def test_calls_without_their_dispatch_are_dropped() -> None:
-    calls = [Call(1, "dispatch"), Call(2, "dispatch"), Call(3, "combine", 1), Call(4, "combine", 2)]
+    calls = [
+        ProgramCall(1, "dispatch"),
+        ProgramCall(2, "dispatch"),
+        ProgramCall(3, "combine", 1),
+        ProgramCall(4, "combine", 2),
+    ]
     assert kept(calls, {2, 3, 4}) == [calls[1], calls[3]]
     assert without(calls, [calls[0]]) == [calls[1], calls[3]]
 
@@ -141,7 +156,7 @@ def test_data_of_calls_ranks_and_purposes_differ() -> None:
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (5, 7)])
 def test_x_has_its_values_in_every_layout(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for layout in ("fresh", "offset", "odd strides", "lazy"):
-        values = data().payload(Form(dtype, shape[1], layout), shape[0], 1).values
+        values = data().payload(PayloadForm(dtype, shape[1], layout), shape[0], 1).values
         x = laid_out_x(values, layout, CPU)
         assert x.is_contiguous()
         same(layout, x.resolve_conj().resolve_neg(), values)
@@ -152,7 +167,7 @@ def test_x_has_its_values_in_every_layout(dtype: torch.dtype, shape: tuple[int, 
 def test_scales_have_their_values_in_every_layout(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     strides = set()
     for layout in ("rows", "columns", "padded columns", "gaps", "expanded", "offset"):
-        form = Form(torch.uint8, 4, "fresh", dtype, shape[1], layout)
+        form = PayloadForm(torch.uint8, 4, "fresh", dtype, shape[1], layout)
         scales = data().payload(form, shape[0], 0).scales
         assert scales is not None
         laid_out = laid_out_scales(scales, layout, CPU)

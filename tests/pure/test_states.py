@@ -10,13 +10,13 @@ import pytest
 
 from deep_ep.tools import cli
 from deep_ep.tools.soak.states import command, low_latency, one_hop, two_hops
-from deep_ep.tools.soak.states.explore import Label, Model, Result, State, Step, Violation, explore, is_path
-from deep_ep.tools.soak.states.low_latency import SILENT, LowLatency
-from deep_ep.tools.soak.states.one_hop import COMBINE, FULL, WORST_CASE, OneHop, draws, memories
-from deep_ep.tools.soak.states.ranks import DIRECT, GIVE_UP, KILL, RAISE, Drawn
+from deep_ep.tools.soak.states.explore import Label, Model, SearchResult, State, Step, Violation, explore, is_path
+from deep_ep.tools.soak.states.low_latency import SILENT, LowLatencyModel
+from deep_ep.tools.soak.states.one_hop import COMBINE, FULL, WORST_CASE, OneHopModel, draws, memories
+from deep_ep.tools.soak.states.ranks import DIRECT, GIVE_UP, KILL, RAISE, DrawnCall
 from deep_ep.tools.soak.states.steps import step_label
-from deep_ep.tools.soak.states.suites import MODELS, Case, cases_of
-from deep_ep.tools.soak.states.two_hops import TwoHops
+from deep_ep.tools.soak.states.suites import MODELS, SearchCase, cases_of
+from deep_ep.tools.soak.states.two_hops import TwoHopsModel
 
 # The explorer --------------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class Locks:
             raise Violation("somebody has not ended")
 
 
-def texts(result: Result) -> list[str]:
+def texts(result: SearchResult) -> list[str]:
     return [str(label) for label in result.path]
 
 
@@ -122,7 +122,7 @@ def test_the_protocol_holds(name: str) -> None:
         assert result.num_states > 1000, case.title
 
 
-def find(model: Model) -> Result:
+def find(model: Model) -> SearchResult:
     result = explore(model)
     assert result.violation is not None, "the defect is not found"
     assert result.path
@@ -135,7 +135,7 @@ def test_defects_of_one_hop_are_found(defect: str) -> None:
     few = [memory for memory in memories(2) if not is_about_leaving or memory == (DIRECT, DIRECT)]
     calls = 1 if is_about_leaving else 3
     choices = [draws((FULL, WORST_CASE, COMBINE), few)] * calls
-    find(OneHop(2, choices, (RAISE,) if is_about_failure else (), defect))
+    find(OneHopModel(2, choices, (RAISE,) if is_about_failure else (), defect))
 
 
 @pytest.mark.parametrize("defect", low_latency.DEFECTS)
@@ -151,23 +151,23 @@ def test_defects_of_low_latency_are_found(defect: str) -> None:
     elif "at once" in defect or "verdict" in defect:
         kinds, num_ranks = "dd", 3
     faults = (SILENT, KILL) if is_about_masks else ()
-    find(LowLatency(num_ranks, [low_latency.KIND_OF[kind] for kind in kinds], faults, is_about_masks, defect))
+    find(LowLatencyModel(num_ranks, [low_latency.KIND_OF[kind] for kind in kinds], faults, is_about_masks, defect))
 
 
 @pytest.mark.parametrize("defect", two_hops.DEFECTS)
 def test_defects_of_two_hops_are_found(defect: str) -> None:
     if defect in ("failure not looked at behind the sum", "caller does not wait for the comm stream"):
         kind = COMBINE if "sum" in defect else FULL
-        model = TwoHops(2, 1, [[Drawn(kind, (DIRECT, DIRECT))]], (GIVE_UP,), defect)
+        model = TwoHopsModel(2, 1, [[DrawnCall(kind, (DIRECT, DIRECT))]], (GIVE_UP,), defect)
         model.waits_for_comm_stream = False  # nodes of one rank have no peer whose rows are summed and overwritten
         find(model)
         return
     choices = [draws((FULL, WORST_CASE), [(DIRECT, DIRECT)])]
-    find(TwoHops(2, 1, choices, (RAISE,) if "told" in defect else (), defect))
+    find(TwoHopsModel(2, 1, choices, (RAISE,) if "told" in defect else (), defect))
 
 
 def test_a_defect_is_told_step_by_step() -> None:
-    result = find(OneHop(2, [[Drawn(FULL, (DIRECT, DIRECT))]], (), "signal before data"))
+    result = find(OneHopModel(2, [[DrawnCall(FULL, (DIRECT, DIRECT))]], (), "signal before data"))
     assert "rank 1: signal READY(0) of call 1" in texts(result)
     assert texts(result)[-1] == "rank 0: wait READY(0) of call 1"
     assert result.violation == "rank 0 ends call 1 well, with rows that are nobody's in its result"
@@ -202,7 +202,7 @@ def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.Capture
 def test_the_command_shows_the_path_to_a_violation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = Case("wrong", lambda: LowLatency(2, [low_latency.DISPATCH], (), defect="signal before data"))
+    wrong = SearchCase("wrong", lambda: LowLatencyModel(2, [low_latency.DISPATCH], (), defect="signal before data"))
     monkeypatch.setattr(command, "cases_of", lambda *_: [wrong, wrong])
     assert cli.main(["soak", "--states", "low-latency"]) == 1
     out = capsys.readouterr().out

@@ -11,7 +11,7 @@ import pytest
 
 from deep_ep.config import Config, combine_config, dispatch_config
 from deep_ep.engine.cuda.shapes import Shapes, load_shapes
-from deep_ep.kernels.put import Shape
+from deep_ep.kernels.put import LaunchShape
 from deep_ep.tools.bench import tune_report
 from deep_ep.tools.bench.inputs import Setting
 from deep_ep.tools.bench.tune import FIELDS, candidates
@@ -51,8 +51,8 @@ def test_without_a_file_there_are_defaults(monkeypatch: pytest.MonkeyPatch):
 
 def test_shapes_of_the_next_larger_group(tuned: Callable):
     tuned({"shapes": {"4": {"put": SHAPE}, "8": {"bounded_pull": SHAPE}}})
-    assert load_shapes(3) == load_shapes(4) == Shapes(put=Shape(48, 2048, 8))
-    assert load_shapes(8) == load_shapes(16) == Shapes(bounded_pull=Shape(48, 2048, 8))
+    assert load_shapes(3) == load_shapes(4) == Shapes(put=LaunchShape(48, 2048, 8))
+    assert load_shapes(8) == load_shapes(16) == Shapes(bounded_pull=LaunchShape(48, 2048, 8))
 
 
 # Configs -------------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_candidates_start_with_the_default_and_come_once(field: str):
 
 
 def test_the_best_shape_is_that_of_the_slowest_rank():
-    shapes = [Shape(16, 4096, 16), Shape(16, 2048, 8), Shape(16, 1024, 4)]
+    shapes = [LaunchShape(16, 4096, 16), LaunchShape(16, 2048, 8), LaunchShape(16, 1024, 4)]
     times = [
         {"16 x 4096 x 16": [3.0, 3.0, 9.0], "16 x 2048 x 8": [1.0, 1.0, 1.0], "16 x 1024 x 4": [2.0, 2.0, 2.0]},
         {"16 x 4096 x 16": [1.0, 1.0, 1.0], "16 x 2048 x 8": [4.0, 4.0, 4.0], "16 x 1024 x 4": [2.0, 2.5, 2.0]},
@@ -128,7 +128,7 @@ def test_the_best_shape_is_that_of_the_slowest_rank():
 
 
 def test_what_tune_writes_is_what_load_shapes_reads(tuned: Callable):
-    best = Shape(32, 2048, 16)
+    best = LaunchShape(32, 2048, 16)
     tried = [tune_report.Tried(field, [getattr(Shapes(), field), best], [2e-3, 1e-3]) for field in FIELDS]
     before = {"shapes": {"2": {"put": SHAPE}}, "dispatch_config": {"2": [5, 256, 6, 128]}, "runs": {"2": {}}}
     facts = {"gpu": "NVIDIA H200", "torch": "2.11"}
@@ -138,7 +138,7 @@ def test_what_tune_writes_is_what_load_shapes_reads(tuned: Callable):
     assert content["runs"]["8"]["setting"]["num_sms"] == 16
     tuned(content)
     assert load_shapes(8) == Shapes(*[best] * len(FIELDS))
-    assert load_shapes(2) == Shapes(put=Shape(48, 2048, 8))  # what was there stays
+    assert load_shapes(2) == Shapes(put=LaunchShape(48, 2048, 8))  # what was there stays
     assert dispatch_config(2, 20) == Config(20, 5, 256, 6, 128)
 
 

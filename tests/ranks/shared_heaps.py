@@ -1,7 +1,7 @@
 """A stand-in for NVSHMEM between processes, under Triton's interpreter: all ranks of a host map each other's memory.
 
-A rank's function calls `stand_in()` before it makes a buffer. Then the engine is that of GPUs with NVSHMEM: couriers
-that are kernels, near ranks that are addressed, and far ones that are not.
+A rank's function calls `stand_in()` before it makes a buffer. Then the engine is that of GPUs with NVSHMEM: proxies
+that are kernels, local ranks that are addressed, and remote ones that are not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from deep_ep.buffers import engines
 from deep_ep.engine.low_latency import geometry
-from deep_ep.kernels import _nvshmem, carry
-from deep_ep.kernels.low_latency import carry as low_latency_carry
+from deep_ep.kernels import _nvshmem, send
+from deep_ep.kernels.low_latency import remote_copy as low_latency_copy
 from deep_ep.transport.device import Part
 from deep_ep.transport.interpreted import InterpretedMemory
 
@@ -72,7 +72,7 @@ def stand_in(has_small_copies: bool = True) -> None:
     """From now on buffers of this process are made with it.
 
     Args:
-        has_small_copies: Copies of far memory are no larger than they are where buffers are large.
+        has_small_copies: Copies of remote memory are no larger than they are where buffers are large.
     """
     if has_small_copies:
         geometry._LEAST_COPY_BYTES = 0
@@ -84,6 +84,6 @@ def stand_in(has_small_copies: bool = True) -> None:
         return engines._Whole(heaps, range(control.num_ranks))
 
     engines._whole_memory = memory
-    for module in (carry, low_latency_carry):
+    for module in (send, low_latency_copy):
         for name in ("fence", "quiet"):
             setattr(module, name, lambda: None)  # a store of this machine is seen behind those before it

@@ -13,7 +13,7 @@ import torch
 from deep_ep.errors import EPError, EPUnsupported
 from deep_ep.tools.bench import cli
 from deep_ep.tools.bench.cases import Case, check_outputs
-from deep_ep.tools.bench.core import GLOO, PRODUCT, Variant
+from deep_ep.tools.bench.core import GLOO, PRODUCT, BenchVariant
 from deep_ep.tools.bench.inputs import Setting
 from deep_ep.tools.bench.normal import titles_of
 
@@ -103,8 +103,8 @@ def test_a_gpu_that_is_not_there_is_missed_at_once():
 
 def test_a_peer_that_delivers_something_else_is_not_timed():
     rows = torch.arange(6)
-    product = Variant(PRODUCT, lambda: rows, lambda result: [result])
-    peer = Variant(GLOO, lambda: rows.flip(0), lambda result: [result])
+    product = BenchVariant(PRODUCT, lambda: rows, lambda result: [result])
+    peer = BenchVariant(GLOO, lambda: rows.flip(0), lambda result: [result])
     check_outputs(Case(48, [product]), "x", 0, 2)
     with pytest.raises(EPError, match=r"gloo_preallocated and deep_ep must deliver the same.*rank 0/2"):
         check_outputs(Case(48, [product, peer]), "x", 0, 2)

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from deep_ep.kernels.put import Shape
+from deep_ep.kernels.put import LaunchShape
 from deep_ep.launch import RankFailed, run_ranks
 from deep_ep.tools.bench.cases import Note
 from deep_ep.tools.bench.core import ADD, FLOOR, PRODUCT, WAITS, clock_name
@@ -98,7 +98,7 @@ def _run_with_wrong_rows(rank: int, num_ranks: int, setting: Setting, news: Conn
 
 def test_shapes_are_tried_in_the_calls_that_use_them(device: str, news: tuple[Connection, Connection]):
     here, there = news
-    plan = {field: [Shape(1, 32, 1), Shape(2, 64, 2)] for field in ("put", "bounded_pull", "copy")}
+    plan = {field: [LaunchShape(1, 32, 1), LaunchShape(2, 64, 2)] for field in ("put", "bounded_pull", "copy")}
     few = dataclasses.replace(setting(device), num_rounds=1)
     results = run_ranks(tune_rank, 2, few, plan, there, env=env(device))
     for result in results:

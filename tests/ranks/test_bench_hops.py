@@ -94,7 +94,7 @@ def _check_bytes(given: Setting, rank: int, num_ranks: int, parts: dict[str, Hop
     num_out = tokens_to(given, rank, num_ranks, range(far, far + size))
     num_in = tokens_to(given, other, num_ranks, range(near, near + size))
     record, ids = 4 * relay.relay_record_words(size, NUM_TOPK), NUM_TOPK * (8 + 4)
-    dispatched, combined = (NUM_TOKENS + num_rows + 2 * landed for landed in (num_in, num_out))
+    dispatched, combined = (NUM_TOKENS + num_rows + 2 * arrived for arrived in (num_in, num_out))
     expected = {
         "cached-bf16": (dispatched * ROW, num_out * ROW, num_out * ROW),
         "dispatch-bf16": (dispatched * (ROW + ids), num_out * ROW, num_out * (ROW + record)),

@@ -23,7 +23,7 @@ from deep_ep.tools.bench.inputs import Setting
 from deep_ep.tools.bench.low_latency import reason_to_skip
 from deep_ep.tools.bench.low_latency_calls import OPERATIONS, Bytes, bytes_of, of_receive, of_send
 from deep_ep.tools.bench.low_latency_cases import low_latency_titles, run_low_latency_cases
-from deep_ep.tools.bench.low_latency_work import Work
+from deep_ep.tools.bench.low_latency_work import LowLatencyWork
 
 TINY = ["--tokens", "6", "--hidden", "264", "--topk", "3", "--experts", "8", "--rounds", "2"]
 INTERPRETED = {"DEEP_EP_TRANSPORT": "interpreted", "TRITON_INTERPRET": "1"}
@@ -131,7 +131,7 @@ def _run_with_wrong_rows(rank: int, num_ranks: int, setting: Setting, news: Conn
 
 
 def test_the_floor_in_bytes():
-    work = Work(Setting(num_tokens=128), 0, 8, None, None)  # type: ignore[arg-type]
+    work = LowLatencyWork(Setting(num_tokens=128), 0, 8, None, None)  # type: ignore[arg-type]
     tokens, fp8, bf16 = 128 * 14336, 1024 * (7168 + 4 * 56), 1024 * 14336
     assert bytes_of("dispatch", work) == Bytes(fp8, tokens + fp8, 2 * fp8)
     assert bytes_of("combine", work) == Bytes(bf16, 2 * bf16, bf16 + tokens)
@@ -179,7 +179,7 @@ def test_the_table_shows_the_tail_and_says_what_the_floor_is():
     eager = replace(in_graph, case="dispatch", times={**times, **{name: [[s]] for name, s in callers.items()}})
     rows = [eager, in_graph, Measured("both", 3, skipped="no")]
     titles = low_latency_titles("cuda")
-    one = report.Report("low-latency", "command", "shape", {"num_in_row": 20}, machine, titles, rows)
+    one = report.BenchReport("low-latency", "command", "shape", {"num_in_row": 20}, machine, titles, rows)
     assert one.marker == "low-latency gpu"
     tail, end = "250 | 200 | 297 | 50.0", "28.0 | 5.00 [4.50, 5.50] |"
     markdown = report.markdown_table(one)

@@ -224,7 +224,7 @@ def test_a_rank_that_cannot_take_connections_is_named() -> None:
 
 INTERPRETED = [
     "transport.interpreted:bytes_tensor",
-    "transport.courier:MessageCourier",  # when others are in a joint step inside of this one
+    "transport.proxy:MessageProxy",  # when others are in a joint step inside of this one
     "engine.relays.couriers:_host_memory",
     "buffers.legacy:registry.register",
 ]

@@ -82,13 +82,11 @@ def damaged(rank: int, num_ranks: int) -> dict[str, tuple[str, str, float]]:
         buffer = low_latency.make_buffer(num_ranks, CASE, limit_secs=LIMIT_SECS, num_nvl_bytes=1 << 20)
         send = Link.send
 
-        def other(
-            self: Link, one: int, epoch: int, place: int, what: Any, topic=topic, change=change, send=send
-        ) -> None:
+        def other(self: Link, one: int, epoch: int, tag: int, what: Any, topic=topic, change=change, send=send) -> None:
             if one == topic:
                 pieces = what.pieces if isinstance(what, Pieces) else [what.view()]
                 what = Pieces([memoryview(change(b"".join(bytes(piece) for piece in pieces)))])
-            send(self, one, epoch, place, what)
+            send(self, one, epoch, tag, what)
 
         begin = time.monotonic()
         with mock.patch.object(Link, "send", other) if rank == 1 else mock.MagicMock():

@@ -100,7 +100,7 @@ def test_a_transport_is_asked_with_a_group(monkeypatch: pytest.MonkeyPatch) -> N
         return f"it needs more than {dist.get_world_size()} rank"
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(transports, "WAYS", (*transports.WAYS, transports.Way("new", "ranks", why_not)))
+    monkeypatch.setattr(transports, "WAYS", (*transports.WAYS, transports.TransportProbe("new", "ranks", why_not)))
     found = transports.look_at_transports()[-1]
     assert asked[0] is not None
     assert not dist.is_initialized()

@@ -14,7 +14,7 @@ from deep_ep.tools import cli
 from deep_ep.tools.soak import fault_program, fault_runs
 from deep_ep.tools.soak.fault_program import Account
 from deep_ep.tools.soak.fault_runs import run_plan
-from deep_ep.tools.soak.plans import Plan
+from deep_ep.tools.soak.plans import FaultPlan
 
 pytestmark = pytest.mark.cpu_only
 
@@ -33,11 +33,11 @@ PLANS = [
 
 @pytest.mark.parametrize("line", PLANS)
 def test_a_plan(device: str, line: str) -> None:
-    result = run_plan(Plan.parse(line))
+    result = run_plan(FaultPlan.parse(line))
     assert not result.wrong, result
 
 
-def wrong_rows(rank: int, num_ranks: int, plan: Plan, news: Connection, folder: str) -> Account:
+def wrong_rows(rank: int, num_ranks: int, plan: FaultPlan, news: Connection, folder: str) -> Account:
     """Rank 0 receives a wrong row, and forgets to close its buffer."""
     right = fault_program.tokens_of
 
@@ -69,7 +69,7 @@ def test_a_failure_is_told_with_the_line_that_replays_it(
     assert json.loads(path.read_text())["failures"][0]["plan"] == line
 
 
-def hang(rank: int, num_ranks: int, plan: Plan, news: Connection, folder: str) -> Account:
+def hang(rank: int, num_ranks: int, plan: FaultPlan, news: Connection, folder: str) -> Account:
     fault_program._DUMP_SECS = 0.7
     if rank == 0:
         fault_program._go_on = lambda _: signal.pause()  # type: ignore[assignment]
@@ -79,7 +79,7 @@ def hang(rank: int, num_ranks: int, plan: Plan, news: Connection, folder: str) -
 def test_a_hang_is_told_with_the_stacks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_runs, "play_plan", hang)
     monkeypatch.setattr(fault_runs, "HANG_SECS", 4.0)
-    result = run_plan(Plan.parse("RAISE rank=1 at=call:before-offered ranks=2"))
+    result = run_plan(FaultPlan.parse("RAISE rank=1 at=call:before-offered ranks=2"))
     assert "did not end within 4 s" in result.wrong[0]
     assert "in hang" in result.stacks
     assert "in _play" in result.stacks
@@ -89,7 +89,7 @@ def test_plans_are_drawn_for_the_topology_and_printed_as_json(
     device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     played = []
-    monkeypatch.setattr(fault_runs, "run_plan", lambda plan: played.append(plan) or fault_runs.Result(plan, []))
+    monkeypatch.setattr(fault_runs, "run_plan", lambda plan: played.append(plan) or fault_runs.PlanResult(plan, []))
     assert cli.main(["soak", "--faults", "5", "--ranks", "4", "--ranks-per-node", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_plans"] == 5
     assert {(plan.ranks, plan.per_node) for plan in played} == {(4, 2)}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from common import error_of, run_ranks
 from deep_ep import Buffer, EPOverflow, reference
 from deep_ep.kernels import _triton
-from deep_ep.tools.soak import Limits, Report, soak_rank
+from deep_ep.tools.soak import Limits, SoakReport, soak_rank
 
 pytestmark = [
     pytest.mark.cpu_only,
@@ -58,7 +58,7 @@ def round_trip(buffer: Buffer, **sizes: int) -> torch.Tensor:
 # Right calls ---------------------------------------------------------------------------------------------------------
 
 
-def soak(rank: int, num_ranks: int, seed: int, num_calls: int) -> Report:
+def soak(rank: int, num_ranks: int, seed: int, num_calls: int) -> SoakReport:
     return soak_rank(rank, num_ranks, seed, num_calls, Limits(tokens=9, hidden=24, topk=4, has_subnormals=False))
 
 

@@ -56,7 +56,7 @@ def tamper(rank: int, num_ranks: int) -> list[str]:
     def with_item(items: tuple, index: int, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple:
         return (*items[:index], change(items[index].clone()), *items[index + 1 :])
 
-    def far_slot(slots: torch.Tensor) -> torch.Tensor:
+    def remote_slot(slots: torch.Tensor) -> torch.Tensor:
         slots[slots >= 0] += 1_000_000
         return slots
 
@@ -74,8 +74,8 @@ def tamper(rank: int, num_ranks: int) -> list[str]:
     ]
     if per_node is None:
         wrong += [
-            lambda: buffer.dispatch(x, with_item(handle, 5, far_slot)),
-            lambda: buffer.combine(recv_x, with_item(handle, 5, far_slot)),
+            lambda: buffer.dispatch(x, with_item(handle, 5, remote_slot)),
+            lambda: buffer.combine(recv_x, with_item(handle, 5, remote_slot)),
             lambda: buffer.combine(recv_x, with_item(handle, 5, lambda slots: slots.fill_(-1))),
         ]
     texts = []

@@ -137,7 +137,9 @@ def test_normal_and_low_latency_calls_at_random() -> None:
 
 
 def crossing(rank: int, num_ranks: int) -> tuple[list[int], dict[str, list[int]]]:
-    """Calls whose tokens have several experts on a far rank; how many rows must cross there and back, and what did."""
+    """Calls whose tokens have several experts on a remote rank; how many rows must cross there and back, and what
+    did.
+    """
     case = Case(experts_per_rank=4, max_tokens=32, hidden=2048, topk=6, num_tokens=32, kind="noise")
     buffer = make_buffer(num_ranks, case)
     every = [inputs(one, num_ranks, case) for one in range(num_ranks)]
@@ -166,7 +168,7 @@ def crossing(rank: int, num_ranks: int) -> tuple[list[int], dict[str, list[int]]
     return [there, back], {name: [b - a for a, b in pairwise(values)] for name, values in crossed.items()}
 
 
-def test_a_token_crosses_once_for_each_far_rank() -> None:
+def test_a_token_crosses_once_for_each_remote_rank() -> None:
     for (there, back), crossed in run_nodes(crossing, 4, 2):
         assert crossed["messages"] == [2, 2, 2]
         dispatched, combined, compressed = crossed["bytes"]
@@ -259,7 +261,9 @@ def test_masks_and_ranks_that_leave() -> None:
 
 
 def stopped_peer(rank: int, num_ranks: int) -> list[int]:
-    """Far rank 1 is stopped until the others have masked it. What they sent before is good, and nothing comes later."""
+    """Remote rank 1 is stopped until the others have masked it. What they sent before is good, and nothing comes
+    later.
+    """
     one_round(make_buffer(num_ranks, CASE), rank, 0)  # what a process does only once takes longer
     buffer = make_buffer(num_ranks, CASE, enable_shrink=True, limit_secs=LIMIT_SECS)
     one_round(buffer, rank, 0)
@@ -330,7 +334,7 @@ def killed_halfway(rank: int, num_ranks: int) -> list[str]:
     buffer = make_buffer(num_ranks, CASE, enable_shrink=True)
     one_round(buffer, rank, 0)
     if rank == 1:
-        die_at(buffer, "low-latency dispatch: near sent")
+        die_at(buffer, "low-latency dispatch: local sent")
     masked = [set(), set(), {1}, {1}]
     this = Round(rank, num_ranks, 1, masked)
     with warnings.catch_warnings(record=True) as caught:
@@ -379,7 +383,7 @@ def _raise(point: str) -> None:
     raise KeyError("an accident")
 
 
-def test_what_goes_wrong_on_a_far_rank_goes_wrong_for_all() -> None:
+def test_what_goes_wrong_on_a_remote_rank_goes_wrong_for_all() -> None:
     for rank, ((kind, text), (accident, why)) in enumerate(run_nodes(accidents, 4, 2)):
         assert kind in ("EPError", "EPPeerFailed")
         assert "all ranks must make the same call" in text

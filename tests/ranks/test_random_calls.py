@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from deep_ep.launch import run_ranks
-from deep_ep.tools.soak import Report, soak_rank
+from deep_ep.tools.soak import SoakReport, soak_rank
 
 # Arena limits of the four ranks, in bytes (0: none). Small ones force staging, on all ranks or on some.
 ARENAS = {
@@ -27,7 +27,7 @@ SMALL = [name for name in ARENAS if name != "free"]  # only the CPU stages
 
 def limited_soak(
     rank: int, num_ranks: int, limits: tuple[int, ...], posted: tuple[int, ...], seed: int, num_calls: int
-) -> Report:
+) -> SoakReport:
     os.environ["DEEP_EP_ARENA_BYTES"] = str(limits[rank % len(limits)])
     os.environ["DEEP_EP_POSTED_BYTES"] = str(posted[rank % len(posted)])
     return soak_rank(rank, num_ranks, seed, num_calls)

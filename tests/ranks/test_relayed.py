@@ -21,9 +21,9 @@ from internode import (
     dispatch,
     edges,
     equal,
-    far_env,
     make_buffer,
     make_world,
+    remote_env,
     round_trip,
     several,
     whole_test,
@@ -61,7 +61,7 @@ def carried(rank: int, num_ranks: int, transport: str) -> None:
 
 
 def test_every_token_crosses_once(device: str, transport: str) -> None:
-    run_ranks(carried, 4, transport, env=far_env(device, transport, 4, 2))
+    run_ranks(carried, 4, transport, env=remote_env(device, transport, 4, 2))
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (2, 4), (4, 2), (4, 1)])
@@ -74,12 +74,12 @@ def test_everything_that_deepeps_own_test_checks(device: str, transport: str, sh
         pytest.skip("as many ranks do not start NVSHMEM on one GPU")
     ways: Any = list(product((False, True), repeat=2)) if device == "cuda" and shape == (2, 2) else None
     most_cases = 1 if device == "cpu" else None
-    environment = far_env(device, transport, num_ranks, size)
+    environment = remote_env(device, transport, num_ranks, size)
     run_ranks(whole_test, num_ranks, size, torch.int64, ways, most_cases, env=environment)
 
 
 def test_edges(device: str, transport: str) -> None:
-    run_ranks(several, 2, (edges, 1), env=far_env(device, transport, 2, 1))
+    run_ranks(several, 2, (edges, 1), env=remote_env(device, transport, 2, 1))
 
 
 def tight(rank: int, num_ranks: int) -> None:
@@ -99,21 +99,21 @@ def tight(rank: int, num_ranks: int) -> None:
 
 
 def test_a_rank_relays_more_rows_than_it_makes_room_for(device: str, transport: str) -> None:
-    run_ranks(tight, 4, env=far_env(device, transport, 4, 2))
+    run_ranks(tight, 4, env=remote_env(device, transport, 4, 2))
 
 
 def growing(rank: int, num_ranks: int) -> None:
-    """Rows that do not fit into far memory: a full dispatch makes room for them, other calls say what to do."""
+    """Rows that do not fit into remote memory: a full dispatch makes room for them, other calls say what to do."""
     buffer = make_buffer(limit_secs=60.0, num_nvl_bytes=64 << 20)
-    half = buffer._engine._ops.far.half_bytes
+    half = buffer._engine._ops.remote.half_bytes
     narrow = make_world(num_ranks, 1, num_tokens=3)
     round_trip(buffer, narrow)
-    assert buffer._engine._ops.far.half_bytes == half
+    assert buffer._engine._ops.remote.half_bytes == half
     hidden = half // 2 // 5
     wide = make_world(num_ranks, 1, num_tokens=9, hidden=hidden)
     recv_x, *_, handle, _ = dispatch(buffer, wide)
     equal(recv_x, wide.dispatched()[rank].recv_x)
-    assert buffer._engine._ops.far.half_bytes > half
+    assert buffer._engine._ops.remote.half_bytes > half
     equal(buffer.combine(recv_x, handle)[0], combined(wide, rank))
     round_trip(buffer, narrow)
     wider = make_world(num_ranks, 1, num_tokens=9, hidden=4 * hidden)
@@ -122,10 +122,10 @@ def growing(rank: int, num_ranks: int) -> None:
     assert error_of(lambda: round_trip(buffer, narrow))[0] == "EPClosed"
 
 
-def test_far_memory_grows(device: str, transport: str) -> None:
+def test_remote_memory_grows(device: str, transport: str) -> None:
     if device == "cpu":
         pytest.skip("it takes a minute in the interpreter")
-    run_ranks(growing, 2, env=far_env(device, transport, 2, 1))
+    run_ranks(growing, 2, env=remote_env(device, transport, 2, 1))
 
 
 # When something goes wrong -------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def different(rank: int, num_ranks: int) -> tuple[str, str]:
 
 
 def test_a_rank_of_another_node_that_calls_something_else_is_named(device: str, transport: str) -> None:
-    for kind, text in run_ranks(different, 2, env=far_env(device, transport, 2, 1)):
+    for kind, text in run_ranks(different, 2, env=remote_env(device, transport, 2, 1)):
         assert kind == "EPError"
         assert "all ranks must make the same call" in text
         assert "hidden" in text
@@ -186,7 +186,7 @@ def test_a_silent_rank_is_named_on_all_nodes(device: str, transport: str, when: 
     if device == "cpu" and transport != "message":
         pytest.skip("a rank that is killed is silent, too, where there is no connection: below")
     limit_secs = 8.0 if device == "cpu" else 4.0
-    results = run_ranks(silent, 4, when, limit_secs, env=far_env(device, transport, 4, 2))
+    results = run_ranks(silent, 4, when, limit_secs, env=remote_env(device, transport, 4, 2))
     for rank, (kind, text, elapsed) in enumerate(results[:3]):
         assert kind == "EPTimeout", text
         assert "rank 3 " in text or "ranks 3" in text, (rank, text)
@@ -203,7 +203,7 @@ def killed(rank: int, num_ranks: int) -> tuple[str, str]:
 
 
 def test_a_killed_rank_is_named_on_all_nodes(device: str, transport: str) -> None:
-    results = run_ranks(killed, 4, env=far_env(device, transport, 4, 2), may_die=[3])
+    results = run_ranks(killed, 4, env=remote_env(device, transport, 4, 2), may_die=[3])
     for kind, text in results[:3]:
         assert kind in ("EPTimeout", "EPError"), text
         assert "rank 3" in text, text
@@ -220,7 +220,7 @@ def no_room(rank: int, num_ranks: int) -> list[tuple[str, str]]:
 
 
 def test_a_full_window_is_an_error_on_all_ranks(device: str, transport: str) -> None:
-    limited = {**far_env(device, transport, 2, 1), "DEEP_EP_ARENA_BYTES": "8192"}
+    limited = {**remote_env(device, transport, 2, 1), "DEEP_EP_ARENA_BYTES": "8192"}
     results = run_ranks(no_room, 2, env=limited)
     assert any(first[0] == "EPTransportError" and "larger num_nvl_bytes" in first[1] for first, _ in results)
     for first, second in results:

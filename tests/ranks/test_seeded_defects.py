@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deep_ep.engine import parcel
+from deep_ep.engine import payload
 from deep_ep.engine.cpu import combine, dispatch, posted
 from deep_ep.engine.cpu.call import Call, Chain
 from deep_ep.engine.low_latency.direct import DirectLowLatency
@@ -87,7 +87,7 @@ def scales_of_another_row() -> None:
     for name in ("outgoing_parts", "posted_parts"):
         right = getattr(dispatch, name)
 
-        def wrong(payload: parcel.Payload, routing: Any, right: Callable = right) -> Any:
+        def wrong(payload: payload.Payload, routing: Any, right: Callable = right) -> Any:
             if payload.scales is not None:  # its neighbour is itself where there is but one
                 payload = replace(payload, scales=payload.scales[[-1, *range(len(payload.scales) - 1)]])
             return right(payload, routing)
@@ -97,15 +97,15 @@ def scales_of_another_row() -> None:
 
 def stale_id_behind_the_worst_case() -> None:
     """Behind the rows that came, ids stay what they were."""
-    make_local = parcel.make_local
+    make_local = payload.make_local
 
-    def make_less_local(unpacked: parcel.Unpacked, num_rows: int, *sizes: int) -> None:
+    def make_less_local(unpacked: payload.Unpacked, num_rows: int, *sizes: int) -> None:
         before = None if unpacked.topk_idx is None else unpacked.topk_idx[num_rows:].clone()
         make_local(unpacked, num_rows, *sizes)
         if unpacked.topk_idx is not None and before is not None:
             unpacked.topk_idx[num_rows:] = before
 
-    for module in (parcel, dispatch):
+    for module in (payload, dispatch):
         if hasattr(module, "make_local"):
             module.make_local = make_less_local
 

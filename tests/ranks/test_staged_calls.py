@@ -12,7 +12,7 @@ import torch.distributed as dist
 from common import error_of, run_ranks
 from deep_ep import Buffer, reference
 from deep_ep.kernels import _triton
-from deep_ep.tools.soak import Limits, Report, soak_rank
+from deep_ep.tools.soak import Limits, SoakReport, soak_rank
 from deep_ep.tools.soak.checks import same
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
@@ -198,7 +198,7 @@ def test_many_rounds(device: str, num_tokens: list[int]) -> None:
     assert len({numbers["rounds"] for numbers in results}) == 1
 
 
-def soak(rank: int, num_ranks: int, seed: int, num_calls: int) -> Report:
+def soak(rank: int, num_ranks: int, seed: int, num_calls: int) -> SoakReport:
     return soak_rank(rank, num_ranks, seed, num_calls, Limits(tokens=9, hidden=24, topk=4, has_subnormals=False))
 
 

@@ -18,7 +18,7 @@ import deep_ep
 from common import NOTHING_POSTED, error_of, run_ranks
 from deep_ep.tools.soak.states import low_latency
 from deep_ep.tools.soak.states import trace as states
-from deep_ep.tools.soak.states.trace import Event, Trace, recording
+from deep_ep.tools.soak.states.trace import Event, StepTrace, recording
 from internode import dispatch as dispatch_world
 from internode import layout_arguments, make_world, nodes_of, topk_arguments
 from internode import make_buffer as make_rails_buffer
@@ -30,7 +30,7 @@ STAGED = {**NOTHING_POSTED, "DEEP_EP_ARENA_BYTES": "256"}
 
 
 @contextmanager
-def disturbed(buffer: deep_ep.Buffer, seed: int) -> Iterator[Trace]:
+def disturbed(buffer: deep_ep.Buffer, seed: int) -> Iterator[StepTrace]:
     """Record the calls of a buffer, in whose steps this rank is late now and then: other interleavings come up."""
     late = random.Random(seed)
 
@@ -43,7 +43,7 @@ def disturbed(buffer: deep_ep.Buffer, seed: int) -> Iterator[Trace]:
         yield trace
 
 
-def all_calls(rank: int, num_ranks: int) -> tuple[Trace, dict[str, int]]:
+def all_calls(rank: int, num_ranks: int) -> tuple[StepTrace, dict[str, int]]:
     """Each kind of call twice, in one order, and then another one; a worst-case dispatch also with too many rows."""
     buffer = deep_ep.Buffer(dist.group.WORLD, 0, explicitly_destroy=True)
     generator = torch.Generator().manual_seed(rank)
@@ -72,19 +72,19 @@ def all_calls(rank: int, num_ranks: int) -> tuple[Trace, dict[str, int]]:
     return trace, calls
 
 
-def swapped(trace: Trace, place: int) -> Trace:
+def swapped(trace: StepTrace, place: int) -> StepTrace:
     """With two steps in the other order."""
     events = list(trace.events)
     events[place : place + 2] = reversed(events[place : place + 2])
     return trace._replace(events=events)
 
 
-def without(trace: Trace, place: int) -> Trace:
+def without(trace: StepTrace, place: int) -> StepTrace:
     """With a step left out."""
     return trace._replace(events=[*trace.events[:place], *trace.events[place + 1 :]])
 
 
-def require_sharp(traces: list[Trace], check: Callable[[list[Trace]], str | None]) -> None:
+def require_sharp(traces: list[StepTrace], check: Callable[[list[StepTrace]], str | None]) -> None:
     """Whatever step of a rank is missing, or changes places with the next, the rest is no path.
 
     Rows of a rail may come and go while other things are done.
@@ -112,7 +112,7 @@ def test_calls_of_one_node(path: str, env: dict[str, str]) -> None:
     require_sharp(traces, lambda traces: states.check_one_hop(traces, drawn))
 
 
-def mixed_memory(rank: int, num_ranks: int) -> Trace:
+def mixed_memory(rank: int, num_ranks: int) -> StepTrace:
     """One rank posts, one is staged, and one has room for all."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ({}, STAGED, NOTHING_POSTED)[rank].items():
@@ -133,7 +133,7 @@ def test_three_ranks_of_which_one_posts_and_one_is_staged() -> None:
 CASE = Case(max_tokens=4, hidden=128)
 
 
-def two_in_flight(rank: int, num_ranks: int) -> tuple[Trace, list[str]]:
+def two_in_flight(rank: int, num_ranks: int) -> tuple[StepTrace, list[str]]:
     """Two micro-batches, with hooks called in another order on each rank; then whole rounds of other sizes."""
     small = CASE._replace(max_tokens=1)
     buffer = make_buffer(num_ranks, CASE)
@@ -180,7 +180,7 @@ def test_low_latency_with_two_in_flight() -> None:
 # Two hops ------------------------------------------------------------------------------------------------------------
 
 
-def calls_across(rank: int, num_ranks: int, ranks_per_node: int) -> Trace:
+def calls_across(rank: int, num_ranks: int, ranks_per_node: int) -> StepTrace:
     world = make_world(num_ranks, ranks_per_node, num_tokens=6)
     buffer = make_rails_buffer()
     routing = {**layout_arguments(buffer, world), **topk_arguments(world, buffer)}
@@ -215,7 +215,7 @@ def test_calls_of_two_nodes_of_two() -> None:
 
 def test_what_the_code_does_not_name_so_is_no_path() -> None:
     events = [Event("post header", 1)]
-    traces = [Trace(events, {1: "dispatch"}), Trace([], {1: "dispatch"})]
+    traces = [StepTrace(events, {1: "dispatch"}), StepTrace([], {1: "dispatch"})]
     told = states.check_one_hop(traces, states.drawn_of(traces))
     assert told is not None
     assert "rank 0 gets to post header of call 1" in told

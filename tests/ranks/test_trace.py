@@ -19,9 +19,9 @@ import deep_ep
 from common import NOTHING_POSTED, error_of, run_ranks
 from deep_ep import Buffer, Config
 from deep_ep.tools.report.figures import count
-from deep_ep.tools.report.load import LoadedTrace, Slice, load
+from deep_ep.tools.report.load import LoadedSlice, LoadedTrace, load
 from deep_ep.trace import CALL, COMM, DEVICE
-from internode import far_env
+from internode import remote_env
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -69,11 +69,11 @@ def normal_calls(rank: int, num_ranks: int, folder: Path | str) -> dict[str, Any
     return {**numbers, "experts": expert_counts, "rows_to": routing["num_tokens_per_rank"].tolist()}
 
 
-def calls_of(trace: LoadedTrace, rank: int, track: int = COMM) -> list[Slice]:
+def calls_of(trace: LoadedTrace, rank: int, track: int = COMM) -> list[LoadedSlice]:
     return [one for one in trace.files[rank].slices if one.kind == CALL and one.track == track]
 
 
-def parts_of(trace: LoadedTrace, rank: int, call: Slice) -> list[str]:
+def parts_of(trace: LoadedTrace, rank: int, call: LoadedSlice) -> list[str]:
     return [
         one.name
         for one in trace.files[rank].slices
@@ -81,11 +81,11 @@ def parts_of(trace: LoadedTrace, rank: int, call: Slice) -> list[str]:
     ]
 
 
-def partial_overlaps(trace: LoadedTrace) -> Iterator[tuple[Slice, Slice]]:
+def partial_overlaps(trace: LoadedTrace) -> Iterator[tuple[LoadedSlice, LoadedSlice]]:
     """Slices of a track that neither follow nor contain each other: the format has no place for them."""
     for file in trace.files:
         for track in file.tracks:
-            open_slices: list[Slice] = []
+            open_slices: list[LoadedSlice] = []
             for one in (one for one in file.slices if one.track == track):
                 while open_slices and open_slices[-1].end_us <= one.begin_us:
                     open_slices.pop()
@@ -121,7 +121,7 @@ def test_every_call_leaves_its_slices(path: str, tmp_path: Path):
         for call in calls:
             parts = parts_of(trace, rank, call)
             assert any(part.startswith("wait: ") for part in parts), (call.name, parts)
-            assert {"put rows", "post rows", "supply rows"} & set(parts), (call.name, parts)
+            assert {"put rows", "post rows", "provide rows"} & set(parts), (call.name, parts)
             if call.name != "cached dispatch" or path == "posted":  # else rows arrive where they stay
                 assert {"fetch rows", "unpack", "sum rows"} & set(parts), (call.name, parts)
         callers = [one.name for one in trace.files[rank].slices if one.track < COMM]
@@ -220,16 +220,16 @@ def relayed_calls(rank: int, num_ranks: int, folder: Path) -> None:
 
 def test_steps_across_nodes_on_the_device(device: str, transport: str, tmp_path: Path):
     """A first dispatch meets twice: it has guessed no room."""
-    run_ranks(relayed_calls, 2, tmp_path, env=far_env(device, transport, 2, 1))
+    run_ranks(relayed_calls, 2, tmp_path, env=remote_env(device, transport, 2, 1))
     trace, num_chunks = load(tmp_path), 4 if transport == "message" else 1
     assert list(partial_overlaps(trace)) == []
     relayed, summed = ["rail", "forward"] * num_chunks, ["pull", "rail"] * num_chunks
     for rank in range(2):
         first, cached, combine = calls_of(trace, rank, DEVICE)
         move = ["put", *relayed, "finish"]
-        assert parts_of(trace, rank, first) == ["meet", *move, "offer", *move]
-        assert parts_of(trace, rank, cached) == ["meet", *move]
-        assert parts_of(trace, rank, combine) == ["meet", *summed, "sum", "finish"]
+        assert parts_of(trace, rank, first) == ["handshake", *move, "offer", *move]
+        assert parts_of(trace, rank, cached) == ["handshake", *move]
+        assert parts_of(trace, rank, combine) == ["handshake", *summed, "sum", "finish"]
 
 
 def late_rank(rank: int, num_ranks: int, folder: Path) -> None:
@@ -358,8 +358,8 @@ def test_kernels_are_on_the_device_track(device: str, tmp_path: Path):
         assert [dispatch.name, combine.name] == ["dispatch", "combine"]
         assert dispatch.args["rows_to"] == combine.args["rows_from"] == rows_to[rank]
         steps = parts_of(trace, rank, dispatch)
-        assert steps[:3] == ["meet", "put", "finish"]
-        assert parts_of(trace, rank, combine) == ["meet", "pull", "finish"]
+        assert steps[:3] == ["handshake", "put", "finish"]
+        assert parts_of(trace, rank, combine) == ["handshake", "pull", "finish"]
         waits = [one for one in trace.files[rank].slices if one.name == "wait: counts"]
         assert len(waits) == 1
         begins = [one.begin_us for one in trace.files[rank].slices if one.track == DEVICE]

@@ -12,7 +12,7 @@ import torch
 
 from .. import env
 from ..config import Config
-from ..engine.parcel import Payload, Routing
+from ..engine.payload import Payload, Routing
 from ..event import EventHandle, EventOverlap, event_of
 from ..tensors import is_lazy, ordinary
 from ..transport import MAX_EXPERTS

@@ -19,8 +19,8 @@ from ..control import Control
 from ..elastic_sizing import SIZE_UNIT_BYTES, Domains, Rates, elastic_buffer_bytes, theoretical_num_sms
 from ..engine.elastic import Arrived, Extras, Form, Layout, Unfold, fold_rows, fold_weights, own_columns, with_weights
 from ..engine.engine import Around
-from ..engine.ops import Order
-from ..engine.parcel import Routing
+from ..engine.ops import CallOrder
+from ..engine.payload import Routing
 from ..errors import EPUnsupported
 from ..event import EventHandle, EventOverlap, event_of
 from ..handle import ColumnHandle
@@ -612,7 +612,7 @@ class ElasticBuffer:
         combined, event = engine.combine(x, given, topk_weights, biases, order, num_sms, Around(prepare))
         return combined.x, combined.topk_weights, EventOverlap(event)
 
-    def _remote_rows(self, handle: EPHandle, order: Order) -> torch.Tensor:
+    def _remote_rows(self, handle: EPHandle, order: CallOrder) -> torch.Tensor:
         """[T, K] int32: the expanded row of each selection at its rank, which that rank tells; -1: none."""
         if handle._remote_rows is None:
             layout = handle._layout
@@ -620,7 +620,7 @@ class ElasticBuffer:
             rows = (layout.sources[:, 2:] + 1).to(torch.float64)
             given = ColumnHandle(layout.compact, layout.owners, layout.slots, rows.shape[0], True)
             around = Around(lambda _: (rows, None))
-            sums, _ = self._engine.combine(rows, given, None, [], Order(order.after, False), None, around)
+            sums, _ = self._engine.combine(rows, given, None, [], CallOrder(order.after, False), None, around)
             handle._remote_rows = (sums.x - 1).to(torch.int32)
         return handle._remote_rows
 
@@ -668,8 +668,8 @@ def _event(where: str, name: str, event: Any) -> EventHandle | None:
     return event_of(event)
 
 
-def _order(where: str, previous_event: Any, is_async: bool) -> Order:
-    return Order(_event(where, "previous_event", previous_event), bool(is_async))
+def _order(where: str, previous_event: Any, is_async: bool) -> CallOrder:
+    return CallOrder(_event(where, "previous_event", previous_event), bool(is_async))
 
 
 def _ranks_per_node(group: dist.ProcessGroup) -> int:

@@ -22,7 +22,7 @@ from ..topology import Topology
 from ..transport import MAX_EXPERTS, MESSAGE, WindowSizes, choose, service
 from ..transport.device import DeviceMemory, DeviceWindow
 from ..transport.interpreted import InterpretedMemory
-from ..transport.symm import NearMemory, SymmMemory, node_group, why_not
+from ..transport.symm import NodeMemory, SymmMemory, node_group, why_not
 
 if TYPE_CHECKING:
     from ..engine.cuda.engine import CudaEngine
@@ -32,7 +32,7 @@ INTERPRETED = "interpreted"  # the name of the transport of CPU ranks that run t
 INTERPRETED_MEMORY = "interpreted-memory"  # the same, where nodes share the memory of a host
 
 _LEAST_ARENA_BYTES = 16 << 20  # room for small calls of a buffer that was made with no size at all
-_LEAST_FAR_BYTES = 2 << 20  # likewise, between nodes
+_LEAST_REMOTE_BYTES = 2 << 20  # likewise, between nodes
 
 
 def find_device(device: torch.device | str | None) -> torch.device:
@@ -136,55 +136,55 @@ def _relayed(
     topology: Topology,
     enable_shrink: bool,
 ) -> tuple[Engine, str]:
-    """The engine across nodes whose kernels do the waiting: a window inside the node, and a courier between nodes."""
+    """The engine across nodes whose kernels do the waiting: a window inside the node, and a proxy between nodes."""
     # Not before a buffer needs them: they import Triton, and importing us must not.
     from ..engine.cuda.engine import CudaEngine
     from ..engine.cuda.memory import Memory
-    from ..engine.cuda.nodes.couriers import Courier, ThreadCourier, make_nvshmem_courier
-    from ..engine.cuda.nodes.far import Far
-    from ..engine.cuda.nodes.two_hops import TwoHops
+    from ..engine.cuda.nodes.proxies import Proxy, ThreadProxy, make_nvshmem_proxy
+    from ..engine.cuda.nodes.remote import RemoteMemory
+    from ..engine.cuda.nodes.two_hops import TwoHopOps
     from ..engine.cuda.shapes import load_shapes
     from ..engine.cuda.signals import Signals
-    from ..engine.low_latency.copies import FarRanks
+    from ..engine.low_latency.copies import RemoteRanks
     from ..engine.low_latency.streamed import StreamedLowLatency
-    from ..kernels.exchange import Places
-    from ..transport.courier import make_courier
-    from ..transport.far import FarLayout
+    from ..kernels.exchange import Context
+    from ..transport.proxy import make_proxy
+    from ..transport.remote import RemoteLayout
 
     _require_kernels(device.type)
     num_nodes, size = topology.num_nodes, topology.ranks_per_node
     whole, pes, why = _whole_memory(control, group, device)
-    near = NearMemory(whole, topology) if whole is not None else _near_memory(control, group, device, topology)
-    window, shared = _device_window(control, near, sizes, num_nodes)
-    layout = FarLayout(topology.num_ranks, num_nodes, Places.header_room(control.num_ranks, MAX_EXPERTS, num_nodes))
+    local = NodeMemory(whole, topology) if whole is not None else _node_memory(control, group, device, topology)
+    window, shared = _device_window(control, local, sizes, num_nodes)
+    layout = RemoteLayout(
+        topology.num_ranks, num_nodes, Context.num_header_words(control.num_ranks, MAX_EXPERTS, num_nodes)
+    )
     if whole is not None:
         part = whole.grow(8 * layout.num_words)
         words = part.memory.view(torch.int64)
     else:
         words = torch.zeros(layout.num_words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-    far = Far(layout, words, max(_LEAST_FAR_BYTES, shared.far_bytes))
+    remote = RemoteMemory(layout, words, max(_LEAST_REMOTE_BYTES, shared.remote_bytes))
     stream: LaunchStream = LaunchStream() if device.type == "cpu" else CudaStream(device)
     signals = Signals(window, stream, limit_secs, MAX_EXPERTS, num_nodes)
     memory = Memory(window, stream, can_stage=False)
-    places = signals.places
+    context = signals.context
     if whole is not None:
-        courier: Courier = make_nvshmem_courier(control, whole, part, layout, topology, places, far.places, pes)
+        proxy: Proxy = make_nvshmem_proxy(control, whole, part, layout, topology, context, remote.context, pes)
     else:
-        courier = ThreadCourier(make_courier(control, topology, layout, words), places, far.places, control)
-    far.start(courier)
+        proxy = ThreadProxy(make_proxy(control, topology, layout, words), context, remote.context, control)
+    remote.start(proxy)
     control.renew_deadline("compiling kernels")
-    ops = TwoHops(topology, far, signals, memory, load_shapes(size))
+    ops = TwoHopOps(topology, remote, signals, memory, load_shapes(size))
     engine = CudaEngine(window, stream, signals, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
     if num_bytes and pes:
-        ranks = FarRanks(topology, pes, courier.tell_failure)
+        ranks = RemoteRanks(topology, pes, proxy.tell_failure)
         engine.low_latency = StreamedLowLatency(signals, window, stream, num_bytes, enable_shrink, ranks)
     elif num_bytes:
         engine.why_no_low_latency = why
     if whole is not None:
-        how = (
-            "its puts and signals between nodes" if courier.boards is None else "one memory, in which rows are fetched"
-        )
+        how = "its puts and signals between nodes" if proxy.boards is None else "one memory, in which rows are fetched"
         name = NVSHMEM if pes else INTERPRETED_MEMORY
         return engine, f"{name} ({num_nodes} nodes of {size}, {how})"
     inside = "symm" if device.type == "cuda" else INTERPRETED
@@ -234,20 +234,20 @@ def _whole_memory(control: Control, group: dist.ProcessGroup | None, device: tor
     return _Whole(nvshmem.NvshmemMemory(control, group, device), pes)
 
 
-def _near_memory(
+def _node_memory(
     control: Control, group: dist.ProcessGroup | None, device: torch.device, topology: Topology
 ) -> DeviceMemory:
     """Memory that the ranks of a node share."""
     size = topology.ranks_per_node
-    near = NodeControl(control, topology.node * size, size)
+    local = NodeControl(control, topology.node * size, size)
     if device.type == "cpu":
-        return NearMemory(InterpretedMemory(near), topology)
+        return NodeMemory(InterpretedMemory(local), topology)
     reason = why_not(group, size)
     if reason is not None:
         raise EPUnsupported(f"transport symm: {reason}")
     control.gather(None, "meeting to make the group of a node")  # a collective of torch's, which has no limit of ours
-    near_group = node_group(group, topology) if group is not None and size > 1 else None
-    return NearMemory(SymmMemory(near, near_group, device), topology)
+    local_group = node_group(group, topology) if group is not None and size > 1 else None
+    return NodeMemory(SymmMemory(local, local_group, device), topology)
 
 
 class _Shared(NamedTuple):
@@ -255,11 +255,11 @@ class _Shared(NamedTuple):
 
     Attributes:
         low_latency_bytes: The largest wish.
-        far_bytes: Likewise.
+        remote_bytes: Likewise.
     """
 
     low_latency_bytes: int
-    far_bytes: int
+    remote_bytes: int
 
 
 def _device_window(
@@ -269,9 +269,9 @@ def _device_window(
     from ..engine.cuda.memory import staging_bytes
     from ..engine.cuda.signals import Signals
 
-    wish = (sizes.arena_bytes, sizes.arena_limit_bytes, sizes.low_latency_bytes, sizes.far_bytes)
+    wish = (sizes.arena_bytes, sizes.arena_limit_bytes, sizes.low_latency_bytes, sizes.remote_bytes)
     wishes = control.gather(wish, "comparing sizes")
-    arenas, limits, low_latency_bytes, far_bytes = zip(*wishes, strict=True)
+    arenas, limits, low_latency_bytes, remote_bytes = zip(*wishes, strict=True)
     window = DeviceWindow(
         control.rank,
         control.num_ranks,
@@ -281,7 +281,7 @@ def _device_window(
         min((limit for limit in limits if limit), default=0),
         staging_bytes(control.num_ranks),
     )
-    return window, _Shared(max(low_latency_bytes), max(far_bytes))
+    return window, _Shared(max(low_latency_bytes), max(remote_bytes))
 
 
 def _require_kernels(device_type: str) -> None:
@@ -303,7 +303,7 @@ def _streamed(
     # Not before a buffer needs them: they import Triton, and importing us must not.
     from ..engine.cuda.engine import CudaEngine
     from ..engine.cuda.memory import Memory
-    from ..engine.cuda.one_hop import OneHop
+    from ..engine.cuda.one_hop import OneHopOps
     from ..engine.cuda.shapes import load_shapes
     from ..engine.cuda.signals import Signals
     from ..engine.low_latency.streamed import StreamedLowLatency
@@ -311,11 +311,11 @@ def _streamed(
 
     _require_kernels("cpu" if stream.raw is None else "cuda")
     window, shared = _device_window(control, memory, sizes)
-    signals, rooms = Signals(window, stream, limit_secs, MAX_EXPERTS), Memory(window, stream)
-    ops = OneHop(signals, rooms, load_shapes(control.num_ranks))
+    signals, call_memory = Signals(window, stream, limit_secs, MAX_EXPERTS), Memory(window, stream)
+    ops = OneHopOps(signals, call_memory, load_shapes(control.num_ranks))
     control.renew_deadline("compiling kernels")
     for kernels in (notify, staging):
-        kernels.prepare_all(signals.places)
+        kernels.prepare_all(signals.context)
     engine = CudaEngine(window, stream, signals, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
     if num_bytes:

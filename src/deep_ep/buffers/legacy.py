@@ -19,7 +19,7 @@ import torch.distributed as dist
 from .. import env
 from ..config import Config, combine_config, dispatch_config
 from ..control import Comm, Control
-from ..engine.ops import Order
+from ..engine.ops import CallOrder
 from ..errors import EPClosed, EPUnsupported, account
 from ..event import EventHandle, EventOverlap
 from ..handle import parse_handle
@@ -37,7 +37,7 @@ from .low_latency import LowLatencyMethods
 topk_idx_t = torch.int64
 
 _inherited: list[Engine] = []  # of a forked child's parent: their tensors are a GPU's, which a child must not free
-_AT_ONCE = Order(None, False)  # of calls without events, which come again and again
+_AT_ONCE = CallOrder(None, False)  # of calls without events, which come again and again
 _LEAST_SCRATCH_BYTES = 64 << 20  # reserved, not committed: staging needs a row of every rank to fit
 
 
@@ -176,7 +176,7 @@ class Buffer(LowLatencyMethods):
             # Twice what `get_local_buffer_tensor` shows: its length does not shrink with its offset.
             scratch_bytes=max(2 * (self.num_nvl_bytes + self.num_rdma_bytes), _LEAST_SCRATCH_BYTES),
             low_latency_bytes=self.num_rdma_bytes if self.low_latency_mode else 0,
-            far_bytes=self.num_rdma_bytes,
+            remote_bytes=self.num_rdma_bytes,
         )
         shrinks, topology = self.enable_shrink, self._topology
         return make_engine(control, self.group, self.device, sizes, gpu_limit_secs, shrinks, topology)
@@ -563,7 +563,7 @@ class Buffer(LowLatencyMethods):
             dtype = dtype or (last_dtype if last_dtype in checks.COMBINE_DTYPES else torch.bfloat16)
             if dtype not in checks.COMBINE_DTYPES:
                 raise ValueError(f"{where}: `dtype` must be one that combine takes, got {dtype}")
-            return engine.room((parsed.num_rows, hidden), dtype)
+            return engine.allocate((parsed.num_rows, hidden), dtype)
 
     def get_local_buffer_tensor(
         self,
@@ -659,7 +659,7 @@ class Buffer(LowLatencyMethods):
             token passed on inside a node counts there as a row of the rank that passed it on. In low-latency mode also
             `mesh`: the same of the links that low-latency calls use.
         """
-        return self._require_engine("stats").numbers()
+        return self._require_engine("stats").stats()
 
     def destroy(self) -> None:
         """Let the queued communication finish and close the buffer. Local: no other rank is waited for.
@@ -697,7 +697,7 @@ class Buffer(LowLatencyMethods):
                 self.runtime = None
                 self._engine.stop()
                 if self._trace is not None:
-                    self._trace.close(self._engine.numbers())
+                    self._trace.close(self._engine.stats())
             except BaseException:  # Ctrl-C, while what is queued finishes: the rest is done without the caller
                 self._finalizer.close_soon()
                 raise
@@ -741,9 +741,9 @@ class Buffer(LowLatencyMethods):
             raise EPClosed(f"{where}: the buffer was destroyed (rank {self.rank}/{self.group_size}). Make a new one")
 
     @staticmethod
-    def _order(where: str, previous_event: Any, async_finish: bool, *arguments: Any) -> Order:
+    def _order(where: str, previous_event: Any, async_finish: bool, *arguments: Any) -> CallOrder:
         """How a call stands to the caller's stream, see `checks.check_event`."""
-        return Order(checks.check_event(where, previous_event, async_finish, *arguments), async_finish)
+        return CallOrder(checks.check_event(where, previous_event, async_finish, *arguments), async_finish)
 
     def _num_channels(self, config: Config | None) -> int:
         """C of the handle that a dispatch makes."""
@@ -782,7 +782,7 @@ def _release(engine: Engine, trace: Trace | None, missed: str | None, is_quiet: 
     """
     engine.forget()
     if trace is not None:
-        trace.close(engine.numbers())
+        trace.close(engine.stats())
     # Last: where warnings are errors, this raises.
     if missed is not None and not is_quiet and not engine.has_failed():
         warnings.warn(f"{missed}: explicitly_destroy=True, but destroy() was not called", RuntimeWarning, stacklevel=1)

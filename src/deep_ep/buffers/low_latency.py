@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .. import env
-from ..engine.low_latency.calls import Combining, Dispatching, Hook, LowLatency, Rows, Way
-from ..engine.low_latency.geometry import MOST_TOKENS, Form, Geometry
+from ..engine.low_latency.calls import CallMode, CombineInputs, Combining, Dispatching, Hook, LowLatencyEngine
+from ..engine.low_latency.geometry import MOST_TOKENS, Geometry, RowFormat
 from ..errors import EPUnsupported
 from ..event import EventOverlap
 from ..tensors import is_lazy
@@ -133,10 +133,10 @@ class LowLatencyMethods:
     ) -> tuple[Dispatching, tuple]:
         """Check a dispatch. Returns its kind, and its tensors, made ordinary."""
         where = _DISPATCH
-        way = _check_way(where, async_finish, return_recv_hook)
+        mode = _check_mode(where, async_finish, return_recv_hook)
         if use_ue8m0 and not round_scale:
             raise ValueError(f"{where}: `use_ue8m0` needs round_scale=True: exponents are all that is kept of a scale")
-        form = Form(bool(use_fp8), bool(round_scale and use_fp8), bool(use_ue8m0 and use_fp8))
+        form = RowFormat(bool(use_fp8), bool(round_scale and use_fp8), bool(use_ue8m0 and use_fp8))
         x = checks.check_tensor(where, "x", x, ("tokens", "hidden"), (torch.bfloat16,), device=self.device)
         shape = (x.size(0), "top-k")
         topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, shape, checks.IDX_DTYPES, device=self.device)
@@ -145,7 +145,7 @@ class LowLatencyMethods:
         recv_stats = self._check_stats(where, "cumulative_local_expert_recv_stats", recv_stats, num_local, torch.int32)
         wait_stats = self._check_stats(where, "dispatch_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
         has_stats = (recv_stats is not None, wait_stats is not None)
-        kind = Dispatching(geometry, form, way, topk_idx.dtype, *has_stats)
+        kind = Dispatching(geometry, form, mode, topk_idx.dtype, *has_stats)
         return kind, (x, topk_idx, recv_stats, wait_stats)
 
     @call
@@ -205,7 +205,7 @@ class LowLatencyMethods:
             src_info = handle[0]
             x, topk_idx, topk_weights, result, wait_stats = tensors
         engine = self._require_low_latency(_COMBINE)
-        rows = Rows(x, topk_idx, topk_weights, src_info, layout_range)
+        rows = CombineInputs(x, topk_idx, topk_weights, src_info, layout_range)
         combined, event, hook = engine.combine(known, rows, result, wait_stats)
         return (
             combined if out is None else out,
@@ -228,7 +228,7 @@ class LowLatencyMethods:
     ) -> tuple[Combining, torch.Tensor, tuple]:
         """Check a combine. Returns its kind, the handle's layout, and its tensors, made ordinary."""
         where, device = _COMBINE, self.device
-        way = _check_way(where, async_finish, return_recv_hook)
+        mode = _check_mode(where, async_finish, return_recv_hook)
         assert not (use_logfmt and zero_copy), f"{where}: `use_logfmt` and `zero_copy` exclude each other"
         topk_idx = checks.check_tensor(
             where, "topk_idx", topk_idx, ("tokens", "top-k"), checks.IDX_DTYPES, device=device
@@ -248,7 +248,7 @@ class LowLatencyMethods:
             out = checks.check_tensor(where, "out", out, result, (torch.bfloat16,), is_written=True, device=device)
         wait_stats = self._check_stats(where, "combine_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
         has_stats = wait_stats is not None
-        kind = Combining(geometry, way, bool(use_logfmt), bool(zero_copy), topk_idx.dtype, has_stats)
+        kind = Combining(geometry, mode, bool(use_logfmt), bool(zero_copy), topk_idx.dtype, has_stats)
         return kind, layout_range, (x, topk_idx, topk_weights, out, wait_stats)
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
@@ -326,7 +326,7 @@ class LowLatencyMethods:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
-    def _require_low_latency(self, where: str) -> LowLatency:
+    def _require_low_latency(self, where: str) -> LowLatencyEngine:
         if self.runtime is None:  # it was destroyed: it says so
             self._require_engine(where)
         engine = self._engine
@@ -343,7 +343,7 @@ class LowLatencyMethods:
             )
         return engine.low_latency
 
-    def _require_masks(self, where: str) -> LowLatency:
+    def _require_masks(self, where: str) -> LowLatencyEngine:
         if not self.enable_shrink:
             raise ValueError(f"{where}: ranks can be masked only where the buffer was made with enable_shrink=True")
         return self._require_low_latency(where)
@@ -413,8 +413,8 @@ def _look_of(value: torch.Tensor) -> tuple:
     return type(value), value.shape, value.dtype, value.device, value.stride(), value.is_neg()
 
 
-def _check_way(where: str, async_finish: bool, return_recv_hook: bool) -> Way:
+def _check_mode(where: str, async_finish: bool, return_recv_hook: bool) -> CallMode:
     assert not (async_finish and return_recv_hook), (
         f"{where}: `async_finish` and `return_recv_hook` exclude each other: the hook is the end of the call"
     )
-    return Way(bool(async_finish), bool(return_recv_hook))
+    return CallMode(bool(async_finish), bool(return_recv_hook))

@@ -12,7 +12,7 @@ from weakref import ReferenceType
 
 import torch
 
-from ..engine.parcel import Payload, Routing
+from ..engine.payload import Payload, Routing
 from ..handle import Handle
 from ..transport import MAX_EXPERTS
 

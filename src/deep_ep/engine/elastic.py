@@ -19,7 +19,7 @@ from ..event import EventHandle
 from ..handle import Handle
 from ..sizing import align
 from .ops import Counts
-from .parcel import Payload, Received
+from .payload import DispatchResult, Payload
 
 
 class Form(NamedTuple):
@@ -166,7 +166,7 @@ class Unfold:
         self._scale_dtype = scale_dtype
         self._extras = extras
 
-    def new(self, scope: Any, received: Received, told: Counts | None, is_topk_copied: bool = False) -> Arrived:
+    def new(self, scope: Any, received: DispatchResult, told: Counts | None, is_topk_copied: bool = False) -> Arrived:
         """The end of a dispatch that has routing: also find where everything lies.
 
         Args:
@@ -190,7 +190,7 @@ class Unfold:
         arrived = self._arrive(scope, received, layout, job_layout)
         return arrived._replace(topk_idx=None if self._form.is_expanded else topk_idx)
 
-    def again(self, scope: Any, received: Received, layout: Layout) -> Arrived:
+    def again(self, scope: Any, received: DispatchResult, layout: Layout) -> Arrived:
         """The end of a cached dispatch: everything lies where it did."""
         arrived = self._arrive(scope, received, layout, layout)
         if self._form.is_expanded:
@@ -203,7 +203,7 @@ class Unfold:
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
-    def _empty_layout(self, scope: Any, received: Received, told: Counts | None) -> Layout:
+    def _empty_layout(self, scope: Any, received: DispatchResult, told: Counts | None) -> Layout:
         """Memory for where everything lies."""
         form, handle, like = self._form, received.handle, received.handle.rank_prefix_matrix
         num_tokens, num_topk = self._topk_idx.shape
@@ -232,7 +232,7 @@ class Unfold:
                 aligned_counts=aligned,
             )
 
-    def _arrive(self, scope: Any, received: Received, layout: Layout, job_layout: Layout) -> Arrived:
+    def _arrive(self, scope: Any, received: DispatchResult, layout: Layout, job_layout: Layout) -> Arrived:
         """Memory for the results, and the step that fills it."""
         form, extras = self._form, self._extras
         num_rows = layout.num_expanded if form.is_expanded else received.x.shape[0]
@@ -258,7 +258,7 @@ class Unfold:
 
     # Values ----------------------------------------------------------------------------------------------------------
 
-    def _fill_layout(self, layout: Layout, received: Received) -> None:
+    def _fill_layout(self, layout: Layout, received: DispatchResult) -> None:
         """Find where everything lies."""
         form, ids = self._form, received.topk_idx
         assert ids is not None
@@ -311,7 +311,7 @@ class Unfold:
     def _fill(
         self,
         layout: Layout,
-        received: Received,
+        received: DispatchResult,
         x: torch.Tensor | None,
         scales: torch.Tensor | None,
         weights: torch.Tensor | None,
@@ -435,7 +435,7 @@ def fold_rows(out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
     Args:
         out: [N, H] of x's dtype, written.
         x: [X, H].
-        rows: [N, K] int32; -1: none. One row alone is passed on as it is.
+        rows: [N, K] int32; -1: none. One row alone is forwarded as it is.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     total = torch.full(out.shape, -0.0, dtype=wide, device=out.device)  # to which -0.0 may be added

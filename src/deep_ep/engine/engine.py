@@ -26,9 +26,9 @@ from .. import layout
 from ..config import Config
 from ..event import EventHandle
 from ..trace import Trace
-from .low_latency.calls import LowLatency
-from .ops import NO_SECTIONS, CombineSteps, Counts, DispatchSteps, Order, Scope, received_of
-from .parcel import Combined, Payload, Received, Routing, make_combined
+from .low_latency.calls import LowLatencyEngine
+from .ops import NO_SECTIONS, CallOrder, CallScope, CombineSteps, Counts, DispatchSteps, received_of
+from .payload import CombineResult, DispatchResult, Payload, Routing, make_combined
 
 
 class Around(NamedTuple):
@@ -42,7 +42,7 @@ class Around(NamedTuple):
     """
 
     prepare: Callable[[Any], Any] | None = None
-    finish: Callable[[Any, Received, Counts | None], Any] | None = None
+    finish: Callable[[Any, DispatchResult, Counts | None], Any] | None = None
 
 
 NOTHING_AROUND = Around()
@@ -64,14 +64,14 @@ class Engine(ABC):
     rank: int
     window: Any
     stream: Any
-    low_latency: LowLatency | None = None
+    low_latency: LowLatencyEngine | None = None
     why_no_low_latency = ""
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def layout(
-        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: Order
+        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: CallOrder
     ) -> tuple[layout.DispatchLayout, EventHandle | None]:
         """Count where this rank's tokens go. Local: it takes no part in the order of the calls."""
 
@@ -80,7 +80,7 @@ class Engine(ABC):
         payload: Payload,
         routing: Routing,
         num_channels: int,
-        order: Order,
+        order: CallOrder,
         num_sms: int | None = None,
         around: Around = NOTHING_AROUND,
     ) -> tuple[Any, list[int], EventHandle | None]:
@@ -98,7 +98,7 @@ class Engine(ABC):
         routing: Routing,
         num_rows: int,
         num_channels: int,
-        order: Order,
+        order: CallOrder,
         num_sms: int | None = None,
         around: Around = NOTHING_AROUND,
     ) -> tuple[Any, EventHandle | None]:
@@ -109,7 +109,12 @@ class Engine(ABC):
         return received, event
 
     def cached_dispatch(
-        self, payload: Payload, handle: Any, order: Order, num_sms: int | None = None, around: Around = NOTHING_AROUND
+        self,
+        payload: Payload,
+        handle: Any,
+        order: CallOrder,
+        num_sms: int | None = None,
+        around: Around = NOTHING_AROUND,
     ) -> tuple[Any, EventHandle | None]:
         """A dispatch along the slots of an earlier one."""
         operation, num_rows = "cached dispatch", handle.num_rows
@@ -124,7 +129,7 @@ class Engine(ABC):
         handle: Any,
         num_rows: int,
         num_channels: int,
-        order: Order,
+        order: CallOrder,
         num_sms: int | None,
         around: Around,
     ) -> tuple[Any, list[int], EventHandle | None]:
@@ -176,10 +181,10 @@ class Engine(ABC):
         handle: Any,
         topk_weights: torch.Tensor | None,
         biases: Sequence[torch.Tensor],
-        order: Order,
+        order: CallOrder,
         num_sms: int | None = None,
         around: Around = NOTHING_AROUND,
-    ) -> tuple[Combined, EventHandle | None]:
+    ) -> tuple[CombineResult, EventHandle | None]:
         """A combine along the slots of an earlier dispatch: the script of all of them."""
         with self._scope("combine", order) as scope:
             scope.hold_inputs((x, topk_weights, *biases), handle if around.prepare is None else handle.tensors())
@@ -188,8 +193,8 @@ class Engine(ABC):
             steps = self._combine_steps(x, handle, topk_weights, biases, num_sms)
             parts = [x] if topk_weights is None else [x, topk_weights]
             sums = steps.outputs(scope, parts, handle)
-            supply = steps.notify(scope, parts, handle)
-            steps.sum(scope, supply, parts, handle, sums, biases)
+            source = steps.notify(scope, parts, handle)
+            steps.sum(scope, source, parts, handle, sums, biases)
             if scope.is_elsewhere:
                 sums = scope.hold_combined(sums)
         return make_combined((sums[0], sums[1] if len(sums) > 1 else None)), scope.event
@@ -201,7 +206,7 @@ class Engine(ABC):
     # What a device has in a form of its own --------------------------------------------------------------------------
 
     @abstractmethod
-    def _scope(self, operation: str, order: Order) -> Scope:
+    def _scope(self, operation: str, order: CallOrder) -> CallScope:
         """What surrounds a call, see `ops.Scope`."""
 
     @abstractmethod
@@ -269,7 +274,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
 
     @abstractmethod
@@ -281,7 +286,7 @@ class Engine(ABC):
         """Give memory that nobody uses back to the system. Returns the bytes given back."""
 
     @abstractmethod
-    def numbers(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What was counted so far."""
 
     @abstractmethod

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from ..event import EventHandle
-from .parcel import Payload, Received, Routing
+from .payload import DispatchResult, Payload, Routing
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Order:
+class CallOrder:
     """How a call stands to the caller's stream.
 
     Attributes:
@@ -53,7 +53,7 @@ class Counts(NamedTuple):
         max_tokens: The largest M that a rank said; 0: nobody did.
         num_tokens: Tokens that each rank has; the CPU needs none of what follows.
         free_bytes: The largest region that each rank could take.
-        far_rows: Rows that each rank relays, its own ones for its node included; on one node anything.
+        remote_rows: Rows that each rank relays, its own ones for its node included; on one node anything.
     """
 
     num_rows: list[int]
@@ -62,7 +62,7 @@ class Counts(NamedTuple):
     max_tokens: int = 0
     num_tokens: Sequence[int] = ()
     free_bytes: Sequence[int] = ()
-    far_rows: Sequence[int] = ()
+    remote_rows: Sequence[int] = ()
 
 
 class Sections(NamedTuple):
@@ -73,7 +73,8 @@ class Sections(NamedTuple):
         scales: [n, S], or None.
         records: Memory for n records, or None.
         num_rows: n.
-        lane_rows: If the memory is not in the window: rows of a source that its part of the staging holds; else 0.
+        rows_per_source: If the memory is not in the window: rows of a source that its part of the staging holds; else
+            0.
         bases: Where peers write, a base for each section; empty on the CPU, which looks when it makes its offer.
     """
 
@@ -81,7 +82,7 @@ class Sections(NamedTuple):
     scales: torch.Tensor | None
     records: torch.Tensor | None
     num_rows: int
-    lane_rows: int
+    rows_per_source: int
     bases: tuple[Any, ...]
 
     def addresses(self) -> tuple[int, ...]:
@@ -103,18 +104,18 @@ def received_of(
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
     handle: Any,
-) -> Received:
+) -> DispatchResult:
     """What a dispatch returns: `num_rows` rows of what there is memory for are the caller's."""
-    x, scales, _, num_there, lane_rows, _ = sections
+    x, scales, _, num_there, rows_per_source, _ = sections
     assert x is not None
     if num_rows != num_there:
         x, scales = x[:num_rows], scales[:num_rows] if scales is not None else None
         if topk_idx is not None and topk_weights is not None:
             topk_idx, topk_weights = topk_idx[:num_rows], topk_weights[:num_rows]
-    return Received(x, scales, topk_idx, topk_weights, handle, lane_rows > 0)
+    return DispatchResult(x, scales, topk_idx, topk_weights, handle, rows_per_source > 0)
 
 
-class Scope(Protocol):
+class CallScope(Protocol):
     """Around a call: it comes after the caller's work (or just after an event) and after earlier calls.
 
     Autograd does not watch, and the peers learn of whatever exception leaves it.
@@ -148,7 +149,7 @@ class Scope(Protocol):
         """
         ...
 
-    def hold_received(self, received: Received) -> Received:
+    def hold_received(self, received: DispatchResult) -> DispatchResult:
         """Keep what a dispatch returns until the streams that use it are done. Returns what the caller gets."""
         ...
 
@@ -225,7 +226,9 @@ class DispatchSteps(Protocol):
         """Tell the peers where this rank takes its rows, and learn the same of them, now that the counts are known."""
         ...
 
-    def received(self, routes: Any, sections: Sections, unpacked: Any, num_rows: int, told: Counts | None) -> Received:
+    def received(
+        self, routes: Any, sections: Sections, unpacked: Any, num_rows: int, told: Counts | None
+    ) -> DispatchResult:
         """What a dispatch returns: so many rows, and the handle. Only a full dispatch has counts."""
         ...
 
@@ -248,7 +251,7 @@ class CombineSteps(Protocol):
     def sum(
         self,
         scope: Any,
-        supply: Any,
+        source: Any,
         parts: Sequence[torch.Tensor],
         handle: Any,
         sums: Sequence[torch.Tensor],

@@ -194,7 +194,7 @@ class Offer(NamedTuple):
         parts = [words[3 + 3 * i : 6 + 3 * i] for i in range(num_bases)]
         return cls(num_rows, bool(is_staged), tuple(Base.from_words(part) if any(part) else None for part in parts))
 
-    def lane_rows(self, num_ranks: int) -> int:
+    def rows_per_source(self, num_ranks: int) -> int:
         """Rows of staging that each source has."""
         return self.num_rows // num_ranks
 

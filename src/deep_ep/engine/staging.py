@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.rows import Lane
+from ..kernels.rows import SlotRange
 from ..sizing import align
 from ..transport import Base, Window
 from .protocol import Offer
@@ -28,7 +28,7 @@ class Staging:
 
     def __init__(self, window: Window, row_bytes: Sequence[int]):
         num_ranks = len(window.peers)
-        self.num_rows = num_ranks * lane_rows(num_ranks, sum(row_bytes), window.arena.limit_bytes)
+        self.num_rows = num_ranks * rows_per_source(num_ranks, sum(row_bytes), window.arena.limit_bytes)
         sizes = [align(self.num_rows * width, _LINE_BYTES) for width in row_bytes]
         scratch, memory = window.scratch(sum(sizes))
         bases: list[Base] = []
@@ -41,7 +41,7 @@ class Staging:
         self.offer = Offer(self.num_rows, True, tuple(bases))
 
 
-def lane_rows(num_ranks: int, row_bytes: int, limit_bytes: int) -> int:
+def rows_per_source(num_ranks: int, row_bytes: int, limit_bytes: int) -> int:
     """Rows of staging that each source has: at least one.
 
     Args:
@@ -64,15 +64,15 @@ def num_dispatch_rounds(offers: list[Offer], blocks: Blocks) -> int:
     for peer, offer in enumerate(offers):
         if offer.is_staged:
             largest = max(stop - start for start, stop in (row[peer] for row in blocks))
-            rounds = max(rounds, -(-largest // offer.lane_rows(len(offers))))
+            rounds = max(rounds, -(-largest // offer.rows_per_source(len(offers))))
     return rounds
 
 
-def dispatch_lane(offer: Offer, block: tuple[int, int], index: int, rank: int, num_ranks: int) -> Lane:
+def round_slots(offer: Offer, block: tuple[int, int], index: int, rank: int, num_ranks: int) -> SlotRange:
     """What this rank sends to one peer in round `index`: a piece of its block, or, straight, all of it in round 0."""
     start, stop = block
     if not offer.is_staged:
-        return Lane(start, stop, 0) if index == 0 else Lane(0, 0, 0)
-    rows = offer.lane_rows(num_ranks)
+        return SlotRange(start, stop, 0) if index == 0 else SlotRange(0, 0, 0)
+    rows = offer.rows_per_source(num_ranks)
     begin = min(start + index * rows, stop)
-    return Lane(begin, min(begin + rows, stop), rank * rows - begin)
+    return SlotRange(begin, min(begin + rows, stop), rank * rows - begin)

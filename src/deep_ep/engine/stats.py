@@ -41,7 +41,7 @@ class Stats:
         self.calls[path] += 1
         self.num_rounds += 1
 
-    def numbers(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The counters, as `Buffer.stats` shows them."""
         return {
             "calls": dict(self.calls),

@@ -100,7 +100,7 @@ class Loaded(NamedTuple):
 _NO_GRID, _NO_STREAM = 6, 7  # of a launch that cannot happen
 
 
-def find_way(run: Any, function: Any, metadata: Any, num_args: int) -> Loaded:
+def find_launcher(run: Any, function: Any, metadata: Any, num_args: int) -> Loaded:
     """The way past Triton's launcher to what it calls; where that is not found, the launcher.
 
     Args:
@@ -198,7 +198,7 @@ class Variant:
         compiled = compiled.result() if hasattr(compiled, "result") else compiled
         run = compiled.run  # loads it
         num_args = len(args) + len(self.values)
-        loaded = self._loaded[device] = find_way(run, compiled.function, compiled.packed_metadata, num_args)
+        loaded = self._loaded[device] = find_launcher(run, compiled.function, compiled.packed_metadata, num_args)
         if library:
             library.on_load(compiled.module)
         return loaded

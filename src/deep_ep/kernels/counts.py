@@ -127,8 +127,8 @@ def _layout_kernel(
             in_rank = in_rank | (rank[:, None] == ranks[None, :]).to(tl.int32)
             in_node = in_node | (node[:, None] == nodes[None, :]).to(tl.int32)
             chosen += tl.histogram(ids, BINS, mask=is_id)
-        places = tokens.to(tl.int64)[:, None] * num_ranks + ranks[None, :]
-        tl.store(mask + places, in_rank.to(tl.int8), mask=is_token[:, None] & (ranks < num_ranks)[None, :])
+        cells = tokens.to(tl.int64)[:, None] * num_ranks + ranks[None, :]
+        tl.store(mask + cells, in_rank.to(tl.int8), mask=is_token[:, None] & (ranks < num_ranks)[None, :])
         per_rank += tl.sum(in_rank, 0)
         per_node += tl.sum(in_node, 0)
     node_counts = counts + num_ranks

@@ -7,7 +7,7 @@ take. No block moves rows once it has waited; `staging.py` has the one exception
 
 A *board* is the first part of a rank's window. Peers write it, each its own part, and its owner polls it:
 
-    progress  [R, 8]              line p: how far rank p is, `epoch << 24 | step`
+    progress  [R, 8]              line p: how remote rank p is, `epoch << 24 | step`
     failures  [R, 8]              line p: a word that is 1 once rank p has failed, and its record; before that, the last
                                   call that rank p has refused to make, see `refusal_word`
     headers   [2, R, H]           by parity of the epoch: what rank p says on entering a call, H = 24 + N + R + L words,
@@ -15,9 +15,9 @@ A *board* is the first part of a rank's window. Peers write it, each its own par
 
 The *state* of a rank is private: its epoch, the record of its failure, and what a call needs of the peers' offers.
 
-Across nodes (N of them, P ranks each) a rank has a second board, which far ranks write by way of a courier; and what
-it says to a far rank goes to a mirror of that one's board (`transport/far.py`). So the addresses to write to are a
-table, `windows`, and those to read from another, `homes`; kernels do not ask what is behind them.
+Across nodes (N of them, P ranks each) a rank has a second board, which remote ranks write by way of a proxy; and what
+it says to a remote rank goes to a shadow of that one's board (`transport/remote.py`). So the addresses to write to are
+a table, `windows`, and those to read from another, `own_boards`; kernels do not ask what is behind them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NUM_SECTIONS = 3  # payload, scales, records
 SEGMENT_BITS = 40  # a base is `segment << 40 | offset`; -1: there is none
 
 # Failures, as their records have them.
-TIMEOUT, DISAGREE, OVERFLOW, COUNTS, ASTRAY, HOST, GONE, FAR_OVERFLOW, REFUSED = 1, 2, 3, 4, 5, 6, 7, 8, 9
+TIMEOUT, DISAGREE, OVERFLOW, COUNTS, DESYNC, HOST, GONE, REMOTE_OVERFLOW, REFUSED = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 # Kinds of calls that a rank may refuse: each kind is numbered by itself.
 NORMAL, LOW_LATENCY = 0, 1
@@ -49,7 +49,7 @@ _NOTE = tl.constexpr(NOTE_WORDS)
 
 _LINE = tl.constexpr(8)
 _STEP_BITS = tl.constexpr(24)
-_TIMEOUT, _ASTRAY, _HOST = tl.constexpr(TIMEOUT), tl.constexpr(ASTRAY), tl.constexpr(HOST)
+_TIMEOUT, _DESYNC, _HOST = tl.constexpr(TIMEOUT), tl.constexpr(DESYNC), tl.constexpr(HOST)
 _REFUSAL = tl.constexpr(REFUSED)
 
 HEADER_WORDS = 24  # of a header, before the counts; `notify.py` says what they are
@@ -57,17 +57,17 @@ HEADER_WORDS = 24  # of a header, before the counts; `notify.py` says what they 
 # Words of the state and of the host's mirror of it: epoch (ticket), failed, held, then the record. A call is held while
 # its rows cannot move: the guessed offers did not fit, or it was refused. Then what a call with staged ranks needs: how
 # many there are, the most tokens of any rank, and, of all calls, the rounds beyond the first. Then whether the last
-# meeting was announced, and, of all calls, the bytes of rows that this rank gave to its rail. Then the call that this
+# handshake was announced, and, of all calls, the bytes of rows that this rank gave to its rail. Then the call that this
 # rank refused last, and how many blocks of a kernel have ended. Behind them a state has what a wait saw last, [2, R].
 STATE_EPOCH, STATE_FAILED, STATE_HELD, STATE_RECORD, STATE_WORDS = 0, 1, 2, 3, 24
-STATE_STAGED, STATE_TOKENS, STATE_ROUNDS, STATE_SAID, STATE_RAIL_BYTES, STATE_REFUSED = 10, 11, 12, 13, 14, 15
+STATE_STAGED, STATE_TOKENS, STATE_ROUNDS, STATE_ANNOUNCED, STATE_RAIL_BYTES, STATE_REFUSED = 10, 11, 12, 13, 14, 15
 STATE_ENDED = 16
 REFUSALS = range(STATE_REFUSED, STATE_REFUSED + 1)
 _FAILED, _RECORD, _REFUSED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_RECORD), tl.constexpr(STATE_REFUSED)
 _SAW = tl.constexpr(STATE_WORDS)
 
 # Rows of the table, behind the addresses of the sections. Of a staged rank `put` and `pull` see no room at all.
-TABLE_ROOMS, TABLE_STARTS, TABLE_LANES, TABLE_ROWS = (NUM_SECTIONS + row for row in range(4))
+TABLE_CAPACITIES, TABLE_STARTS, TABLE_SOURCE_ROWS, TABLE_ROWS = (NUM_SECTIONS + row for row in range(4))
 
 # Columns of the plan of a call across nodes, a row for each node n, as a rank (a, i) needs it: rows that (n, i) sends
 # to node a, and where they begin among those of all nodes; tokens that this rank sends to n, and where they begin;
@@ -77,16 +77,16 @@ PLAN_WORDS = 8
 
 
 @dataclass(frozen=True)
-class Places:
+class Context:
     """Where a rank's words are. Made once for a buffer.
 
     Attributes:
         rank: This rank.
         num_ranks: R.
-        windows: [segments, R] int64 addresses of the ranks' memory; row 0 begins with the boards. A far rank has only a
-            mirror of its board, in row 0.
-        homes: [R] int64 addresses of this rank's board, for each rank that which it writes.
-        state: [state_room(R)] int64, private.
+        windows: [segments, R] int64 addresses of the ranks' memory; row 0 begins with the boards. A remote rank has
+            only a shadow of its board, in row 0.
+        own_boards: [R] int64 addresses of this rank's board, for each rank that which it writes.
+        state: [num_state_words(R)] int64, private.
         table: [TABLE_ROWS, R] int64: addresses of the peers' sections, rows offered, first slots, rows of a lane.
         host: [STATE_WORDS + 3 R + R * R + L] int64 in memory that the host reads while kernels run.
         header_words: H.
@@ -97,7 +97,7 @@ class Places:
     rank: int
     num_ranks: int
     windows: torch.Tensor
-    homes: torch.Tensor
+    own_boards: torch.Tensor
     state: torch.Tensor
     table: torch.Tensor
     host: torch.Tensor
@@ -106,17 +106,17 @@ class Places:
     num_nodes: int = 1
 
     @property
-    def num_near(self) -> int:
+    def ranks_per_node(self) -> int:
         """P, the ranks of a node."""
         return self.num_ranks // self.num_nodes
 
     @property
-    def first_near(self) -> int:
+    def first_rank(self) -> int:
         """The first rank of this rank's node."""
-        return self.rank // self.num_near * self.num_near
+        return self.rank // self.ranks_per_node * self.ranks_per_node
 
     @staticmethod
-    def header_room(num_ranks: int, max_experts: int, num_nodes: int = 1) -> int:
+    def num_header_words(num_ranks: int, max_experts: int, num_nodes: int = 1) -> int:
         """H: words of a header, where `max_experts` are the most of any call."""
         return align(HEADER_WORDS + num_ranks + max_experts // num_ranks + num_nodes + NOTE_WORDS, 8)
 
@@ -126,16 +126,16 @@ class Places:
         return 8 * (2 * 8 * num_ranks + 2 * num_ranks * header_words)
 
     @staticmethod
-    def state_room(num_ranks: int) -> int:
+    def num_state_words(num_ranks: int) -> int:
         """Words of `state`."""
         return STATE_WORDS + 2 * num_ranks
 
     @staticmethod
-    def host_room(num_ranks: int, max_experts: int) -> int:
+    def num_host_words(num_ranks: int, max_experts: int) -> int:
         """Words of `host`."""
         return STATE_WORDS + 3 * num_ranks + num_ranks * num_ranks + max_experts // num_ranks
 
-    def said(self, board: torch.Tensor, epoch: int, rank: int) -> list[int]:
+    def posted_agreement(self, board: torch.Tensor, epoch: int, rank: int) -> list[int]:
         """What a rank said in a call, as this rank's board has it: the two words of its agreement, and its handle's."""
         start = 2 * 8 * self.num_ranks + ((epoch & 1) * self.num_ranks + rank) * self.header_words
         return board.view(torch.int64)[start : start + 3].tolist()
@@ -147,14 +147,14 @@ class Places:
         return struct.pack(f"<{NOTE_WORDS}q", *words).rstrip(b"\0").decode(errors="replace")
 
 
-def abort(places: Places, operation: int, *, run: Callable[..., None] = launch) -> None:
+def abort(context: Context, operation: int, *, run: Callable[..., None] = launch) -> None:
     """Tell all peers that this rank gave up on the host."""
-    words = (places.windows, places.state, places.host, places.num_ranks, places.rank)
-    run(_abort_kernel, 1, (*words, operation), num_warps=1, LANES=num_lanes(places))
+    words = (context.windows, context.state, context.host, context.num_ranks, context.rank)
+    run(_abort_kernel, 1, (*words, operation), num_warps=1, LANES=num_lanes(context))
 
 
 def refuse(
-    places: Places,
+    context: Context,
     operation: int,
     kind: int,
     numbers: torch.Tensor,
@@ -166,7 +166,7 @@ def refuse(
     """Tell all peers that this rank does not make its next call, because the caller's arguments are wrong.
 
     Args:
-        places: The words.
+        context: The words.
         operation: What it would have been.
         kind: `NORMAL` or `LOW_LATENCY`.
         numbers: int64, private: word 0 is the number of the last call of that kind.
@@ -174,9 +174,9 @@ def refuse(
         note: [NOTE_WORDS] int64: why, as text, see `note_words`.
         run: `launch`, or `prepare`.
     """
-    words = (places.windows, places.state, numbers, note, places.num_ranks, places.rank, places.header_words)
+    words = (context.windows, context.state, numbers, note, context.num_ranks, context.rank, context.header_words)
     kept = (refused.start, len(refused))
-    run(_refuse_kernel, 1, (*words, operation, kind, *kept), num_warps=1, LANES=num_lanes(places))
+    run(_refuse_kernel, 1, (*words, operation, kind, *kept), num_warps=1, LANES=num_lanes(context))
 
 
 def note_words(reason: str, device: torch.device) -> torch.Tensor:
@@ -185,24 +185,24 @@ def note_words(reason: str, device: torch.device) -> torch.Tensor:
     return torch.tensor(struct.unpack(f"<{NOTE_WORDS}q", data), dtype=torch.int64, device=device)
 
 
-def prepare_failures(places: Places) -> None:
+def prepare_failures(context: Context) -> None:
     """Compile and load the kernels of this file, so that no peer's limit passes while one is compiled."""
-    abort(places, 0, run=prepare)
-    refuse(places, 0, NORMAL, places.state, REFUSALS, places.state, run=prepare)
+    abort(context, 0, run=prepare)
+    refuse(context, 0, NORMAL, context.state, REFUSALS, context.state, run=prepare)
 
 
-def num_lanes(places: Places) -> int:
+def num_lanes(context: Context) -> int:
     """A lane for each rank, and no fewer than a warp has: what decides a loop must be one value for all its threads."""
-    return max(WARP_LANES, next_power_of_2(places.num_ranks))
+    return max(WARP_LANES, next_power_of_2(context.num_ranks))
 
 
 # Numbers have their types written down: a kernel is not compiled again for another value of them.
 
 
 @triton.jit
-def header_of(homes, ranks, is_rank, num_ranks, header_words, epoch):
+def header_of(own_boards, ranks, is_rank, num_ranks, header_words, epoch):
     """The headers that ranks wrote in a call, each on that board of this rank which it writes."""
-    board = words_at(tl.load(homes + ranks, mask=is_rank, other=0))
+    board = words_at(tl.load(own_boards + ranks, mask=is_rank, other=0))
     return board + 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + ranks) * header_words
 
 
@@ -245,9 +245,9 @@ def _refuse_kernel(
         is_rank = lanes < num_ranks
         board = words_at(tl.load(windows + lanes, mask=is_rank, other=0))
         header = board + 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + rank) * header_words
-        places = tl.arange(0, _NOTE)
-        text = tl.load(note + places)
-        tl.store(header[:, None] + header_words - _NOTE + places[None, :], text[None, :], mask=is_rank[:, None])
+        columns = tl.arange(0, _NOTE)
+        text = tl.load(note + columns)
+        tl.store(header[:, None] + header_words - _NOTE + columns[None, :], text[None, :], mask=is_rank[:, None])
         line = board + (num_ranks + rank) * _LINE
         tl.store(line + 1, _REFUSAL, mask=is_rank)
         tl.store(line + 2, call >> 1, mask=is_rank)
@@ -279,7 +279,19 @@ def must_stop(failed, refused, number, kind):
 
 @triton.jit
 def signal_and_wait(
-    windows, homes, state, host, num_ranks, rank, first, count, epoch, step, operation, limit_ns, LANES: tl.constexpr
+    windows,
+    own_boards,
+    state,
+    host,
+    num_ranks,
+    rank,
+    first,
+    count,
+    epoch,
+    step,
+    operation,
+    limit_ns,
+    LANES: tl.constexpr,
 ):
     """Store this rank's progress at ranks [first, first + count), then poll theirs on this rank's own board.
 
@@ -287,7 +299,9 @@ def signal_and_wait(
         Whether all of them came in time, and no rank has failed.
     """
     signal(windows, rank, first, count, epoch, step, LANES)
-    return wait(windows, homes, state, host, num_ranks, rank, first, count, epoch, step, operation, limit_ns, LANES)
+    return wait(
+        windows, own_boards, state, host, num_ranks, rank, first, count, epoch, step, operation, limit_ns, LANES
+    )
 
 
 @triton.jit
@@ -301,8 +315,8 @@ def signal(windows, rank, first, count, epoch, step, LANES: tl.constexpr):
 
 @triton.jit
 def wait(
-    windows, homes, state, host, num_ranks, rank, first, count, epoch, step, operation, limit_ns, LANES: tl.constexpr,
-    NUM_WARPS: tl.constexpr = 1,
+    windows, own_boards, state, host, num_ranks, rank, first, count, epoch, step, operation, limit_ns,
+    LANES: tl.constexpr, NUM_WARPS: tl.constexpr = 1,
 ):  # fmt: skip
     """Poll the progress of ranks [first, first + count), and every rank's failures.
 
@@ -316,7 +330,7 @@ def wait(
     target = (epoch << _STEP_BITS) + step
     # Lanes beyond the ranks look at the last rank's words: a load that acquires cannot be masked.
     writers = tl.minimum(lanes, num_ranks - 1)
-    lines = words_at(tl.load(homes + writers)) + writers * _LINE
+    lines = words_at(tl.load(own_boards + writers)) + writers * _LINE
     refused = tl.load(state + _REFUSED)
     begin = tl.min(clock_ns(lanes))
     progress = load_acquire(lines)
@@ -343,10 +357,12 @@ def wait(
         num_missing = tl.sum((is_peer & (progress < target)).to(tl.int32))
         has_failed = _has_failed(failed, refused, progress, epoch, is_rank)
         num_failed = tl.sum(has_failed.to(tl.int32))
-    is_astray = is_peer & (progress >= ((epoch + 2) << _STEP_BITS))
-    is_well = (num_missing == 0) & (num_failed == 0) & (tl.sum(is_astray.to(tl.int32)) == 0)
+    is_desync = is_peer & (progress >= ((epoch + 2) << _STEP_BITS))
+    is_well = (num_missing == 0) & (num_failed == 0) & (tl.sum(is_desync.to(tl.int32)) == 0)
     if num_failed > 0:
-        spread(windows, homes, state, host, num_ranks, rank, tl.min(tl.where(has_failed, lanes, LANES)), LANES)
+        propagate_failure(
+            windows, own_boards, state, host, num_ranks, rank, tl.min(tl.where(has_failed, lanes, LANES)), LANES
+        )
     elif num_missing > 0:
         subject = mask_of(is_peer & (progress < target), lanes)
         fail(windows, state, host, num_ranks, rank, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)
@@ -357,10 +373,10 @@ def wait(
             host,
             num_ranks,
             rank,
-            _ASTRAY,
+            _DESYNC,
             epoch,
             operation,
-            mask_of(is_astray, lanes),
+            mask_of(is_desync, lanes),
             0,
             0,
             rank,
@@ -396,9 +412,9 @@ def _has_failed(failed, refused, progress, epoch, is_rank):
 
 
 @triton.jit
-def spread(windows, homes, state, host, num_ranks, rank, peer, LANES: tl.constexpr):
+def propagate_failure(windows, own_boards, state, host, num_ranks, rank, peer, LANES: tl.constexpr):
     """Fail for the reason that a peer has failed for."""
-    record = words_at(tl.load(homes + peer)) + (num_ranks + peer) * _LINE + 1
+    record = words_at(tl.load(own_boards + peer)) + (num_ranks + peer) * _LINE + 1
     fail(
         windows, state, host, num_ranks, rank, tl.load(record), tl.load(record + 1), tl.load(record + 2),
         tl.load(record + 3), tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), LANES,

@@ -100,7 +100,7 @@ class Blocks(NamedTuple):
         """[L, R] int64: `count | first row of its expert << 32`."""
         return self.counts | (self.starts - self.expert_starts.unsqueeze(1)) << 32
 
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
+    def repeat(self, values: torch.Tensor) -> torch.Tensor:
         """[n]: for each row, what [L, R] `values` say of its block."""
         return torch.repeat_interleave(values.flatten(), self.counts.flatten())
 
@@ -114,7 +114,7 @@ def rows_of_layout(layout_range: torch.Tensor, num_rows: int) -> tuple[Blocks, t
     """The blocks that a handle speaks of, and where among [L * num_rows] their rows lie, [n] int64."""
     blocks = Blocks.of(layout_range & 0xFFFFFFFF)
     firsts = (layout_range >> 32) + (torch.arange(layout_range.size(0)) * num_rows).unsqueeze(1)
-    rows = blocks.spread(firsts - blocks.starts)
+    rows = blocks.repeat(firsts - blocks.starts)
     return blocks, rows.add_(torch.arange(rows.numel()))
 
 
@@ -132,28 +132,28 @@ def rows_by_rank(blocks: Blocks) -> torch.Tensor:
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 
-def fetch_rows(out: torch.Tensor, atlas: torch.Tensor, places: torch.Tensor, counts: list[int]) -> None:
+def fetch_rows(out: torch.Tensor, atlas: torch.Tensor, grains: torch.Tensor, counts: list[int]) -> None:
     """`out[e, i]` is the row at the next place, for each expert e and i < counts[e].
 
     Args:
         out: [L, rows, columns], written.
         atlas: [places, columns] of the same dtype.
-        places: [n] int64, by expert.
+        grains: [n] int64, by expert.
         counts: L numbers.
     """
-    _fetch_rows(out, atlas, places, counts)
+    _fetch_rows(out, atlas, grains, counts)
 
 
 @Scripted
-def _fetch_rows(out: torch.Tensor, atlas: torch.Tensor, places: torch.Tensor, counts: list[int]) -> None:
+def _fetch_rows(out: torch.Tensor, atlas: torch.Tensor, grains: torch.Tensor, counts: list[int]) -> None:
     start = 0
     for expert, count in enumerate(counts):
         if count > 0:
-            torch.index_select(atlas, 0, places[start : start + count], out=out[expert][:count])
+            torch.index_select(atlas, 0, grains[start : start + count], out=out[expert][:count])
             start += count
 
 
-def spread_rows(out: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> None:
+def unpack_rows(out: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> None:
     """`out[e, i]` is the next row, for each expert e and i < counts[e].
 
     Args:
@@ -161,11 +161,11 @@ def spread_rows(out: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> Non
         rows: [n, columns] of the same dtype.
         counts: L numbers.
     """
-    _spread_rows(out, rows, counts)
+    _unpack_rows(out, rows, counts)
 
 
 @Scripted
-def _spread_rows(out: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> None:
+def _unpack_rows(out: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> None:
     start = 0
     for expert, count in enumerate(counts):
         if count > 0:
@@ -245,17 +245,17 @@ class Summer:
         self,
         out: torch.Tensor,
         atlas: torch.Tensor,
-        places: torch.Tensor,
+        grains: torch.Tensor,
         weights: torch.Tensor,
         is_skipped: torch.Tensor,
         ranges: torch.Tensor | None = None,
     ) -> None:
-        """`out[t] = sum(weights[t, k] * row at places[t, k] for k that is not skipped)`.
+        """`out[t] = sum(weights[t, k] * row at grains[t, k] for k that is not skipped)`.
 
         Args:
             out: [T, H] BF16, written.
             atlas: [places, H] BF16.
-            places: [T, K] int64; readable, if meaningless, where a selection is skipped.
+            grains: [T, K] int64; readable, if meaningless, where a selection is skipped.
             weights: [T, K] float32.
             is_skipped: [T, K] bool.
             ranges: [places, 2 * G] BF16, the ranges of the rows, which are LogFMT; None: they are BF16.
@@ -268,7 +268,7 @@ class Summer:
         total, wide = self._wide[: 2 * tile * hidden].view(2, tile, hidden)
         # Also the weight: an infinite one times the nothing of a skipped row would be NaN.
         weights = weights.masked_fill(is_skipped, 0.0).t().contiguous().unsqueeze(-1)
-        columns = places.t().contiguous()
+        columns = grains.t().contiguous()
         skipped = is_skipped.t().contiguous().unsqueeze(-1)
         has_skipped = is_skipped.any(0).tolist()
         if ranges is not None:
@@ -282,7 +282,7 @@ class Summer:
 def _sum_tiles(
     out: torch.Tensor,
     atlas: torch.Tensor,
-    places: torch.Tensor,
+    grains: torch.Tensor,
     weights: torch.Tensor,
     skipped: torch.Tensor,
     has_skipped: list[bool],
@@ -295,7 +295,7 @@ def _sum_tiles(
     Args:
         out: [T, H].
         atlas: [places, H].
-        places: [K, T].
+        grains: [K, T].
         weights: [K, T, 1].
         skipped: [K, T, 1].
         has_skipped: K times, whether any token skips it.
@@ -310,7 +310,7 @@ def _sum_tiles(
         part, rows, gathered = total[:size], wide[:size], narrow[:size]
         part.zero_()
         for k in range(len(has_skipped)):
-            torch.index_select(atlas, 0, places[k, start:stop], out=gathered)
+            torch.index_select(atlas, 0, grains[k, start:stop], out=gathered)
             rows.copy_(gathered)
             if has_skipped[k]:
                 rows.masked_fill_(skipped[k, start:stop], 0.0)
@@ -322,7 +322,7 @@ def _sum_logfmt(
     out: torch.Tensor,
     atlas: torch.Tensor,
     ranges: torch.Tensor,
-    places: torch.Tensor,
+    grains: torch.Tensor,
     weights: torch.Tensor,
     skipped: torch.Tensor,
     total: torch.Tensor,
@@ -332,8 +332,8 @@ def _sum_logfmt(
     for start in range(0, num_tokens, tile):
         stop = min(start + tile, num_tokens)
         part = total[: stop - start].zero_()
-        for k in range(places.size(0)):
-            wanted = places[k, start:stop]
+        for k in range(grains.size(0)):
+            wanted = grains[k, start:stop]
             units = atlas.index_select(0, wanted).view(torch.uint8)
             rows = logfmt.decode(units, ranges.index_select(0, wanted).unflatten(-1, (-1, 2)), hidden)
             part.addcmul_(rows.masked_fill_(skipped[k, start:stop], 0.0), weights[k, start:stop])

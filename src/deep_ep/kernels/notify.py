@@ -20,7 +20,6 @@ from ._triton import Launch, jit, tl, triton, variant
 from .exchange import (
     COUNTS,
     DISAGREE,
-    FAR_OVERFLOW,
     HEADER_WORDS,
     NUM_SECTIONS,
     OVERFLOW,
@@ -31,19 +30,20 @@ from .exchange import (
     PLAN_OUT_START,
     PLAN_TARGET_START,
     PLAN_WORDS,
+    REMOTE_OVERFLOW,
     SEGMENT_BITS,
+    STATE_ANNOUNCED,
     STATE_ENDED,
     STATE_FAILED,
     STATE_HELD,
-    STATE_SAID,
     STATE_STAGED,
     STATE_TOKENS,
     STATE_WORDS,
-    TABLE_LANES,
-    TABLE_ROOMS,
+    TABLE_CAPACITIES,
+    TABLE_SOURCE_ROWS,
     TABLE_STARTS,
     WARP_LANES,
-    Places,
+    Context,
     fail,
     header_of,
     is_last_block,
@@ -56,18 +56,22 @@ from .exchange import (
 )
 from .primitives import tell_host, words_at
 from .pull import copy_pieces, copy_shape
-from .put import Shape, widest_word
+from .put import LaunchShape, widest_word
 
 _LINE = tl.constexpr(8)
 _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 _OFFSET_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
 _NUM_SECTIONS = tl.constexpr(NUM_SECTIONS)
 _DISAGREE, _OVERFLOW, _COUNTS = tl.constexpr(DISAGREE), tl.constexpr(OVERFLOW), tl.constexpr(COUNTS)
-_FAR_OVERFLOW = tl.constexpr(FAR_OVERFLOW)
+_REMOTE_OVERFLOW = tl.constexpr(REMOTE_OVERFLOW)
 _ENDED = tl.constexpr(STATE_ENDED)
-_FAILED, _HELD, _SAID = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_SAID)
+_FAILED, _HELD, _ANNOUNCED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_ANNOUNCED)
 _STAGED, _MOST_TOKENS, _STATE = tl.constexpr(STATE_STAGED), tl.constexpr(STATE_TOKENS), tl.constexpr(STATE_WORDS)
-_ROOMS, _STARTS, _LANE_ROWS = tl.constexpr(TABLE_ROOMS), tl.constexpr(TABLE_STARTS), tl.constexpr(TABLE_LANES)
+_CAPACITIES, _STARTS, _SOURCE_ROWS = (
+    tl.constexpr(TABLE_CAPACITIES),
+    tl.constexpr(TABLE_STARTS),
+    tl.constexpr(TABLE_SOURCE_ROWS),
+)
 _NUM_IN, _IN_START, _NUM_OUT = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_NUM_OUT)
 _OUT_START, _TARGET_START = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_TARGET_START)
 _BACK_START, _PLAN = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
@@ -77,10 +81,10 @@ _BACK_START, _PLAN = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
 _A, _B, _HANDLE, _FREE, _TOKENS = (tl.constexpr(word) for word in range(5))
 _OFFER, _HEADER = tl.constexpr(5), tl.constexpr(HEADER_WORDS)
 # An offer is the rows that there is room for, the rows of a lane if the room is staging (else 0), the base of each
-# section, and the rows that there is room for in far memory. The second one of a call has words of its own: a slow peer
-# may still be looking at the first.
-_OFFER_WORDS, _LANE, _BASES = tl.constexpr(3 + NUM_SECTIONS), tl.constexpr(1), tl.constexpr(2)
-_FAR_ROOM = tl.constexpr(2 + NUM_SECTIONS)
+# section, and the rows that there is room for in remote memory. The second one of a call has words of its own: a slow
+# peer may still be looking at the first.
+_OFFER_WORDS, _OFFER_SOURCE_ROWS, _BASES = tl.constexpr(3 + NUM_SECTIONS), tl.constexpr(1), tl.constexpr(2)
+_OFFER_REMOTE_ROWS = tl.constexpr(2 + NUM_SECTIONS)
 
 _SCAN_TOKENS = 1024  # that a block numbers at once
 _NUMBER_WARPS = 4
@@ -107,21 +111,21 @@ class Post(NamedTuple):
 
     Attributes:
         num_rows: Rows it offers.
-        lane_rows: If they are offered by way of staging, how many rows of a source fit there at once; else 0.
+        rows_per_source: If they are offered by way of staging, how many rows of a source fit there at once; else 0.
         num_tokens: Of this rank. Cached and worst-case dispatches do not say it.
         free_bytes: The largest region that it could still take.
         bases: Where its sections are; -1: nothing there.
-        far_rows: Rows that there is room for in far memory.
+        remote_rows: Rows that there is room for in remote memory.
         ticket: Echoed to the host when the counts are there; 0: the host does not wait, and what does not fit is an
             error. With a ticket the offer is a guess: if it does not fit somewhere, all ranks hold the call.
     """
 
     num_rows: int = 0
-    lane_rows: int = 0
+    rows_per_source: int = 0
     num_tokens: int = 0
     free_bytes: int = 0
     bases: tuple[int, int, int] = (-1, -1, -1)
-    far_rows: int = 0
+    remote_rows: int = 0
     ticket: int = 0
 
 
@@ -176,7 +180,7 @@ class Nodes(NamedTuple):
     mark: torch.Tensor
 
 
-class Form(NamedTuple):
+class HandshakeForm(NamedTuple):
     """What a handshake consists of.
 
     Attributes:
@@ -186,8 +190,8 @@ class Form(NamedTuple):
         is_numbered: Tokens are numbered first.
         word: What the ranks of a node are looked at by, where their tokens are numbered.
         is_new: A new call begins; otherwise this is the second handshake of one.
-        says: The first half is done.
-        hears: The second half is done.
+        sends: The first half is done.
+        receives: The second half is done.
     """
 
     has_counts: bool = False
@@ -196,8 +200,8 @@ class Form(NamedTuple):
     is_numbered: bool = False
     word: torch.dtype = torch.uint8
     is_new: bool = True
-    says: bool = True
-    hears: bool = True
+    sends: bool = True
+    receives: bool = True
 
 
 # What the changing arguments of the kernel are: of which type the memory is that they point to; None: a number.
@@ -209,25 +213,25 @@ class Handshake:
     """The handshakes of calls with one signature.
 
     Args:
-        places: The words.
+        context: The words.
         terms: What is said in all of them.
         form: What they consist of.
     """
 
-    def __init__(self, places: Places, terms: Terms, form: Form):
-        num_nodes = places.num_nodes if form.has_nodes else 0
-        self._num_blocks = places.num_ranks + num_nodes if form.is_numbered else 1
-        self._nothing = places.state  # in the place of what there is not
-        num_words = places.num_near // form.word.itemsize
+    def __init__(self, context: Context, terms: Terms, form: HandshakeForm):
+        num_nodes = context.num_nodes if form.has_nodes else 0
+        self._num_blocks = context.num_ranks + num_nodes if form.is_numbered else 1
+        self._nothing = context.state  # in the place of what there is not
+        num_words = context.ranks_per_node // form.word.itemsize
         constants = {
-            **_constants(places, form, _NUMBER_WARPS if form.is_numbered and can_share_a_wait(places) else 1),
+            **_constants(context, form, _NUMBER_WARPS if form.is_numbered and can_share_a_wait(context) else 1),
             "IS_NUMBERED": form.is_numbered,
             "NODE_WORDS": num_words if form.has_nodes else 0,
             "TILE": _SCAN_TOKENS,
         }
         kernel = variant(_notify_kernel, constants["NUM_WARPS"], constants, (form.word,))
         types = (torch.uint8, form.word, *_POINTERS, *_NUMBERS)
-        self.launch = Launch(kernel, types, _fixed(places, terms))
+        self.launch = Launch(kernel, types, _fixed(context, terms))
 
     def __call__(
         self,
@@ -240,9 +244,9 @@ class Handshake:
         """Launch one. A plain tuple is as good as one with names, and made faster.
 
         Args:
-            post: What to say. The offers of all peers become addresses in the table of `places`.
+            post: What to say. The offers of all peers become addresses in the table of `context`.
             counted: Counts to exchange.
-            prefix: [R, R] int32, see `Form`.
+            prefix: [R, R] int32, see `HandshakeForm`.
             nodes: What is said of nodes.
             numbered: Tokens to number first.
         """
@@ -257,7 +261,7 @@ class Handshake:
             of_nodes, sizes = (nothing,) * 4, (0, 0)
         else:
             of_nodes, sizes = nodes, (nodes.num_tokens.stride(0), nodes.mark.numel())
-        num_rows, lane_rows, num_tokens, free_bytes, bases, far_rows, ticket = post
+        num_rows, rows_per_source, num_tokens, free_bytes, bases, remote_rows, ticket = post
         if node_numbers is None:
             node_numbers = nothing
         if prefix is None:
@@ -265,7 +269,7 @@ class Handshake:
         self.launch(
             self._num_blocks,
             (mask, mask, numbers, node_numbers, per_rank, given, per_expert, prefix, *of_nodes),
-            (num_marked, *sizes, num_rows, lane_rows, num_tokens, free_bytes, *bases, far_rows, ticket),
+            (num_marked, *sizes, num_rows, rows_per_source, num_tokens, free_bytes, *bases, remote_rows, ticket),
         )
 
 
@@ -274,7 +278,7 @@ class CopyingHandshake:
     block of the copy says that they are there. Only where `can_share_a_wait`.
 
     Args:
-        places: The words.
+        context: The words.
         terms: What is said in all of them.
         shape: How the copy is launched.
         num_bytes: Of a row.
@@ -282,14 +286,16 @@ class CopyingHandshake:
         word: What they are copied as.
     """
 
-    def __init__(self, places: Places, terms: Terms, shape: Shape, num_bytes: int, word: torch.dtype, is_aligned: bool):
+    def __init__(
+        self, context: Context, terms: Terms, shape: LaunchShape, num_bytes: int, word: torch.dtype, is_aligned: bool
+    ):
         row_vectors, vector, self._block = copy_shape(shape, num_bytes, word, is_aligned)
         self._most_blocks, self._row_words = shape.num_blocks, num_bytes // word.itemsize
-        form = Form(has_prefix=True)
-        constants = {**_constants(places, form, shape.num_warps), "VECTOR": vector, "BLOCK": self._block}
+        form = HandshakeForm(has_prefix=True)
+        constants = {**_constants(context, form, shape.num_warps), "VECTOR": vector, "BLOCK": self._block}
         kernel = variant(_notify_copied_kernel, shape.num_warps, constants, (word,))
         types = (word, word, torch.int32, *_NUMBERS[3:], None)
-        self.launch = Launch(kernel, types, (*_fixed(places, terms), row_vectors))
+        self.launch = Launch(kernel, types, (*_fixed(context, terms), row_vectors))
 
     def __call__(self, post: Post, prefix: torch.Tensor, target: torch.Tensor, rows: torch.Tensor) -> None:
         """Launch one.
@@ -300,18 +306,18 @@ class CopyingHandshake:
             target: [n, columns] contiguous, written.
             rows: [n, columns] contiguous, of the same dtype.
         """
-        num_rows, lane_rows, num_tokens, free_bytes, bases, far_rows, ticket = post
+        num_rows, rows_per_source, num_tokens, free_bytes, bases, remote_rows, ticket = post
         count = rows.shape[0]
         num_pieces = -(-count * self._row_words // self._block)
-        numbers = (num_rows, lane_rows, num_tokens, free_bytes, *bases, far_rows, ticket, count)
+        numbers = (num_rows, rows_per_source, num_tokens, free_bytes, *bases, remote_rows, ticket, count)
         self.launch(max(1, min(self._most_blocks, num_pieces)), (target, rows, prefix), numbers)
 
 
-def _constants(places: Places, form: Form, num_warps: int) -> dict[str, Any]:
-    lanes = num_lanes(places)
+def _constants(context: Context, form: HandshakeForm, num_warps: int) -> dict[str, Any]:
+    lanes = num_lanes(context)
     return {
-        "SAYS": form.says,
-        "HEARS": form.hears,
+        "SENDS": form.sends,
+        "RECEIVES": form.receives,
         "HAS_NODES": form.has_nodes,
         "IS_NEW": form.is_new,
         "HAS_COUNTS": form.has_counts,
@@ -322,19 +328,19 @@ def _constants(places: Places, form: Form, num_warps: int) -> dict[str, Any]:
     }
 
 
-def _fixed(places: Places, terms: Terms) -> tuple[torch.Tensor | int, ...]:
+def _fixed(context: Context, terms: Terms) -> tuple[torch.Tensor | int, ...]:
     """The arguments that are the same in all calls of a signature."""
     return (
-        places.windows,
-        places.state,
-        places.table,
-        places.host,
-        places.homes,
-        places.num_ranks,
-        places.rank,
-        places.num_nodes,
-        places.header_words,
-        places.limit_ns,
+        context.windows,
+        context.state,
+        context.table,
+        context.host,
+        context.own_boards,
+        context.num_ranks,
+        context.rank,
+        context.num_nodes,
+        context.header_words,
+        context.limit_ns,
         terms.num_local,
         terms.step,
         terms.operation,
@@ -342,55 +348,55 @@ def _fixed(places: Places, terms: Terms) -> tuple[torch.Tensor | int, ...]:
     )
 
 
-def can_share_a_wait(places: Places) -> bool:
+def can_share_a_wait(context: Context) -> bool:
     """Whether a block of several warps may wait: each of them must look at all ranks, see `exchange.wait`."""
-    return num_lanes(places) <= WARP_LANES
+    return num_lanes(context) <= WARP_LANES
 
 
-def node_word(places: Places, is_token_in_rank: torch.Tensor) -> torch.dtype:
+def node_word(context: Context, is_token_in_rank: torch.Tensor) -> torch.dtype:
     """The widest word by which a mask [T, R] can be looked at, node by node."""
-    return widest_word(places.num_near, is_token_in_rank.data_ptr())[0]
+    return widest_word(context.ranks_per_node, is_token_in_rank.data_ptr())[0]
 
 
-def num_said(places: Places, terms: Terms, has_counts: bool) -> int:
+def num_words_sent(context: Context, terms: Terms, has_counts: bool) -> int:
     """How many words of its header a rank says: those of counts only where there are any."""
-    num_counts = places.num_ranks + terms.num_local if has_counts else 0
-    return HEADER_WORDS + places.num_nodes + num_counts
+    num_counts = context.num_ranks + terms.num_local if has_counts else 0
+    return HEADER_WORDS + context.num_nodes + num_counts
 
 
-def prepare_all(places: Places) -> None:
+def prepare_all(context: Context) -> None:
     """Compile and load handshakes of one node, so that no peer's limit passes while one is compiled."""
     terms = Terms(0, 0, (0, 0))
     forms = [
-        Form(has_counts=True, has_prefix=True, is_numbered=True),
-        Form(has_prefix=True),
-        Form(),
-        Form(is_new=False),
+        HandshakeForm(has_counts=True, has_prefix=True, is_numbered=True),
+        HandshakeForm(has_prefix=True),
+        HandshakeForm(),
+        HandshakeForm(is_new=False),
     ]
     for form in forms:
-        Handshake(places, terms, form).launch.prepare()
-    prepare_failures(places)
+        Handshake(context, terms, form).launch.prepare()
+    prepare_failures(context)
 
 
-def prepare_nodes(places: Places, halves: Sequence[tuple[bool, bool]]) -> None:
+def prepare_nodes(context: Context, phases: Sequence[tuple[bool, bool]]) -> None:
     """Compile and load the same across nodes.
 
     Args:
-        places: The words.
-        halves: What `says` and `hears` are together.
+        context: The words.
+        phases: What `sends` and `receives` are together.
     """
-    terms, word = Terms(0, 0, (0, 0)), widest_word(places.num_near)[0]
-    for says, hears in halves:
+    terms, word = Terms(0, 0, (0, 0)), widest_word(context.ranks_per_node)[0]
+    for sends, receives in phases:
         for form in (
-            Form(
-                has_counts=True, has_prefix=True, has_nodes=True, is_numbered=says, word=word if says else torch.uint8
+            HandshakeForm(
+                has_counts=True, has_prefix=True, has_nodes=True, is_numbered=sends, word=word if sends else torch.uint8
             ),
-            Form(has_nodes=True),
-            Form(),
-            Form(has_nodes=True, is_new=False),
+            HandshakeForm(has_nodes=True),
+            HandshakeForm(),
+            HandshakeForm(has_nodes=True, is_new=False),
         ):
-            Handshake(places, terms, form._replace(says=says, hears=hears)).launch.prepare()
-    prepare_failures(places)
+            Handshake(context, terms, form._replace(sends=sends, receives=receives)).launch.prepare()
+    prepare_failures(context)
 
 
 # Numbers have their types written down: a kernel is not compiled again for another value of them.
@@ -414,19 +420,19 @@ def _notify_kernel(
     node_stride: tl.int32,
     num_marks: tl.int32,
     num_rows: tl.int64,
-    lane_rows: tl.int64,
+    rows_per_source: tl.int64,
     num_tokens: tl.int64,
     free_bytes: tl.int64,
     base_0: tl.int64,
     base_1: tl.int64,
     base_2: tl.int64,
-    far_rows: tl.int64,
+    remote_rows: tl.int64,
     ticket: tl.int64,
     windows,
     state,
     table,
     host,
-    homes,
+    own_boards,
     num_ranks: tl.int32,
     rank: tl.int32,
     num_nodes: tl.int32,
@@ -437,8 +443,8 @@ def _notify_kernel(
     operation: tl.int32,
     word_a: tl.int64,
     word_b: tl.int64,
-    SAYS: tl.constexpr,
-    HEARS: tl.constexpr,
+    SENDS: tl.constexpr,
+    RECEIVES: tl.constexpr,
     HAS_NODES: tl.constexpr,
     IS_NEW: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
@@ -455,8 +461,8 @@ def _notify_kernel(
     Example: two ranks, counts `[1, 2]` on rank 0 and `[3, 4]` on rank 1: prefix is `[[1, 2], [4, 6]]` on both, and
     the first slots of rank 1 are `[1, 2]`.
     """
-    posted = (num_rows, lane_rows, num_tokens, free_bytes, base_0, base_1, base_2, far_rows, ticket)
-    places = (windows, state, table, host, homes, num_ranks, rank, num_nodes, header_words, limit_ns)
+    posted = (num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2, remote_rows, ticket)
+    context = (windows, state, table, host, own_boards, num_ranks, rank, num_nodes, header_words, limit_ns)
     terms = (num_local, step, operation, word_a, word_b)
     counted = (counts, given, per_expert, prefix)
     nodes = (node_tokens, plan, node_prefix, mark, node_stride, num_marks)
@@ -470,12 +476,12 @@ def _notify_kernel(
             _number(words, node_numbers, node_tokens, node, num_marked, num_words, node_stride, NODE_WORDS, TILE)
         if is_last_block(state + _ENDED):
             _handshake(
-                posted, places, terms, counted, nodes, SAYS, HEARS, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX,
+                posted, context, terms, counted, nodes, SENDS, RECEIVES, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX,
                 LANES, CHUNK, NUM_WARPS,
             )  # fmt: skip
     else:
         _handshake(
-            posted, places, terms, counted, nodes, SAYS, HEARS, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX,
+            posted, context, terms, counted, nodes, SENDS, RECEIVES, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX,
             LANES, CHUNK, NUM_WARPS,
         )  # fmt: skip
 
@@ -486,20 +492,20 @@ def _notify_copied_kernel(
     rows,
     prefix,
     num_rows: tl.int64,
-    lane_rows: tl.int64,
+    rows_per_source: tl.int64,
     num_tokens: tl.int64,
     free_bytes: tl.int64,
     base_0: tl.int64,
     base_1: tl.int64,
     base_2: tl.int64,
-    far_rows: tl.int64,
+    remote_rows: tl.int64,
     ticket: tl.int64,
     num_copied: tl.int32,
     windows,
     state,
     table,
     host,
-    homes,
+    own_boards,
     num_ranks: tl.int32,
     rank: tl.int32,
     num_nodes: tl.int32,
@@ -511,8 +517,8 @@ def _notify_copied_kernel(
     word_a: tl.int64,
     word_b: tl.int64,
     row_vectors: tl.int32,
-    SAYS: tl.constexpr,
-    HEARS: tl.constexpr,
+    SENDS: tl.constexpr,
+    RECEIVES: tl.constexpr,
     HAS_NODES: tl.constexpr,
     IS_NEW: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
@@ -527,17 +533,17 @@ def _notify_copied_kernel(
     copy_pieces(target, rows, prefix, state, num_copied, row_vectors, num_ranks, rank, VECTOR, BLOCK)
     if is_last_block(state + _ENDED):
         _handshake(
-            (num_rows, lane_rows, num_tokens, free_bytes, base_0, base_1, base_2, far_rows, ticket),
-            (windows, state, table, host, homes, num_ranks, rank, num_nodes, header_words, limit_ns),
+            (num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2, remote_rows, ticket),
+            (windows, state, table, host, own_boards, num_ranks, rank, num_nodes, header_words, limit_ns),
             (num_local, step, operation, word_a, word_b),
             (prefix, prefix, prefix, prefix), (prefix, prefix, prefix, prefix, 0, 0),
-            SAYS, HEARS, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK, NUM_WARPS,
+            SENDS, RECEIVES, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK, NUM_WARPS,
         )  # fmt: skip
 
 
 @triton.jit
 def _handshake(
-    posted, places, terms, counted, nodes, SAYS: tl.constexpr, HEARS: tl.constexpr, HAS_NODES: tl.constexpr,
+    posted, context, terms, counted, nodes, SENDS: tl.constexpr, RECEIVES: tl.constexpr, HAS_NODES: tl.constexpr,
     IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_PREFIX: tl.constexpr,
     LANES: tl.constexpr, CHUNK: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -545,12 +551,12 @@ def _handshake(
 
     Args:
         posted: As in `Post`, the bases one by one.
-        places: As in `Places`.
+        context: As in `Context`.
         terms: As in `Terms`.
         counted: As in `Counted`, and the prefix.
         nodes: As in `Nodes`, the stride of the tokens, and the length of the mark.
-        SAYS: Do the first half.
-        HEARS: Do the second half.
+        SENDS: Do the first half.
+        RECEIVES: Do the second half.
         HAS_NODES: Something is said of nodes.
         IS_NEW: A new call begins.
         HAS_COUNTS: Counts are exchanged.
@@ -559,8 +565,8 @@ def _handshake(
         CHUNK: Columns of a matrix that are looked at at once.
         NUM_WARPS: Of the block.
     """
-    num_rows, lane_rows, num_tokens, free_bytes, base_0, base_1, base_2, far_rows, ticket = posted
-    windows, state, table, host, homes, num_ranks, rank, num_nodes, header_words, limit_ns = places
+    num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2, remote_rows, ticket = posted
+    windows, state, table, host, own_boards, num_ranks, rank, num_nodes, header_words, limit_ns = context
     num_local, step, operation, word_a, word_b = terms
     counts, given, per_expert, prefix = counted
     node_tokens, plan, node_prefix, mark, node_stride, num_marks = nodes
@@ -568,51 +574,51 @@ def _handshake(
     epoch = tl.load(state)
     if NUM_WARPS > 1:
         tl.debug_barrier()  # all have loaded what one thread stores next
-    if SAYS:
+    if SENDS:
         epoch += IS_NEW
         if HAS_COUNTS and is_well:
             is_well = _check_counts(
                 windows, state, host, counts, given, num_ranks, rank, epoch, operation, ticket, LANES
             )  # fmt: skip
-        tl.store(state + _SAID, is_well.to(tl.int64))
+        tl.store(state + _ANNOUNCED, is_well.to(tl.int64))
         if is_well:
             tl.store(state, epoch)
             _post(
                 windows, counts, per_expert, prefix, node_tokens, mark, num_ranks, rank, num_nodes, node_stride,
-                header_words, num_local, epoch, word_a, word_b, num_rows, lane_rows, num_tokens, free_bytes,
-                base_0, base_1, base_2, far_rows, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK,
+                header_words, num_local, epoch, word_a, word_b, num_rows, rows_per_source, num_tokens, free_bytes,
+                base_0, base_1, base_2, remote_rows, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK,
             )  # fmt: skip
             signal(windows, rank, 0, num_ranks, epoch, step, LANES)
     else:
-        is_well = is_well & (tl.load(state + _SAID) != 0)
-    if HEARS:
+        is_well = is_well & (tl.load(state + _ANNOUNCED) != 0)
+    if RECEIVES:
         if is_well:
             is_well = wait(
-                windows, homes, state, host, num_ranks, rank, 0, num_ranks, epoch, step, operation, limit_ns, LANES,
-                NUM_WARPS,
+                windows, own_boards, state, host, num_ranks, rank, 0, num_ranks, epoch, step, operation, limit_ns,
+                LANES, NUM_WARPS,
             )  # fmt: skip
         if IS_NEW and is_well:
-            is_well = _agree(windows, homes, state, host, num_ranks, rank, header_words, epoch, operation, LANES)
+            is_well = _agree(windows, own_boards, state, host, num_ranks, rank, header_words, epoch, operation, LANES)
         if is_well:
             tl.store(state + _HELD, 0)
             _take_offers(
-                windows, homes, state, table, num_ranks, rank, num_nodes, header_words, epoch,
+                windows, own_boards, state, table, num_ranks, rank, num_nodes, header_words, epoch,
                 IS_NEW, HAS_COUNTS, LANES,
             )  # fmt: skip
         if HAS_NODES and is_well:
-            _take_nodes(homes, plan, node_prefix, num_ranks, rank, num_nodes, header_words, epoch, LANES)
+            _take_nodes(own_boards, plan, node_prefix, num_ranks, rank, num_nodes, header_words, epoch, LANES)
             if HAS_COUNTS:
                 for first in range(0, num_marks, LANES):
                     cells = first + tl.arange(0, LANES)
                     tl.store(mark + cells, (epoch & 0x3FFFFFFF).to(tl.int32) + 1, mask=cells < num_marks)
-            _check_far_room(
-                windows, homes, state, host, num_ranks, rank, num_nodes, header_words, epoch, operation, ticket,
+            _check_remote_capacity(
+                windows, own_boards, state, host, num_ranks, rank, num_nodes, header_words, epoch, operation, ticket,
                 IS_NEW, LANES,
             )  # fmt: skip
         if HAS_COUNTS and is_well:
             _take_counts(
-                windows, homes, state, table, host, prefix, num_ranks, rank, num_nodes, header_words, num_local, epoch,
-                operation, ticket, LANES, CHUNK,
+                windows, own_boards, state, table, host, prefix, num_ranks, rank, num_nodes, header_words, num_local,
+                epoch, operation, ticket, LANES, CHUNK,
             )  # fmt: skip
 
 
@@ -624,11 +630,11 @@ def _check_counts(windows, state, host, counts, given, num_ranks, rank, epoch, o
     """
     lanes = tl.arange(0, LANES)
     seen = tl.load(counts + lanes, mask=lanes < num_ranks, other=0)
-    said = tl.load(given + lanes, mask=lanes < num_ranks, other=0)
-    is_right = tl.sum((seen != said).to(tl.int32)) == 0
+    expected = tl.load(given + lanes, mask=lanes < num_ranks, other=0)
+    is_right = tl.sum((seen != expected).to(tl.int32)) == 0
     if not is_right:
-        first = tl.min(tl.where(seen != said, lanes, LANES))
-        one, other = tl.sum(tl.where(lanes == first, seen, 0)), tl.sum(tl.where(lanes == first, said, 0))
+        first = tl.min(tl.where(seen != expected, lanes, LANES))
+        one, other = tl.sum(tl.where(lanes == first, seen, 0)), tl.sum(tl.where(lanes == first, expected, 0))
         if ticket != 0:
             tl.store(state + _HELD, 1)
             write_record(host, _COUNTS, epoch, operation, first, one, other, rank)
@@ -641,15 +647,15 @@ def _check_counts(windows, state, host, counts, given, num_ranks, rank, epoch, o
 @triton.jit
 def _post(
     windows, counts, per_expert, prefix, node_tokens, mark, num_ranks, rank, num_nodes, node_stride, header_words,
-    num_local, epoch, word_a, word_b, num_rows, lane_rows, num_tokens, free_bytes, base_0, base_1, base_2, far_rows,
-    HAS_NODES: tl.constexpr, IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_PREFIX: tl.constexpr,
+    num_local, epoch, word_a, word_b, num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2,
+    remote_rows, HAS_NODES: tl.constexpr, IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_PREFIX: tl.constexpr,
     LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write this rank's header on every board: one lane for each peer, the same words at the same place."""
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    place = 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + rank) * header_words
-    header = words_at(tl.load(windows + lanes, mask=is_rank, other=0)) + place
+    offset = 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + rank) * header_words
+    header = words_at(tl.load(windows + lanes, mask=is_rank, other=0)) + offset
     if IS_NEW:
         checksum = tl.zeros((), dtype=tl.int64)
         if HAS_PREFIX and not HAS_COUNTS:
@@ -671,11 +677,11 @@ def _post(
         tl.store(header + _TOKENS, num_tokens, mask=is_rank)
     offer = header + _OFFER + (1 - IS_NEW) * _OFFER_WORDS
     tl.store(offer, num_rows, mask=is_rank)
-    tl.store(offer + _LANE, lane_rows, mask=is_rank)
+    tl.store(offer + _OFFER_SOURCE_ROWS, rows_per_source, mask=is_rank)
     tl.store(offer + _BASES, base_0, mask=is_rank)
     tl.store(offer + _BASES + 1, base_1, mask=is_rank)
     tl.store(offer + _BASES + 2, base_2, mask=is_rank)
-    tl.store(offer + _FAR_ROOM, far_rows, mask=is_rank)
+    tl.store(offer + _OFFER_REMOTE_ROWS, remote_rows, mask=is_rank)
     if HAS_COUNTS:
         for start in range(0, num_ranks, CHUNK):
             columns = start + tl.arange(0, CHUNK)
@@ -691,12 +697,12 @@ def _post(
 
 
 @triton.jit
-def _agree(windows, homes, state, host, num_ranks, rank, header_words, epoch, operation, LANES: tl.constexpr):
+def _agree(windows, own_boards, state, host, num_ranks, rank, header_words, epoch, operation, LANES: tl.constexpr):
     """Whether all ranks make the same call, by the same handle."""
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    headers = header_of(homes, lanes, is_rank, num_ranks, header_words, epoch)
-    own = header_of(homes, rank, True, num_ranks, header_words, epoch)
+    headers = header_of(own_boards, lanes, is_rank, num_ranks, header_words, epoch)
+    own = header_of(own_boards, rank, True, num_ranks, header_words, epoch)
     differs = tl.load(headers + _A, mask=is_rank, other=0) != tl.load(own + _A)
     differs = differs | (tl.load(headers + _B, mask=is_rank, other=0) != tl.load(own + _B))
     differs = differs | (tl.load(headers + _HANDLE, mask=is_rank, other=0) != tl.load(own + _HANDLE))
@@ -710,50 +716,50 @@ def _agree(windows, homes, state, host, num_ranks, rank, header_words, epoch, op
 
 @triton.jit
 def _take_counts(
-    windows, homes, state, table, host, prefix, num_ranks, rank, num_nodes, header_words, num_local, epoch, operation,
-    ticket, LANES: tl.constexpr, CHUNK: tl.constexpr,
+    windows, own_boards, state, table, host, prefix, num_ranks, rank, num_nodes, header_words, num_local, epoch,
+    operation, ticket, LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Prefix sums of everybody's counts, here and on the host, this rank's first slots, and whether all rows fit."""
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    headers = header_of(homes, lanes, is_rank, num_ranks, header_words, epoch)
+    headers = header_of(own_boards, lanes, is_rank, num_ranks, header_words, epoch)
     tl.debug_barrier()  # one thread has stored the word that all load now
-    worst = tl.load(state + _HELD)  # far memory may lack room already
+    worst = tl.load(state + _HELD)  # remote memory may lack room already
     for start in range(0, num_ranks, CHUNK):
         columns = start + tl.arange(0, CHUNK)
         is_column = columns < num_ranks
         is_cell = is_rank[:, None] & is_column[None, :]
         cell = tl.load(headers[:, None] + _HEADER + num_nodes + columns[None, :], mask=is_cell, other=0)
         sums = tl.cumsum(cell, 0)
-        place = lanes[:, None] * num_ranks + columns[None, :]
-        tl.store(prefix + place, sums.to(tl.int32), mask=is_cell)
+        offset = lanes[:, None] * num_ranks + columns[None, :]
+        tl.store(prefix + offset, sums.to(tl.int32), mask=is_cell)
         tl.store(
-            host + _STATE + 3 * num_ranks + place,
+            host + _STATE + 3 * num_ranks + offset,
             sums,
             mask=is_cell & (lanes[:, None] < tl.where(ticket != 0, num_ranks, 0)),
         )
         before = tl.sum(tl.where(lanes[:, None] < rank, cell, 0), 0)
         tl.store(table + _STARTS * num_ranks + columns, before, mask=is_column)
-        offers = header_of(homes, columns, is_column, num_ranks, header_words, epoch) + _OFFER
-        room = tl.load(offers, mask=is_column, other=0)
+        offers = header_of(own_boards, columns, is_column, num_ranks, header_words, epoch) + _OFFER
+        capacity = tl.load(offers, mask=is_column, other=0)
         rows = tl.sum(cell, 0)
-        excess = is_column & (rows > room)
+        excess = is_column & (rows > capacity)
         if tl.sum(excess.to(tl.int32)) > 0:
             tl.store(state + _HELD, 1)
             if (ticket == 0) & (worst == 0):
                 peer = tl.min(tl.where(excess, columns, LANES + CHUNK))
                 came = tl.sum(tl.where(columns == peer, rows, 0))
-                there = tl.sum(tl.where(columns == peer, room, 0))
+                there = tl.sum(tl.where(columns == peer, capacity, 0))
                 fail(windows, state, host, num_ranks, rank, _OVERFLOW, epoch, operation, peer, came, there, rank, LANES)
-        worst = tl.maximum(worst, tl.max(tl.where(is_column, rows - room, 0)))
+        worst = tl.maximum(worst, tl.max(tl.where(is_column, rows - capacity, 0)))
     if ticket != 0:
         for start in range(0, num_local, CHUNK):
             columns = start + tl.arange(0, CHUNK)
             is_cell = is_rank[:, None] & (columns < num_local)[None, :]
             cells = headers[:, None] + _HEADER + num_nodes + num_ranks + columns[None, :]
             chosen = tl.load(cells, mask=is_cell, other=0)
-            place = host + _STATE + 3 * num_ranks + num_ranks * num_ranks + columns
-            tl.store(place, tl.sum(chosen, 0), mask=columns < num_local)
+            counts_at = host + _STATE + 3 * num_ranks + num_ranks * num_ranks + columns
+            tl.store(counts_at, tl.sum(chosen, 0), mask=columns < num_local)
         tl.store(host + _STATE + lanes, tl.load(headers + _FREE, mask=is_rank, other=0), mask=is_rank)
         tl.store(host + _STATE + num_ranks + lanes, tl.load(headers + _TOKENS, mask=is_rank, other=0), mask=is_rank)
         tl.store(host + _HELD, (worst > 0).to(tl.int64))
@@ -762,15 +768,16 @@ def _take_counts(
 
 @triton.jit
 def _take_offers(
-    windows, homes, state, table, num_ranks, rank, num_nodes, header_words, epoch,
+    windows, own_boards, state, table, num_ranks, rank, num_nodes, header_words, epoch,
     IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Addresses of the peers' sections, the rows that they have room for, and whether some of them are staged."""
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    num_near = num_ranks // num_nodes
-    is_near = is_rank & (lanes // num_near == rank // num_near)  # no row is written straight to a far rank
-    headers = header_of(homes, lanes, is_rank, num_ranks, header_words, epoch)
+    ranks_per_node = num_ranks // num_nodes
+    # no row is written straight to a remote rank
+    is_local_rank = is_rank & (lanes // ranks_per_node == rank // ranks_per_node)
+    headers = header_of(own_boards, lanes, is_rank, num_ranks, header_words, epoch)
     offers = headers + _OFFER + (1 - IS_NEW) * _OFFER_WORDS
     sections = tl.arange(0, 4)
     is_base = is_rank[:, None] & (sections < _NUM_SECTIONS)[None, :]
@@ -779,11 +786,15 @@ def _take_offers(
     start = tl.load(windows + segment * num_ranks + lanes[:, None], mask=is_base, other=0)
     offset = tl.where(base < 0, 0, base & _OFFSET_MASK)
     tl.store(table + sections[None, :] * num_ranks + lanes[:, None], start + offset, mask=is_base)
-    rooms = tl.load(offers, mask=is_rank, other=0)
-    lane_rows = tl.load(offers + _LANE, mask=is_rank, other=0)
-    tl.store(table + _ROOMS * num_ranks + lanes, tl.where((lane_rows > 0) | ~is_near, 0, rooms), mask=is_rank)
-    tl.store(table + _LANE_ROWS * num_ranks + lanes, lane_rows, mask=is_rank)
-    num_staged = tl.sum((lane_rows > 0).to(tl.int64))
+    capacities = tl.load(offers, mask=is_rank, other=0)
+    rows_per_source = tl.load(offers + _OFFER_SOURCE_ROWS, mask=is_rank, other=0)
+    tl.store(
+        table + _CAPACITIES * num_ranks + lanes,
+        tl.where((rows_per_source > 0) | ~is_local_rank, 0, capacities),
+        mask=is_rank,
+    )
+    tl.store(table + _SOURCE_ROWS * num_ranks + lanes, rows_per_source, mask=is_rank)
+    num_staged = tl.sum((rows_per_source > 0).to(tl.int64))
     tl.store(state + _STAGED, num_staged)
     if num_staged > 0:
         tl.store(state + _MOST_TOKENS, tl.max(tl.load(headers + _TOKENS, mask=is_rank, other=0)))
@@ -792,15 +803,15 @@ def _take_offers(
 
 
 @triton.jit
-def _node_tokens(homes, ranks, is_rank, node, num_ranks, header_words, epoch):
+def _node_tokens(own_boards, ranks, is_rank, node, num_ranks, header_words, epoch):
     """The tokens that ranks send to a node, by their headers."""
-    header = header_of(homes, ranks, is_rank, num_ranks, header_words, epoch)
+    header = header_of(own_boards, ranks, is_rank, num_ranks, header_words, epoch)
     return tl.load(header + _HEADER + node, mask=is_rank, other=0)
 
 
 @triton.jit
 def _take_nodes(
-    homes, plan, node_prefix, num_ranks, rank, num_nodes, header_words, epoch, LANES: tl.constexpr
+    own_boards, plan, node_prefix, num_ranks, rank, num_nodes, header_words, epoch, LANES: tl.constexpr
 ):  # fmt: skip
     """What this rank's rail sends where, see `PLAN_NUM_IN`.
 
@@ -810,16 +821,16 @@ def _take_nodes(
     """
     nodes = tl.arange(0, LANES)
     is_node = nodes < num_nodes
-    num_near = num_ranks // num_nodes
-    node, local = rank // num_near, rank % num_near
-    rail = nodes * num_near + local
-    num_in = _node_tokens(homes, rail, is_node, node, num_ranks, header_words, epoch)
-    num_out = _node_tokens(homes, nodes * 0 + rank, is_node, nodes, num_ranks, header_words, epoch)
+    ranks_per_node = num_ranks // num_nodes
+    node, local = rank // ranks_per_node, rank % ranks_per_node
+    rail = nodes * ranks_per_node + local
+    num_in = _node_tokens(own_boards, rail, is_node, node, num_ranks, header_words, epoch)
+    num_out = _node_tokens(own_boards, nodes * 0 + rank, is_node, nodes, num_ranks, header_words, epoch)
     target, back = tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64)
     for before in range(node):
-        ahead = nodes * 0 + before * num_near + local
-        target += _node_tokens(homes, ahead, is_node, nodes, num_ranks, header_words, epoch)
-        back += _node_tokens(homes, rail, is_node, before, num_ranks, header_words, epoch)
+        ahead = nodes * 0 + before * ranks_per_node + local
+        target += _node_tokens(own_boards, ahead, is_node, nodes, num_ranks, header_words, epoch)
+        back += _node_tokens(own_boards, rail, is_node, before, num_ranks, header_words, epoch)
     in_ends = tl.cumsum(num_in, 0)
     row = plan + nodes * _PLAN
     tl.store(row + _NUM_IN, num_in, mask=is_node)
@@ -832,36 +843,37 @@ def _take_nodes(
 
 
 @triton.jit
-def _check_far_room(
-    windows, homes, state, host, num_ranks, rank, num_nodes, header_words, epoch, operation, ticket,
+def _check_remote_capacity(
+    windows, own_boards, state, host, num_ranks, rank, num_nodes, header_words, epoch, operation, ticket,
     IS_NEW: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Whether every rank's far memory has room for what it relays and for what it sends: all ranks find the same.
+    """Whether every rank's remote memory has room for what it relays and for what it sends: all ranks find the same.
 
     Where the host waits to be told, it is told how many rows each rank relays, and the call is held; else it fails.
     """
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    num_near = num_ranks // num_nodes
+    ranks_per_node = num_ranks // num_nodes
     coming, going = tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64)
     for node in range(num_nodes):
-        rail = node * num_near + lanes % num_near
-        coming += _node_tokens(homes, rail, is_rank, lanes // num_near, num_ranks, header_words, epoch)
-        going += _node_tokens(homes, lanes, is_rank, node, num_ranks, header_words, epoch)
+        rail = node * ranks_per_node + lanes % ranks_per_node
+        coming += _node_tokens(own_boards, rail, is_rank, lanes // ranks_per_node, num_ranks, header_words, epoch)
+        going += _node_tokens(own_boards, lanes, is_rank, node, num_ranks, header_words, epoch)
     needed = tl.maximum(coming, going)
-    headers = header_of(homes, lanes, is_rank, num_ranks, header_words, epoch)
-    room = tl.load(headers + _OFFER + (1 - IS_NEW) * _OFFER_WORDS + _FAR_ROOM, mask=is_rank, other=0)
+    headers = header_of(own_boards, lanes, is_rank, num_ranks, header_words, epoch)
+    capacity = tl.load(headers + _OFFER + (1 - IS_NEW) * _OFFER_WORDS + _OFFER_REMOTE_ROWS, mask=is_rank, other=0)
     if ticket != 0:
         tl.store(host + _STATE + 2 * num_ranks + lanes, coming, mask=is_rank)
-    is_lacking = is_rank & (needed > room)
+    is_lacking = is_rank & (needed > capacity)
     if tl.sum(is_lacking.to(tl.int32)) > 0:
         tl.store(state + _HELD, 1)
         if ticket == 0:
             peer = tl.min(tl.where(is_lacking, lanes, LANES))
             wanted = tl.sum(tl.where(lanes == peer, needed, 0))
-            there = tl.sum(tl.where(lanes == peer, room, 0))
+            there = tl.sum(tl.where(lanes == peer, capacity, 0))
             fail(
-                windows, state, host, num_ranks, rank, _FAR_OVERFLOW, epoch, operation, peer, wanted, there, rank, LANES
+                windows, state, host, num_ranks, rank, _REMOTE_OVERFLOW, epoch, operation, peer, wanted, there, rank,
+                LANES
             )  # fmt: skip
 
 
@@ -880,8 +892,8 @@ def _number(
             marks = marks | tl.load(cells + word, mask=is_token, other=0)
         goes = (marks != 0).to(tl.int32)
         sums = tl.cumsum(goes, 0)
-        places = tokens.to(tl.int64) * (num_words // SIZE) + group
-        tl.store(numbers + places, tl.where(goes > 0, count + sums - 1, -1), mask=is_token)
+        targets = tokens.to(tl.int64) * (num_words // SIZE) + group
+        tl.store(numbers + targets, tl.where(goes > 0, count + sums - 1, -1), mask=is_token)
         count += tl.sum(goes)
     for channel in range(num_channels):
         tl.store(counts + group * num_channels + channel, count)

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 
 from ._triton import Launch, jit, launch, next_power_of_2, tl, triton, variant
-from .exchange import STATE_FAILED, STATE_HELD, TABLE_ROOMS, Places
+from .exchange import STATE_FAILED, STATE_HELD, TABLE_CAPACITIES, Context
 from .primitives import rounded
-from .put import VECTOR_BYTES, Shape, load_slots, word_of
+from .put import VECTOR_BYTES, LaunchShape, load_slots, word_of
 
 _FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
-_ROOMS = tl.constexpr(TABLE_ROOMS)
+_CAPACITIES = tl.constexpr(TABLE_CAPACITIES)
 _MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
 
 
@@ -31,7 +31,7 @@ class Pull:
     Or, by columns, `sum(row slots[t, k] of peer owners[t, k], for k with slots[t, k] >= 0)`.
 
     Args:
-        places: Holds the peers' addresses and the rows that they offer.
+        context: Holds the peers' addresses and the rows that they offer.
         shape: How to launch.
         section: Which of the peers' sections.
         hidden: H.
@@ -43,8 +43,8 @@ class Pull:
 
     def __init__(
         self,
-        places: Places,
-        shape: Shape,
+        context: Context,
+        shape: LaunchShape,
         section: int,
         hidden: int,
         dtype: torch.dtype,
@@ -52,7 +52,7 @@ class Pull:
         is_aligned: bool = True,
         num_columns: int = 0,
     ):
-        num_terms = num_columns or places.num_ranks
+        num_terms = num_columns or context.num_ranks
         vector = VECTOR_BYTES if is_aligned else dtype.itemsize
         block = min(shape.words * 4 // dtype.itemsize, next_power_of_2(hidden))
         self._num_pieces = -(-hidden // block)
@@ -69,7 +69,7 @@ class Pull:
         num_warps = shape.warps_for(block * dtype.itemsize, vector)
         kernel = variant(combine_rows_kernel, num_warps, constants, (dtype,), shape.num_registers)
         row_vectors = hidden * dtype.itemsize // vector
-        fixed = (places.table, places.state, row_vectors, places.num_ranks, num_terms, section)
+        fixed = (context.table, context.state, row_vectors, context.num_ranks, num_terms, section)
         types = (dtype, dtype, dtype, torch.int32, torch.int32, None)
         self._launch = Launch(kernel, types, fixed)
 
@@ -127,7 +127,7 @@ def combine_rows_kernel(
         is_term = lanes < num_terms
         peers = tl.minimum(lanes, num_ranks - 1)
         bases = tl.load(table + section * num_ranks + peers, mask=is_term, other=0)
-        rooms = tl.load(table + _ROOMS * num_ranks + peers, mask=is_term, other=0)
+        capacities = tl.load(table + _CAPACITIES * num_ranks + peers, mask=is_term, other=0)
         num_pieces = tl.cdiv(hidden, BLOCK)
         num_items = num_tokens * num_pieces
         slot = load_slots(slots, tl.program_id(0) // num_pieces, num_tokens, num_terms, lanes)
@@ -136,10 +136,10 @@ def combine_rows_kernel(
             if BY_COLUMN:  # the peer of a column is another one for each token
                 owner = load_slots(owners, item // num_pieces, num_tokens, num_terms, lanes)
                 bases = tl.load(table + section * num_ranks + owner, mask=slot >= 0, other=0)
-                rooms = tl.load(table + _ROOMS * num_ranks + owner, mask=slot >= 0, other=0)
+                capacities = tl.load(table + _CAPACITIES * num_ranks + owner, mask=slot >= 0, other=0)
             columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
             start = tl.cast(item // num_pieces, tl.int64) * hidden
-            has_row = (slot >= 0) & (slot < rooms)
+            has_row = (slot >= 0) & (slot < capacities)
             rows = tl.where(has_row, bases + slot.to(tl.int64) * hidden * ELEMENT_BYTES, 0)
             add_rows(out, bias_0, bias_1, rows, start, columns, hidden, num_terms, NUM_BIASES, AT_ONCE, VECTOR, WIDE)
             slot = next_slot
@@ -213,17 +213,19 @@ def add_to(
     return total
 
 
-def copy_shape(shape: Shape, num_bytes: int, word: torch.dtype, is_aligned: bool) -> tuple[int, int, int]:
+def copy_shape(shape: LaunchShape, num_bytes: int, word: torch.dtype, is_aligned: bool) -> tuple[int, int, int]:
     """Vectors of a row, bytes of a vector, and words that a block copies at once, of rows of so many bytes."""
     vector = VECTOR_BYTES if is_aligned else word.itemsize
     return num_bytes // vector, vector, shape.words * 4 // word.itemsize
 
 
-def copy_in(places: Places, shape: Shape, target: torch.Tensor, rows: torch.Tensor, prefix: torch.Tensor) -> None:
+def copy_in(
+    context: Context, shape: LaunchShape, target: torch.Tensor, rows: torch.Tensor, prefix: torch.Tensor
+) -> None:
     """Copy the rows that came to this rank in a dispatch, of however many there is room for.
 
     Args:
-        places: For this rank's number, and whether the buffer has failed.
+        context: For this rank's number, and whether the buffer has failed.
         shape: How to launch.
         target: [n, columns] contiguous, written.
         rows: [n, columns] contiguous, of the same dtype.
@@ -242,11 +244,11 @@ def copy_in(places: Places, shape: Shape, target: torch.Tensor, rows: torch.Tens
             target.view(-1).view(word),
             rows.view(-1).view(word),
             prefix,
-            places.state,
+            context.state,
             rows.size(0),
             row_vectors,
-            places.num_ranks,
-            places.rank,
+            context.num_ranks,
+            context.rank,
         ),
         (word,),
         num_warps=shape.num_warps,

@@ -1,7 +1,7 @@
 """Putting rows into the peers' slots, and taking the records apart where they arrive. On the device.
 
 Shape letters: T tokens, K selections of a token, R ranks, n rows received, W words of a row. The twins are
-`rows.put_rows` with `engine.parcel`'s records.
+`rows.put_rows` with `engine.payload`'s records.
 
 A *record* goes with each row of a dispatch with routing: W = 1 + 2 K words of 4 bytes, rounded up to 4: the token's
 index at its source, its expert ids as the receiver counts them (-1: another rank's), its weights (0 there).
@@ -18,10 +18,10 @@ import torch
 
 from ..sizing import align
 from ._triton import Launch, jit, next_power_of_2, tl, triton, variant
-from .exchange import STATE_FAILED, STATE_HELD, TABLE_ROOMS, TABLE_STARTS, Places
+from .exchange import STATE_FAILED, STATE_HELD, TABLE_CAPACITIES, TABLE_STARTS, Context
 
 _FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
-_ROOMS, _STARTS = tl.constexpr(TABLE_ROOMS), tl.constexpr(TABLE_STARTS)
+_CAPACITIES, _STARTS = tl.constexpr(TABLE_CAPACITIES), tl.constexpr(TABLE_STARTS)
 VECTOR_BYTES = 16  # what a thread moves at once, if rows are aligned to it
 _WARP = 32
 _MOST_RECORD_WARPS = 16  # with records a thread needs more registers than twice as many would leave it
@@ -29,7 +29,7 @@ _MOST_UNROLLED = tl.constexpr(8)  # peers whose writes stand one behind the othe
 
 
 @dataclass(frozen=True)
-class Shape:
+class LaunchShape:
     """How a kernel that moves rows is launched.
 
     Attributes:
@@ -68,7 +68,7 @@ def widest_word(*numbers: int) -> tuple[torch.dtype, bool]:
     raise AssertionError("every row consists of bytes")
 
 
-class Rows(NamedTuple):
+class RowSpec(NamedTuple):
     """What the rows of a dispatch are made of.
 
     Attributes:
@@ -96,14 +96,14 @@ class Put:
     """Writes each token's rows to every peer that takes it: one read, one write for each destination.
 
     Args:
-        places: Holds the peers' addresses, the rows that they offer, and the first slots.
+        context: Holds the peers' addresses, the rows that they offer, and the first slots.
         shape: How to launch.
         rows: What the rows are made of.
         num_local_experts: L.
     """
 
-    def __init__(self, places: Places, shape: Shape, rows: Rows, num_local_experts: int = 0):
-        self._nothing = places.state  # in the place of what there is not
+    def __init__(self, context: Context, shape: LaunchShape, rows: RowSpec, num_local_experts: int = 0):
+        self._nothing = context.state  # in the place of what there is not
         word_bytes = rows.word.itemsize
         row_words = rows.row_bytes // word_bytes
         vector = VECTOR_BYTES if rows.is_aligned else word_bytes
@@ -123,7 +123,7 @@ class Put:
             "HAS_RECORDS": rows.has_records,
             "HAS_TOPK": rows.num_topk > 0,
             "TOPK": next_power_of_2(rows.num_topk),
-            "LANES": next_power_of_2(places.num_ranks),
+            "LANES": next_power_of_2(context.num_ranks),
             "IS_WHOLE": row_words <= block,
         }
         kernel = variant(dispatch_rows_kernel, num_warps, constants, (rows.idx_dtype,), shape.num_registers)
@@ -132,12 +132,12 @@ class Put:
         fixed = (
             row_words * word_bytes // vector,
             rows.num_scales,
-            places.table,
-            places.state,
+            context.table,
+            context.state,
             rows.num_topk,
             num_local_experts,
-            places.num_ranks,
-            places.rank,
+            context.num_ranks,
+            context.rank,
             record_words(rows.num_topk),
         )
         self._launch = Launch(kernel, types, fixed)
@@ -222,7 +222,7 @@ def dispatch_rows_kernel(
         bases = tl.load(table + lanes, mask=is_rank, other=0)
         scale_bases = tl.load(table + num_ranks + lanes, mask=is_rank, other=0)
         record_bases = tl.load(table + 2 * num_ranks + lanes, mask=is_rank, other=0)
-        rooms = tl.load(table + _ROOMS * num_ranks + lanes, mask=is_rank, other=0)
+        capacities = tl.load(table + _CAPACITIES * num_ranks + lanes, mask=is_rank, other=0)
         starts = tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0)
         row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
         num_pieces = 1 if IS_WHOLE else tl.cdiv(row_words, BLOCK)  # 1 is known: nothing is divided by it
@@ -241,20 +241,20 @@ def dispatch_rows_kernel(
             token = item // num_pieces
             piece = item % num_pieces
             words = piece * BLOCK + tl.arange(0, BLOCK)
-            places = tl.where(slot >= 0, slot + starts, -1)
-            goes = (places >= 0) & (places < rooms)
-            numbers = tl.where(goes, places + 1, 0).to(tl.int32)
+            target_rows = tl.where(slot >= 0, slot + starts, -1)
+            goes = (target_rows >= 0) & (target_rows < capacities)
+            numbers = tl.where(goes, target_rows + 1, 0).to(tl.int32)
             write_row(row, words, row_words, numbers, bases, rank, num_ranks, WORD_BYTES, VECTOR)
             if HAS_SCALES or HAS_RECORDS:
                 if piece == 0:
                     if HAS_SCALES:
                         columns = tl.arange(0, SCALES)
-                        cells = (scale_bases + places * num_scales * SCALE_BYTES).to(scales.dtype)
+                        cells = (scale_bases + target_rows * num_scales * SCALE_BYTES).to(scales.dtype)
                         is_cell = goes[:, None] & (columns < num_scales)[None, :]
                         tl.store(cells[:, None] + columns[None, :], scale[None, :], mask=is_cell)
                     if HAS_RECORDS:
-                        tl.store(send_head + token * num_ranks + lanes, places.to(tl.int32), mask=is_rank)
-                        record = (record_bases + places * num_record_words * 4).to(tl.pointer_type(tl.int32))
+                        tl.store(send_head + token * num_ranks + lanes, target_rows.to(tl.int32), mask=is_rank)
+                        record = (record_bases + target_rows * num_record_words * 4).to(tl.pointer_type(tl.int32))
                         tl.store(record, token, mask=goes)
                     if HAS_TOPK:
                         put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK)
@@ -363,15 +363,17 @@ class Unpack:
     """Takes the records of the rows that came apart. Rows beyond them get ids -1.
 
     Args:
-        places: For this rank's number, and whether the buffer has failed.
+        context: For this rank's number, and whether the buffer has failed.
         num_blocks: Most blocks.
         num_topk: K.
         idx_dtype: Type of the ids.
         has_ends: Sources are told with the rank, and so is where the rows of each end.
     """
 
-    def __init__(self, places: Places, num_blocks: int, num_topk: int, idx_dtype: torch.dtype, has_ends: bool = False):
-        self._nothing = places.state  # in the place of what there is not
+    def __init__(
+        self, context: Context, num_blocks: int, num_topk: int, idx_dtype: torch.dtype, has_ends: bool = False
+    ):
+        self._nothing = context.state  # in the place of what there is not
         self._most_blocks, self._has_ends = num_blocks, has_ends
         topk = next_power_of_2(num_topk)
         self._tile = max(1, 4096 // topk)
@@ -379,12 +381,12 @@ class Unpack:
             "HAS_TOPK": num_topk > 0,
             "TOPK": topk,
             "HAS_ENDS": has_ends,
-            "LANES": next_power_of_2(places.num_ranks),
+            "LANES": next_power_of_2(context.num_ranks),
             "TILE": self._tile,
         }
         kernel = variant(_unpack_kernel, 8, constants, (idx_dtype,))
         types = (torch.int32, torch.int32, torch.int32, idx_dtype, torch.float32, torch.int32, None)
-        fixed = (places.state, num_topk, places.num_ranks, places.rank, record_words(num_topk))
+        fixed = (context.state, num_topk, context.num_ranks, context.rank, record_words(num_topk))
         self._launch = Launch(kernel, types, fixed)
 
     def __call__(
@@ -453,9 +455,9 @@ def _unpack_kernel(
     columns = tl.arange(0, TOPK)
     for start in range(tl.program_id(0) * TILE, num_rows, tl.num_programs(0) * TILE):
         rows = start + tl.arange(0, TILE)
-        places = rows.to(tl.int64) * num_record_words
+        offsets = rows.to(tl.int64) * num_record_words
         came = rows < num_came
-        source_idx = tl.load(records + places, mask=came, other=-1)
+        source_idx = tl.load(records + offsets, mask=came, other=-1)
         if HAS_ENDS:
             source = tl.where(came, _source_of(rows, prefix, num_ranks, rank, LANES), num_ranks)
             pairs = sources + 2 * rows.to(tl.int64)
@@ -464,7 +466,7 @@ def _unpack_kernel(
         else:
             tl.store(sources + rows, source_idx, mask=came)
         if HAS_TOPK:
-            cells = places[:, None] + 1 + columns[None, :]
+            cells = offsets[:, None] + 1 + columns[None, :]
             is_topk = (columns < num_topk)[None, :]
             is_cell = came[:, None] & is_topk
             targets = rows.to(tl.int64)[:, None] * num_topk + columns[None, :]

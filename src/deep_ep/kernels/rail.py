@@ -1,7 +1,8 @@
-"""The words of rows on the rail: bells that are rung for the courier, and waits for what has landed or may be fetched.
+"""The words of rows on the rail: doorbells that are rung for the proxy, and waits for what has arrived or may be
+fetched.
 
-Shape letters: N nodes, C chunks of the rows for a node. Far memory is laid out by `transport/far.py`: its offsets come
-as numbers. Every kernel here is one block of one warp: those that wait must not keep others out.
+Shape letters: N nodes, C chunks of the rows for a node. Remote memory is laid out by `transport/remote.py`: its offsets
+come as numbers. Every kernel here is one block of one warp: those that wait must not keep others out.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from .exchange import (
     STATE_HELD,
     STATE_RAIL_BYTES,
     TIMEOUT,
-    Places,
+    Context,
     fail,
     mask_of,
     num_lanes,
-    spread,
+    propagate_failure,
 )
 from .primitives import clock_ns, load_acquire, store_release, words_at
 
-BELL_LEFT = 15  # the word of a doorbell that says what has left
+DOORBELL_LEFT = 15  # the word of a doorbell that says what has left
 
 _FAILED, _HELD, _RAIL = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_RAIL_BYTES)
 _NUM_IN, _IN_START, _NUM_OUT = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_NUM_OUT)
@@ -41,51 +42,51 @@ _OUT_START, _TARGET_START = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_TARG
 _BACK_START, _PLAN = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
 _TIMEOUT, _LINE = tl.constexpr(TIMEOUT), tl.constexpr(8)
 _MOST_CHUNKS = tl.constexpr(4)  # that one look takes in; the last one is looked at again where there are fewer
-_BELL_PIECE, _BELL_SECTIONS = tl.constexpr(1), tl.constexpr(2)
+_DOORBELL_PIECE, _DOORBELL_SECTIONS = tl.constexpr(1), tl.constexpr(2)
 
 
 @dataclass(frozen=True)
-class FarPlaces:
-    """Where a rank's far words are. Made once for a buffer.
+class RemoteContext:
+    """Where a rank's remote words are. Made once for a buffer.
 
     Attributes:
         words: [n] int64, all of them.
-        bells: The word at which doorbells begin.
-        bell_words: Words of a doorbell.
-        landed: The word at which lines of what has landed begin.
+        doorbells: The word at which doorbells begin.
+        doorbell_words: Words of a doorbell.
+        arrived: The word at which lines of what has arrived begin.
         most_chunks: Lines and doorbells of a node.
     """
 
     words: torch.Tensor
-    bells: int
-    bell_words: int
-    landed: int
+    doorbells: int
+    doorbell_words: int
+    arrived: int
     most_chunks: int
 
 
-class FarRows(NamedTuple):
-    """How a call lays its rows into outbox and landing.
+class RemoteRowLayout(NamedTuple):
+    """How a call lays its rows into outbox and receive buffer.
 
     Attributes:
         piece: Number of the memory.
-        landing: Bytes from the outbox to the landing.
+        recv_offset: Bytes from the outbox to the receive buffer.
         widths: Bytes of a row of each section; 0: it does not travel.
         offsets: Where each section begins.
     """
 
     piece: int
-    landing: int
+    recv_offset: int
     widths: tuple[int, int, int]
     offsets: tuple[int, int, int]
 
 
-_NO_ROWS = FarRows(0, 0, (0, 0, 0), (0, 0, 0))
+_NO_ROWS = RemoteRowLayout(0, 0, (0, 0, 0), (0, 0, 0))
 
 
-def ring(
-    places: Places,
-    far: FarPlaces,
-    rows: FarRows,
+def ring_doorbell(
+    context: Context,
+    remote: RemoteContext,
+    rows: RemoteRowLayout,
     plan: torch.Tensor,
     chunk: int,
     num_chunks: int,
@@ -96,8 +97,8 @@ def ring(
     """Say which rows are ready to be carried: those of a chunk, for every other node.
 
     Args:
-        places: The words.
-        far: The far words.
+        context: The words.
+        remote: The remote words.
         rows: How they lie.
         plan: [N, PLAN_WORDS] int64.
         chunk: Which chunk.
@@ -106,35 +107,35 @@ def ring(
         run: `launch`, or `prepare`.
     """
     run(
-        _ring_kernel,
+        _ring_doorbell_kernel,
         1,
         (
-            places.homes,
-            places.state,
-            places.host,
-            far.words[far.bells :],
+            context.own_boards,
+            context.state,
+            context.host,
+            remote.words[remote.doorbells :],
             plan,
-            places.num_ranks,
-            places.rank // places.num_near,
-            places.num_nodes,
-            far.most_chunks,
-            far.bell_words,
+            context.num_ranks,
+            context.rank // context.ranks_per_node,
+            context.num_nodes,
+            remote.most_chunks,
+            remote.doorbell_words,
             chunk,
             num_chunks,
             rows.piece,
-            rows.landing,
+            rows.recv_offset,
             *rows.widths,
             *rows.offsets,
         ),
         num_warps=1,
         IS_BACK=is_back,
-        LANES=num_lanes(places),
+        LANES=num_lanes(context),
     )
 
 
-def await_landed(
-    places: Places,
-    far: FarPlaces,
+def await_arrived(
+    context: Context,
+    remote: RemoteContext,
     operation: int,
     step: int,
     chunk: int,
@@ -142,36 +143,48 @@ def await_landed(
     *,
     run: Callable[..., None] = launch,
 ) -> None:
-    """Wait until chunks [chunk, chunk + num_chunks) of all other nodes have landed.
+    """Wait until chunks [chunk, chunk + num_chunks) of all other nodes have arrived.
 
     Args:
-        places: The words.
-        far: The far words.
+        context: The words.
+        remote: The remote words.
         operation: For the record of a failure.
         step: Likewise.
         chunk: The first one.
         num_chunks: How many.
         run: `launch`, or `prepare`.
     """
-    _await(places, far, operation, step, far.landed, far.landed, _LINE.value, chunk, num_chunks, 0, run)
+    _await(context, remote, operation, step, remote.arrived, remote.arrived, _LINE.value, chunk, num_chunks, 0, run)
 
 
 def await_left(
-    places: Places,
-    far: FarPlaces,
+    context: Context,
+    remote: RemoteContext,
     operation: int,
     step: int,
     num_chunks: int,
     *,
     run: Callable[..., None] = launch,
 ) -> None:
-    """Wait until the courier has what it was last told to carry: then the outbox may be written again."""
-    _await(places, far, operation, step, far.bells, far.bells + BELL_LEFT, far.bell_words, 0, num_chunks, 1, run)
+    """Wait until the proxy has what it was last told to carry: then the outbox may be written again."""
+    _await(
+        context,
+        remote,
+        operation,
+        step,
+        remote.doorbells,
+        remote.doorbells + DOORBELL_LEFT,
+        remote.doorbell_words,
+        0,
+        num_chunks,
+        1,
+        run,
+    )
 
 
 def _await(
-    places: Places,
-    far: FarPlaces,
+    context: Context,
+    remote: RemoteContext,
     operation: int,
     step: int,
     wanted: int,
@@ -186,34 +199,34 @@ def _await(
         _await_kernel,
         1,
         (
-            places.windows,
-            places.homes,
-            places.state,
-            places.host,
-            far.words[wanted:],
-            far.words[seen:],
+            context.windows,
+            context.own_boards,
+            context.state,
+            context.host,
+            remote.words[wanted:],
+            remote.words[seen:],
             line,
-            places.num_ranks,
-            places.rank,
-            places.num_near,
-            far.most_chunks,
+            context.num_ranks,
+            context.rank,
+            context.ranks_per_node,
+            remote.most_chunks,
             chunk,
             num_chunks,
             is_left,
             step,
             operation,
-            places.limit_ns,
+            context.limit_ns,
         ),
         num_warps=1,
-        LANES=num_lanes(places),
+        LANES=num_lanes(context),
     )
 
 
-def meet_rail(
-    places: Places,
-    far: FarPlaces,
+def rail_handshake(
+    context: Context,
+    remote: RemoteContext,
     rail: torch.Tensor,
-    rows: FarRows,
+    rows: RemoteRowLayout,
     plan: torch.Tensor,
     operation: int,
     step: int,
@@ -224,72 +237,72 @@ def meet_rail(
     """Tell the ranks of this rail that this rank's rows may be fetched, and wait until theirs may be.
 
     Args:
-        places: The words.
-        far: The far words.
-        rail: [N] int64, addresses of the far words of this rail's ranks.
+        context: The words.
+        remote: The remote words.
+        rail: [N] int64, addresses of the remote words of this rail's ranks.
         rows: How the rows lie.
         plan: [N, PLAN_WORDS] int64.
         operation: For the record of a failure.
         step: Likewise.
-        is_back: As in `ring`.
+        is_back: As in `ring_doorbell`.
         run: `launch`, or `prepare`.
     """
     run(
-        _meet_rail_kernel,
+        _rail_handshake_kernel,
         1,
         (
-            places.windows,
-            places.homes,
-            places.state,
-            places.host,
-            far.words[far.landed :],
+            context.windows,
+            context.own_boards,
+            context.state,
+            context.host,
+            remote.words[remote.arrived :],
             rail,
             plan,
             sum(rows.widths),
-            far.landed,
-            places.num_ranks,
-            places.rank,
-            places.num_near,
-            far.most_chunks,
+            remote.arrived,
+            context.num_ranks,
+            context.rank,
+            context.ranks_per_node,
+            remote.most_chunks,
             step,
             operation,
-            places.limit_ns,
+            context.limit_ns,
         ),
         num_warps=1,
         IS_BACK=is_back,
-        LANES=num_lanes(places),
+        LANES=num_lanes(context),
     )
 
 
-def prepare_bells(places: Places, far: FarPlaces, plan: torch.Tensor) -> None:
+def prepare_doorbells(context: Context, remote: RemoteContext, plan: torch.Tensor) -> None:
     """Compile and load what rings and waits, so that no peer's limit passes while a kernel is compiled."""
     for is_back in (False, True):
-        ring(places, far, _NO_ROWS, plan, 0, 1, is_back, run=prepare)
-    await_landed(places, far, 0, 0, 0, run=prepare)
+        ring_doorbell(context, remote, _NO_ROWS, plan, 0, 1, is_back, run=prepare)
+    await_arrived(context, remote, 0, 0, 0, run=prepare)
 
 
-def prepare_meetings(places: Places, far: FarPlaces, plan: torch.Tensor) -> None:
+def prepare_rail_handshake(context: Context, remote: RemoteContext, plan: torch.Tensor) -> None:
     """Likewise what meets."""
     for is_back in (False, True):
-        meet_rail(places, far, plan, _NO_ROWS, plan, 0, 0, is_back, run=prepare)
+        rail_handshake(context, remote, plan, _NO_ROWS, plan, 0, 0, is_back, run=prepare)
 
 
 @jit
-def _ring_kernel(
-    homes,
+def _ring_doorbell_kernel(
+    own_boards,
     state,
     host,
-    bells,
+    doorbells,
     plan,
     num_ranks: tl.int32,
     node: tl.int32,
     num_nodes: tl.int32,
     most_chunks: tl.int32,
-    bell_words: tl.int32,
+    doorbell_words: tl.int32,
     chunk: tl.int64,
     num_chunks: tl.int64,
     piece: tl.int64,
-    landing: tl.int64,
+    recv_offset: tl.int64,
     width_0: tl.int64,
     width_1: tl.int64,
     width_2: tl.int64,
@@ -302,33 +315,37 @@ def _ring_kernel(
     """One lane for each node.
 
     Example: 5 tokens for node 1, from row 3 of the outbox on, which begin at row 2 there; chunk 1 of 2, rows of 16
-    bytes: 48 bytes from byte `(3 + 2) * 16` on, to byte `landing + (2 + 2) * 16`.
+    bytes: 48 bytes from byte `(3 + 2) * 16` on, to byte `recv_offset + (2 + 2) * 16`.
     """
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0) & _may_send(homes, num_ranks, IS_BACK, LANES):
+    if (
+        (tl.load(state + _FAILED) == 0)
+        & (tl.load(state + _HELD) == 0)
+        & _may_send(own_boards, num_ranks, IS_BACK, LANES)
+    ):
         nodes = tl.arange(0, LANES)
-        is_far = (nodes < num_nodes) & (nodes != node)
+        is_remote = (nodes < num_nodes) & (nodes != node)
         row = plan + nodes * _PLAN
-        count = tl.load(row + (_NUM_IN if IS_BACK else _NUM_OUT), mask=is_far, other=0)
-        source = tl.load(row + (_IN_START if IS_BACK else _OUT_START), mask=is_far, other=0)
-        target = tl.load(row + (_BACK_START if IS_BACK else _TARGET_START), mask=is_far, other=0)
+        count = tl.load(row + (_NUM_IN if IS_BACK else _NUM_OUT), mask=is_remote, other=0)
+        source = tl.load(row + (_IN_START if IS_BACK else _OUT_START), mask=is_remote, other=0)
+        target = tl.load(row + (_BACK_START if IS_BACK else _TARGET_START), mask=is_remote, other=0)
         first, last = count * chunk // num_chunks, count * (chunk + 1) // num_chunks
-        bell = bells + (nodes * most_chunks + chunk) * bell_words
-        tl.store(bell + _BELL_PIECE, piece, mask=is_far)
+        doorbell = doorbells + (nodes * most_chunks + chunk) * doorbell_words
+        tl.store(doorbell + _DOORBELL_PIECE, piece, mask=is_remote)
         num_bytes = tl.zeros([LANES], tl.int64)
         for section in tl.static_range(3):
             width = width_0 if section == 0 else (width_1 if section == 1 else width_2)
             offset = offset_0 if section == 0 else (offset_1 if section == 1 else offset_2)
-            words = bell + _BELL_SECTIONS + 3 * section
-            tl.store(words, offset + (source + first) * width, mask=is_far)
-            tl.store(words + 1, landing + offset + (target + first) * width, mask=is_far)
-            tl.store(words + 2, (last - first) * width, mask=is_far)
+            words = doorbell + _DOORBELL_SECTIONS + 3 * section
+            tl.store(words, offset + (source + first) * width, mask=is_remote)
+            tl.store(words + 1, recv_offset + offset + (target + first) * width, mask=is_remote)
+            tl.store(words + 2, (last - first) * width, mask=is_remote)
             num_bytes += (last - first) * width
-        store_release(bell, tl.zeros([LANES], tl.int64) + tl.load(state), is_far)
-        _count(state, host, tl.sum(tl.where(is_far, num_bytes, 0)))
+        store_release(doorbell, tl.zeros([LANES], tl.int64) + tl.load(state), is_remote)
+        _count(state, host, tl.sum(tl.where(is_remote, num_bytes, 0)))
 
 
 @triton.jit
-def _may_send(homes, num_ranks, IS_BACK: tl.constexpr, LANES: tl.constexpr):
+def _may_send(own_boards, num_ranks, IS_BACK: tl.constexpr, LANES: tl.constexpr):
     """Whether other nodes may have what this rank has made for them.
 
     A rank that fails says so before its caller overwrites its rows. So sums of them are right if nobody has failed by
@@ -338,7 +355,7 @@ def _may_send(homes, num_ranks, IS_BACK: tl.constexpr, LANES: tl.constexpr):
     if IS_BACK:
         # Lanes beyond the ranks look at the last rank's words: a load that acquires cannot be masked.
         ranks = tl.minimum(tl.arange(0, LANES), num_ranks - 1)
-        failures = words_at(tl.load(homes + ranks)) + (num_ranks + ranks) * _LINE
+        failures = words_at(tl.load(own_boards + ranks)) + (num_ranks + ranks) * _LINE
         num_failed += tl.sum((load_acquire(failures) == 1).to(tl.int32))
     return num_failed == 0
 
@@ -352,19 +369,19 @@ def _count(state, host, num_bytes):
 
 
 @jit
-def _meet_rail_kernel(
+def _rail_handshake_kernel(
     windows,
-    homes,
+    own_boards,
     state,
     host,
-    landed,
+    arrived,
     rail,
     plan,
     row_bytes: tl.int64,
-    landed_at: tl.int64,
+    arrived_at: tl.int64,
     num_ranks: tl.int32,
     rank: tl.int32,
-    num_near: tl.int32,
+    ranks_per_node: tl.int32,
     most_chunks: tl.int32,
     step: tl.int32,
     operation: tl.int32,
@@ -379,23 +396,23 @@ def _meet_rail_kernel(
     """
     if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
         nodes = tl.arange(0, LANES)
-        node = rank // num_near
-        is_far = (nodes < num_ranks // num_near) & (nodes != node)
-        count = tl.load(plan + nodes * _PLAN + (_NUM_IN if IS_BACK else _NUM_OUT), mask=is_far, other=0)
+        node = rank // ranks_per_node
+        is_remote = (nodes < num_ranks // ranks_per_node) & (nodes != node)
+        count = tl.load(plan + nodes * _PLAN + (_NUM_IN if IS_BACK else _NUM_OUT), mask=is_remote, other=0)
         _count(state, host, tl.sum(count) * row_bytes)
-        lines = words_at(tl.load(rail + nodes, mask=is_far, other=0)) + landed_at + node * most_chunks * _LINE
-        is_sent = is_far & _may_send(homes, num_ranks, IS_BACK, LANES)
+        lines = words_at(tl.load(rail + nodes, mask=is_remote, other=0)) + arrived_at + node * most_chunks * _LINE
+        is_sent = is_remote & _may_send(own_boards, num_ranks, IS_BACK, LANES)
         store_release(lines, tl.zeros([LANES], tl.int64) + tl.load(state), is_sent)
         _await_words(
-            windows, homes, state, host, landed, landed, _LINE, num_ranks, rank, num_near, most_chunks, 0, 1, 0, step,
-            operation, limit_ns, LANES, 1,
+            windows, own_boards, state, host, arrived, arrived, _LINE, num_ranks, rank, ranks_per_node, most_chunks, 0,
+            1, 0, step, operation, limit_ns, LANES, 1,
         )  # fmt: skip
 
 
 @jit
 def _await_kernel(
     windows,
-    homes,
+    own_boards,
     state,
     host,
     wanted,
@@ -403,7 +420,7 @@ def _await_kernel(
     line: tl.int32,
     num_ranks: tl.int32,
     rank: tl.int32,
-    num_near: tl.int32,
+    ranks_per_node: tl.int32,
     most_chunks: tl.int32,
     chunk: tl.int32,
     num_chunks: tl.int32,
@@ -419,45 +436,45 @@ def _await_kernel(
     """
     if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
         _await_words(
-            windows, homes, state, host, wanted, seen, line, num_ranks, rank, num_near, most_chunks, chunk, num_chunks,
-            is_left, step, operation, limit_ns, LANES, _MOST_CHUNKS,
+            windows, own_boards, state, host, wanted, seen, line, num_ranks, rank, ranks_per_node, most_chunks, chunk,
+            num_chunks, is_left, step, operation, limit_ns, LANES, _MOST_CHUNKS,
         )  # fmt: skip
 
 
 @triton.jit
 def _await_words(
-    windows, homes, state, host, wanted, seen, line, num_ranks, rank, num_near, most_chunks, chunk, num_chunks, is_left,
-    step, operation, limit_ns, LANES: tl.constexpr, CHUNKS: tl.constexpr,
+    windows, own_boards, state, host, wanted, seen, line, num_ranks, rank, ranks_per_node, most_chunks, chunk,
+    num_chunks, is_left, step, operation, limit_ns, LANES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """As `_await_kernel`: fail, if they do not come in time."""
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    is_far = is_rank & (lanes != rank) & (lanes % num_near == rank % num_near)  # the ranks of this rail
+    is_remote = is_rank & (lanes != rank) & (lanes % ranks_per_node == rank % ranks_per_node)  # the ranks of this rail
     # A load that acquires cannot be masked: the other lanes look at their node's words, or at the last rank's.
     writers = tl.minimum(lanes, num_ranks - 1)
-    nodes = writers // num_near
-    failures = words_at(tl.load(homes + writers)) + (num_ranks + writers) * _LINE
+    nodes = writers // ranks_per_node
+    failures = words_at(tl.load(own_boards + writers)) + (num_ranks + writers) * _LINE
     epoch = tl.load(state)
     chunks = tl.minimum(tl.arange(0, CHUNKS), num_chunks - 1) + chunk
-    places = (nodes[:, None] * most_chunks + chunks[None, :]) * line
-    targets = tl.where(is_left != 0, tl.load(wanted + places), epoch)
+    offsets = (nodes[:, None] * most_chunks + chunks[None, :]) * line
+    targets = tl.where(is_left != 0, tl.load(wanted + offsets), epoch)
     begin = tl.min(clock_ns(lanes))
-    values = load_acquire(seen + places)
+    values = load_acquire(seen + offsets)
     failed = load_acquire(failures)
-    num_missing = tl.sum(tl.sum((is_far[:, None] & (values < targets)).to(tl.int32), 1), 0)
+    num_missing = tl.sum(tl.sum((is_remote[:, None] & (values < targets)).to(tl.int32), 1), 0)
     num_failed = tl.sum((is_rank & (failed == 1)).to(tl.int32))
     # One value for all lanes decides, else the lanes of a warp could part ways.
     elapsed = tl.max(clock_ns(lanes)) - begin
     while (num_missing > 0) & (num_failed == 0) & (elapsed < limit_ns):
-        values = load_acquire(seen + places)
+        values = load_acquire(seen + offsets)
         failed = load_acquire(failures)
-        num_missing = tl.sum(tl.sum((is_far[:, None] & (values < targets)).to(tl.int32), 1), 0)
+        num_missing = tl.sum(tl.sum((is_remote[:, None] & (values < targets)).to(tl.int32), 1), 0)
         num_failed = tl.sum((is_rank & (failed == 1)).to(tl.int32))
         elapsed = tl.max(clock_ns(lanes)) - begin
     tl.debug_barrier()  # what one thread acquired, all may read
     if num_failed > 0:
         first = tl.min(tl.where(is_rank & (failed == 1), lanes, LANES))
-        spread(windows, homes, state, host, num_ranks, rank, first, LANES)
+        propagate_failure(windows, own_boards, state, host, num_ranks, rank, first, LANES)
     elif num_missing > 0:
-        subject = mask_of(is_far & (tl.sum((values < targets).to(tl.int32), 1) > 0), lanes)
+        subject = mask_of(is_remote & (tl.sum((values < targets).to(tl.int32), 1) > 0), lanes)
         fail(windows, state, host, num_ranks, rank, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)

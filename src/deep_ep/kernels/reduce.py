@@ -189,12 +189,12 @@ class RowSums:
         """Sum tiles [first, last) of all tokens' tiles: what says where they lie is made once for all of them."""
         tile = tile_tokens(out)
         if self._tiles is None:
-            places = [tokens % tile for tokens in self._token_idx]
-            self._tiles = places, tile_bounds(self._token_idx, self._num_tokens, tile)
-        places, bounds = self._tiles
+            tile_idx = [tokens % tile for tokens in self._token_idx]
+            self._tiles = tile_idx, tile_bounds(self._token_idx, self._num_tokens, tile)
+        tile_idx, bounds = self._tiles
         bounds = [one[first : last + 1] for one in bounds]
         pair = scratch.pair(out, tile, _accumulator(out))
-        _sum_tiles(out, self._blocks, places, bounds, list(biases), self._zero, *pair)
+        _sum_tiles(out, self._blocks, tile_idx, bounds, list(biases), self._zero, *pair)
 
     def _sum_some(self, out: torch.Tensor, first: int, last: int, biases: Sequence[torch.Tensor]) -> None:
         """Sum tokens [first, last), wherever tiles begin."""
@@ -299,7 +299,7 @@ def _sum_biases(
 def _sum_tiles(
     out: torch.Tensor,
     blocks: list[torch.Tensor],
-    places: list[torch.Tensor],
+    tile_idx: list[torch.Tensor],
     bounds: list[list[int]],
     biases: list[torch.Tensor],
     zero: float,
@@ -311,7 +311,7 @@ def _sum_tiles(
     Args:
         out: [T, H].
         blocks: For each peer, its rows of these tokens, in their order.
-        places: For each peer, the place in its tile of each row's token, int64.
+        tile_idx: For each peer, the place in its tile of each row's token, int64.
         bounds: For each peer, the first row of each tile, and the number of rows.
         biases: [T, H] each.
         zero: What a sum without biases begins with, 0.0 or -0.0.
@@ -343,5 +343,5 @@ def _sum_tiles(
         for peer in range(len(blocks)):
             first, last = bounds[peer][index], bounds[peer][index + 1]
             if first < last:
-                part.index_add_(0, places[peer][first:last], wide[: last - first].copy_(blocks[peer][first:last]))
+                part.index_add_(0, tile_idx[peer][first:last], wide[: last - first].copy_(blocks[peer][first:last]))
         out[start:stop].copy_(part)

@@ -2,11 +2,11 @@
 
 Shape letters: T tokens, K selections of a token, N nodes of P ranks, R = N P ranks, F rows that land here.
 
-A token crosses once to each node that it goes to. Its row is put into this rank's *outbox* (`steer.py`), from where it
-is carried into the *landing* of the rank of this rail on that node; there `forward` writes it to the ranks of the node.
-Outbox and landing are memory of the device or pinned memory of the host, with up to three sections one after the
-other: payload, scales, relay records. Row f of a section begins at `offset + f * width`. The rows for a node, and those
-from one, are blocks, and a block moves in chunks: chunk c of C has its rows `[n c // C, n (c + 1) // C)`.
+A token crosses once to each node that it goes to. Its row is put into this rank's *outbox* (`route.py`), from where it
+is carried into the *receive buffer* of the rank of this rail on that node; there `forward` writes it to the ranks of
+the node. Outbox and receive buffer are memory of the device or pinned memory of the host, with up to three sections one
+after the other: payload, scales, relay records. Row f of a section begins at `offset + f * width`. The rows for a node,
+and those from one, are blocks, and a block moves in chunks: chunk c of C has its rows `[n c // C, n (c + 1) // C)`.
 
 A *relay record* goes with each row of a dispatch with routing: words of 4 bytes, rounded up to 4: the token's index at
 its source, its P rows at the ranks of the node (-1: none), its K expert ids (-1: none), its K weights.
@@ -31,12 +31,12 @@ from .exchange import (
     PLAN_WORDS,
     STATE_FAILED,
     STATE_HELD,
-    TABLE_ROOMS,
-    Places,
+    TABLE_CAPACITIES,
+    Context,
 )
-from .put import VECTOR_BYTES, Shape, load_slots, put_topk, record_words, widest_word, write_row
+from .put import VECTOR_BYTES, LaunchShape, load_slots, put_topk, record_words, widest_word, write_row
 
-_FAILED, _HELD, _ROOMS = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(TABLE_ROOMS)
+_FAILED, _HELD, _CAPACITIES = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(TABLE_CAPACITIES)
 _NUM_IN, _IN_START = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_START)
 _BACK_START, _PLAN_WORDS = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
 
@@ -47,10 +47,10 @@ def relay_record_words(ranks_per_node: int, num_topk: int) -> int:
 
 
 def forward(
-    places: Places,
-    shape: Shape,
+    context: Context,
+    shape: LaunchShape,
     plan: torch.Tensor,
-    landing: torch.Tensor,
+    recv_buffer: torch.Tensor,
     offsets: Sequence[int],
     row_bytes: int,
     scale_bytes: int,
@@ -69,16 +69,16 @@ def forward(
     """Write the rows of a chunk that landed here to the ranks of the node: one read, one write for each destination.
 
     Args:
-        places: For this rank's number, and whether the buffer has failed.
+        context: For this rank's number, and whether the buffer has failed.
         shape: How to launch.
         plan: [N, PLAN_WORDS] int64.
-        landing: Bytes, uint8.
+        recv_buffer: Bytes, uint8.
         offsets: Where its sections begin, multiples of 16; those that do not travel are not looked at.
         row_bytes: Of a row of the payload.
         scale_bytes: Of a row of the scales; 0: there are none.
         slots: [F, P] int32 contiguous, the slots of each row at the ranks of the node; written from the records if
             they travel, otherwise those of a handle.
-        table: [TABLE_ROWS, R] int64, `places.table` or one like it: addresses of the sections, and rows offered.
+        table: [TABLE_ROWS, R] int64, `context.table` or one like it: addresses of the sections, and rows offered.
         first_rank: Of this node.
         ranks_per_node: P.
         node: This rank's node.
@@ -88,11 +88,11 @@ def forward(
         chunk: Which part of each node's block.
         num_chunks: Of how many.
         sources: [N] int64, addresses of outboxes: the rows are still there, and are fetched from there. None: they
-            have landed.
+            have arrived.
     """
     if plan.size(0) == 1:
         return
-    begin = landing.data_ptr() if sources is None else 0
+    begin = recv_buffer.data_ptr() if sources is None else 0
     word, is_aligned = widest_word(row_bytes, begin)
     vector = VECTOR_BYTES if is_aligned else word.itemsize
     row_words = row_bytes // word.itemsize
@@ -106,7 +106,7 @@ def forward(
             plan,
             slots,
             table,
-            places.state,
+            context.state,
             sources if sources is not None else plan,
             *(begin + offset for offset in (*offsets, 0, 0)[:3]),
             row_bytes // vector,
@@ -114,8 +114,8 @@ def forward(
             slots.size(0),
             num_topk,
             num_local_experts,
-            places.num_ranks,
-            places.rank,
+            context.num_ranks,
+            context.rank,
             first_rank,
             ranks_per_node,
             plan.size(0),
@@ -158,7 +158,7 @@ def _kernel_type(word: torch.dtype) -> tl.dtype:
 
 def forward_torch(
     plan: torch.Tensor,
-    landing: torch.Tensor,
+    recv_buffer: torch.Tensor,
     offsets: Sequence[int],
     slots: torch.Tensor,
     windows: Sequence[Sequence[torch.Tensor | None]],
@@ -179,7 +179,7 @@ def forward_torch(
         for row in range(line[PLAN_IN_START] + begin, line[PLAN_IN_START] + end):
             if has_records:
                 num_words = relay_record_words(ranks_per_node, num_topk)
-                record = _rows_of(landing, offsets[2], 4 * num_words)[row].view(torch.int32)
+                record = _rows_of(recv_buffer, offsets[2], 4 * num_words)[row].view(torch.int32)
                 own, tail = record[1 : 1 + ranks_per_node], record[1 + ranks_per_node :]
                 ids, weights = tail[:num_topk], tail[num_topk : 2 * num_topk]
                 if row < num_rows:
@@ -190,9 +190,9 @@ def forward_torch(
                 rows, scales, records = windows[peer]
                 if rows is None or not 0 <= slot < rows.size(0):
                     continue
-                rows[slot] = _rows_of(landing, offsets[0], rows.size(1))[row]
+                rows[slot] = _rows_of(recv_buffer, offsets[0], rows.size(1))[row]
                 if scales is not None:
-                    scales[slot] = _rows_of(landing, offsets[1], scales.size(1))[row]
+                    scales[slot] = _rows_of(recv_buffer, offsets[1], scales.size(1))[row]
                 if has_records and records is not None:
                     local = ids - (first_rank + peer) * num_local_experts
                     is_local = (ids >= 0) & (local >= 0) & (local < num_local_experts)
@@ -240,20 +240,21 @@ def _forward_kernel(
 ):
     """Node after node. Items are pieces of rows: piece c of the r-th row of its chunk is item `r * pieces + c`.
 
-    Example: two nodes of two ranks, this is node 0; the plan's line of node 1 has 1 row from row 4 of the landing on,
-    and its record says `[7, 5, -1]`: the row goes to row 5 of rank 0, `slots[4]` is `[5, -1]`, the source index is 7.
+    Example: two nodes of two ranks, this is node 0; the plan's line of node 1 has 1 row from row 4 of the receive
+    buffer on, and its record says `[7, 5, -1]`: the row goes to row 5 of rank 0, `slots[4]` is `[5, -1]`, the source
+    index is 7.
     """
     if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
         WORD_BYTES: tl.constexpr = WORD.primitive_bitwidth // 8
         SCALE_BYTES: tl.constexpr = SCALE_WORD.primitive_bitwidth // 8
         lanes = tl.arange(0, LANES)
         is_lane = lanes < ranks_per_node
-        near = table + first_rank + lanes
+        node_table = table + first_rank + lanes
         targets = (
-            tl.load(near, mask=is_lane, other=0),
-            tl.load(near + num_ranks, mask=is_lane, other=0),
-            tl.load(near + 2 * num_ranks, mask=is_lane, other=0),
-            tl.load(near + _ROOMS * num_ranks, mask=is_lane, other=0),
+            tl.load(node_table, mask=is_lane, other=0),
+            tl.load(node_table + num_ranks, mask=is_lane, other=0),
+            tl.load(node_table + 2 * num_ranks, mask=is_lane, other=0),
+            tl.load(node_table + _CAPACITIES * num_ranks, mask=is_lane, other=0),
         )
         row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
         num_pieces = 1 if IS_WHOLE else tl.cdiv(row_words, BLOCK)
@@ -263,37 +264,37 @@ def _forward_kernel(
         num_before = tl.zeros((), tl.int32)
         for other in range(num_nodes):
             if other != node:
-                begin, num_rows, landed = chunk_of(plan, other, chunk, num_chunks)
+                begin, num_rows, first_row = chunk_of(plan, other, chunk, num_chunks)
                 memory = _memory(
-                    plan, sources, other, begin, landed, rows_at, scales_at, records_at, widths,
+                    plan, sources, other, begin, first_row, rows_at, scales_at, records_at, widths,
                     WORD_BYTES, SCALE_BYTES, IS_FETCHED,
                 )  # fmt: skip
-                own = slots + landed * ranks_per_node
-                num_own = tl.minimum(num_slots - landed, num_rows)
+                own = slots + first_row * ranks_per_node
+                num_own = tl.minimum(num_slots - first_row, num_rows)
                 num_items = num_rows * num_pieces
                 sizes = (num_pieces, num_items, num_own)
                 start = share_start(num_before, step)
                 num_before += num_items
-                # The next item is on its way while this one is written: the landing may be the host's memory.
-                coming = _load_landed(
+                # The next item is on its way while this one is written: the receive buffer may be the host's memory.
+                coming = _load_arrived(
                     own, memory, widths, sizes, start, lanes, WORD, VECTOR, BLOCK, SCALE_WORD, HAS_SCALES, SCALES,
                     HAS_RECORDS, HAS_TOPK, TOPK,
                 )  # fmt: skip
                 for item in range(start, num_items, step):
-                    landing = coming
-                    coming = _load_landed(
+                    loaded = coming
+                    coming = _load_arrived(
                         own, memory, widths, sizes, item + step, lanes, WORD, VECTOR, BLOCK, SCALE_WORD, HAS_SCALES,
                         SCALES, HAS_RECORDS, HAS_TOPK, TOPK,
                     )  # fmt: skip
-                    _write_landed(
-                        landing, own, targets, widths, sizes, item, ranks, num_local, num_record_words, lanes,
+                    _write_arrived(
+                        loaded, own, targets, widths, sizes, item, ranks, num_local, num_record_words, lanes,
                         WORD, VECTOR, BLOCK, SCALE_WORD, HAS_SCALES, SCALES, HAS_RECORDS, HAS_TOPK, TOPK,
                     )  # fmt: skip
 
 
 @triton.jit
 def chunk_of(plan, node, chunk, num_chunks):
-    """A chunk of the rows that come from a node: behind how many others, how many, and where in the landing."""
+    """A chunk of the rows that come from a node: behind how many others, how many, and where in the receive buffer."""
     line = plan + node * _PLAN_WORDS
     count = tl.load(line + _NUM_IN)
     begin = count * chunk // num_chunks
@@ -309,12 +310,14 @@ def share_start(num_before, step):
 
 @triton.jit
 def _memory(
-    plan, sources, node, begin, landed, rows_at, scales_at, records_at, widths,
+    plan, sources, node, begin, first_row, rows_at, scales_at, records_at, widths,
     WORD_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, IS_FETCHED: tl.constexpr,
 ):  # fmt: skip
-    """Where the sections of a chunk begin: in the landing or, if they are fetched, in the outbox that they are in."""
+    """Where the sections of a chunk begin: in the receive buffer or, if they are fetched, in the outbox that they are
+    in.
+    """
     row_words, scale_words, _, _, num_relay_words = widths
-    outbox, source = tl.zeros((), tl.int64), landed
+    outbox, source = tl.zeros((), tl.int64), first_row
     if IS_FETCHED:
         outbox = tl.load(sources + node)
         source = tl.load(plan + node * _PLAN_WORDS + _BACK_START) + begin
@@ -327,7 +330,7 @@ def _memory(
 
 
 @triton.jit
-def _load_landed(
+def _load_arrived(
     own, memory, widths, sizes, item, lanes,
     WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, SCALE_WORD: tl.constexpr, HAS_SCALES: tl.constexpr,
     SCALES: tl.constexpr, HAS_RECORDS: tl.constexpr, HAS_TOPK: tl.constexpr, TOPK: tl.constexpr,
@@ -339,26 +342,26 @@ def _load_landed(
     rows_at, scales_at, records_at = memory
     row_words, scale_words, num_topk, ranks_per_node, num_relay_words = widths
     num_pieces, num_items, num_own = sizes
-    place = item // num_pieces
+    row_idx = item // num_pieces
     is_item = item < num_items
     is_first = is_item & (item % num_pieces == 0)
     words = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
-    address = rows_at + tl.cast(place, tl.int64) * (row_words * (WORD.primitive_bitwidth // 8))
+    address = rows_at + tl.cast(row_idx, tl.int64) * (row_words * (WORD.primitive_bitwidth // 8))
     pointer = tl.multiple_of(address.to(tl.pointer_type(WORD)), VECTOR)
     row = tl.load(pointer + words, mask=words < tl.where(is_item, row_words, 0), other=0)
     token, scale = tl.zeros((), tl.int32), tl.zeros([SCALES], SCALE_WORD)
     ids, weights = tl.zeros([TOPK], tl.int32), tl.zeros([TOPK], tl.float32)
     if HAS_SCALES:
         columns = tl.arange(0, SCALES)
-        address = scales_at + tl.cast(place, tl.int64) * (scale_words * (SCALE_WORD.primitive_bitwidth // 8))
+        address = scales_at + tl.cast(row_idx, tl.int64) * (scale_words * (SCALE_WORD.primitive_bitwidth // 8))
         width = tl.where(is_first, scale_words, 0)
         scale = tl.load(address.to(tl.pointer_type(SCALE_WORD)) + columns, mask=columns < width, other=0)
     if HAS_RECORDS:
-        record = (records_at + tl.cast(place, tl.int64) * (num_relay_words * 4)).to(tl.pointer_type(tl.int32))
+        record = (records_at + tl.cast(row_idx, tl.int64) * (num_relay_words * 4)).to(tl.pointer_type(tl.int32))
         token = tl.load(record, mask=is_first, other=0)
         slot = tl.load(record + 1 + lanes, mask=lanes < tl.where(is_item, ranks_per_node, 0), other=-1)
     else:
-        slot = load_slots(own, place, num_own, ranks_per_node, lanes)
+        slot = load_slots(own, row_idx, num_own, ranks_per_node, lanes)
     if HAS_TOPK:
         columns = tl.arange(0, TOPK)
         is_cell = columns < tl.where(is_first, num_topk, 0)
@@ -369,20 +372,20 @@ def _load_landed(
 
 
 @triton.jit
-def _write_landed(
-    landing, own, targets, widths, sizes, item, ranks, num_local, num_record_words, lanes,
+def _write_arrived(
+    loaded, own, targets, widths, sizes, item, ranks, num_local, num_record_words, lanes,
     WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, SCALE_WORD: tl.constexpr, HAS_SCALES: tl.constexpr,
     SCALES: tl.constexpr, HAS_RECORDS: tl.constexpr, HAS_TOPK: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """Write what `_load_landed` has loaded to the ranks of the node, and its slots to where the handle will be."""
-    row, slot, token, scale, ids, weights = landing
-    bases, scale_bases, record_bases, rooms = targets
+    """Write what `_load_arrived` has loaded to the ranks of the node, and its slots to where the handle will be."""
+    row, slot, token, scale, ids, weights = loaded
+    bases, scale_bases, record_bases, capacities = targets
     row_words, scale_words, num_topk, ranks_per_node, _ = widths
     num_pieces, _, num_own = sizes
     rank, first_rank, num_ranks = ranks
     piece = item % num_pieces
-    goes = (slot >= 0) & (slot < rooms)
-    places = slot.to(tl.int64)
+    goes = (slot >= 0) & (slot < capacities)
+    target_rows = slot.to(tl.int64)
     words, numbers = piece * BLOCK + tl.arange(0, BLOCK), tl.where(goes, slot + 1, 0)
     word_bytes: tl.constexpr = WORD.primitive_bitwidth // 8
     write_row(row, words, row_words, numbers, bases, rank - first_rank, ranks_per_node, word_bytes, VECTOR)
@@ -390,15 +393,15 @@ def _write_landed(
         if piece == 0:
             if HAS_SCALES:
                 columns = tl.arange(0, SCALES)
-                cells = scale_bases + places * (scale_words * (SCALE_WORD.primitive_bitwidth // 8))
+                cells = scale_bases + target_rows * (scale_words * (SCALE_WORD.primitive_bitwidth // 8))
                 is_cell = goes[:, None] & (columns < scale_words)[None, :]
                 cells = cells.to(tl.pointer_type(SCALE_WORD))[:, None] + columns[None, :]
                 tl.store(cells, scale[None, :], mask=is_cell)
             if HAS_RECORDS:
-                place = item // num_pieces
-                width = tl.where(place < num_own, ranks_per_node, 0)
-                tl.store(own + place * ranks_per_node + lanes, slot, mask=lanes < width)
-                record = (record_bases + places * num_record_words * 4).to(tl.pointer_type(tl.int32))
+                row_idx = item // num_pieces
+                width = tl.where(row_idx < num_own, ranks_per_node, 0)
+                tl.store(own + row_idx * ranks_per_node + lanes, slot, mask=lanes < width)
+                record = (record_bases + target_rows * num_record_words * 4).to(tl.pointer_type(tl.int32))
                 tl.store(record, token, mask=goes)
             if HAS_TOPK:
                 put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, first_rank + lanes, TOPK)

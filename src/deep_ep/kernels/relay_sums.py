@@ -1,6 +1,6 @@
 """The sums of a combine across nodes: of a node's rows for the ranks of its rail, and of what the nodes have.
 
-Shape letters: T tokens, H elements of a row, N nodes of P ranks, F rows that this rank passes on inside its node. FP32
+Shape letters: T tokens, H elements of a row, N nodes of P ranks, F rows that this rank forwards inside its node. FP32
 accumulation (FP64 for FP64 rows), rounded once for each node, as what crosses is; then biases first and nodes in
 ascending order, and rounded again. The result does not depend on the grid, nor on where a node's sum is made.
 
@@ -23,14 +23,14 @@ from .exchange import (
     PLAN_WORDS,
     STATE_FAILED,
     STATE_HELD,
-    TABLE_ROOMS,
+    TABLE_CAPACITIES,
 )
 from .primitives import rounded
 from .pull import add_biases
-from .put import VECTOR_BYTES, Shape, load_slots, word_of
+from .put import VECTOR_BYTES, LaunchShape, load_slots, word_of
 from .relay import chunk_of, share_start
 
-_FAILED, _HELD, _ROOMS = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(TABLE_ROOMS)
+_FAILED, _HELD, _CAPACITIES = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(TABLE_CAPACITIES)
 _IN_START, _PLAN_WORDS, _NUM_OUT = tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_WORDS), tl.constexpr(PLAN_NUM_OUT)
 _OUT_START, _TARGET_START = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_TARGET_START)
 _MOST_AT_ONCE = 4  # rows of ranks that a block loads before it adds the first
@@ -54,12 +54,12 @@ class Node(NamedTuple):
     state: torch.Tensor
 
 
-class FarSums(NamedTuple):
+class RemoteSums(NamedTuple):
     """Where the sums of other nodes are, of one section.
 
     Attributes:
-        begin: Address of the first one in the landing; with `sources`: bytes to it from where an outbox begins.
-        sources: [N] int64, addresses of the outboxes that they still are in; None: they have landed.
+        begin: Address of the first one in the receive buffer; with `sources`: bytes to it from where an outbox begins.
+        sources: [N] int64, addresses of the outboxes that they still are in; None: they have arrived.
     """
 
     begin: int
@@ -67,7 +67,13 @@ class FarSums(NamedTuple):
 
 
 def sum_for_rail(
-    node: Node, shape: Shape, section: int, out: torch.Tensor, passed_on: torch.Tensor, chunk: int, num_chunks: int
+    node: Node,
+    shape: LaunchShape,
+    section: int,
+    out: torch.Tensor,
+    forwarded: torch.Tensor,
+    chunk: int,
+    num_chunks: int,
 ) -> None:
     """Sum this node's rows of the tokens that other nodes sent to it by way of this rank.
 
@@ -76,27 +82,27 @@ def sum_for_rail(
         shape: How to launch.
         section: Which section of its ranks.
         out: [F or fewer, H], written where a row is another node's.
-        passed_on: [F, P] int32, the row of each token at each rank of the node; -1: it has none.
+        forwarded: [F, P] int32, the row of each token at each rank of the node; -1: it has none.
         chunk: Which part of each node's rows.
         num_chunks: Of how many.
     """
-    num_rows, hidden = min(out.size(0), passed_on.size(0)), out.size(1)
+    num_rows, hidden = min(out.size(0), forwarded.size(0)), out.size(1)
     if num_rows == 0 or hidden == 0:
         return
-    num_near, num_nodes = node.table.size(1), node.plan.size(0)
+    ranks_per_node, num_nodes = node.table.size(1), node.plan.size(0)
     vector, block, num_warps = _shape(shape, out)
     launch(
         _sum_for_rail_kernel,
         max(1, min(shape.num_blocks, num_rows * -(-hidden // block))),
         (
             out,
-            passed_on,
+            forwarded,
             node.table,
             node.plan,
             node.state,
             num_rows,
             hidden * out.element_size() // vector,
-            num_near,
+            ranks_per_node,
             node.table.stride(0),
             num_nodes,
             node.number,
@@ -108,8 +114,8 @@ def sum_for_rail(
         num_warps=num_warps,
         num_registers=shape.num_registers,
         BLOCK=block,
-        AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(num_near)),
-        LANES=next_power_of_2(num_near),
+        AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(ranks_per_node)),
+        LANES=next_power_of_2(ranks_per_node),
         VECTOR=vector,
         WIDE=_wide(out),
         IS_WHOLE=hidden <= block,
@@ -118,30 +124,30 @@ def sum_for_rail(
 
 def sum_nodes(
     node: Node,
-    far: FarSums,
-    shape: Shape,
+    remote: RemoteSums,
+    shape: LaunchShape,
     section: int,
     out: torch.Tensor,
     node_slots: torch.Tensor,
-    passed_on: torch.Tensor,
+    forwarded: torch.Tensor,
     biases: Sequence[torch.Tensor],
 ) -> None:
     """Sum what the nodes have of this rank's tokens: this node's rows are summed here, the others' sums are there.
 
     Args:
         node: This node.
-        far: The sums of the others.
+        remote: The sums of the others.
         shape: How to launch.
         section: Which section.
         out: [T, H], written.
         node_slots: [T, N] int32, where a token's sum lies among those of a node; -1: it was not there.
-        passed_on: [F, P] int32, as above; this rank's own tokens are among them.
+        forwarded: [F, P] int32, as above; this rank's own tokens are among them.
         biases: At most two tensors [T, H] of out's dtype, added first and in order.
     """
     num_tokens, hidden = out.shape
     if out.numel() == 0:
         return
-    num_near, num_nodes = node.table.size(1), node.plan.size(0)
+    ranks_per_node, num_nodes = node.table.size(1), node.plan.size(0)
     vector, block, num_warps = _shape(shape, out, *biases)
     launch(
         _sum_nodes_kernel,
@@ -150,16 +156,16 @@ def sum_nodes(
             out,
             *(*biases, out, out)[:2],
             node_slots,
-            passed_on if passed_on.numel() else node_slots,
+            forwarded if forwarded.numel() else node_slots,
             node.table,
-            far.sources if far.sources is not None else node.plan,
+            remote.sources if remote.sources is not None else node.plan,
             node.plan,
             node.state,
-            far.begin,
+            remote.begin,
             num_tokens,
-            passed_on.size(0),
+            forwarded.size(0),
             hidden * out.element_size() // vector,
-            num_near,
+            ranks_per_node,
             node.table.stride(0),
             num_nodes,
             node.number,
@@ -170,18 +176,18 @@ def sum_nodes(
         num_registers=shape.num_registers,
         NUM_BIASES=len(biases),
         BLOCK=block,
-        AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(num_near)),
+        AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(ranks_per_node)),
         NODES_AT_ONCE=min(_MOST_NODES_AT_ONCE, next_power_of_2(num_nodes)),
-        LANES=next_power_of_2(num_near),
+        LANES=next_power_of_2(ranks_per_node),
         NODES=next_power_of_2(num_nodes),
-        IS_FETCHED=far.sources is not None,
+        IS_FETCHED=remote.sources is not None,
         VECTOR=vector,
         WIDE=_wide(out),
         IS_WHOLE=hidden <= block,
     )
 
 
-def _shape(shape: Shape, out: torch.Tensor, *more: torch.Tensor) -> tuple[int, int, int]:
+def _shape(shape: LaunchShape, out: torch.Tensor, *more: torch.Tensor) -> tuple[int, int, int]:
     """Bytes of a vector, elements of a block, and warps."""
     _, is_aligned = word_of(out, *more)
     block = min(shape.words * 4 // out.element_size(), next_power_of_2(out.size(1)))
@@ -196,13 +202,13 @@ def _wide(out: torch.Tensor) -> tl.dtype:
 @jit
 def _sum_for_rail_kernel(
     out,
-    passed_on,
+    forwarded,
     table,
     plan,
     state,
     num_slots: tl.int32,
     row_vectors: tl.int32,
-    num_near: tl.int32,
+    ranks_per_node: tl.int32,
     table_stride: tl.int32,
     num_nodes: tl.int32,
     node: tl.int32,
@@ -218,38 +224,40 @@ def _sum_for_rail_kernel(
 ):
     """Node after node. Items are pieces of rows: piece c of the r-th row of its chunk is item `r * pieces + c`.
 
-    Example: two nodes of two ranks, this is node 0; node 1 has 1 row, row 4 of those passed on, with slots `[2, 5]`:
+    Example: two nodes of two ranks, this is node 0; node 1 has 1 row, row 4 of those forwarded, with slots `[2, 5]`:
     row 4 of `out` is row 2 of rank 0 plus row 5 of rank 1.
     """
     if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
         ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
         hidden = row_vectors * (VECTOR // ELEMENT_BYTES)  # so the compiler knows that vectors of elements are whole
         lanes = tl.arange(0, LANES)
-        bases = tl.load(table + section * table_stride + lanes, mask=lanes < num_near, other=0)
-        rooms = tl.load(table + _ROOMS * table_stride + lanes, mask=lanes < num_near, other=0)
+        bases = tl.load(table + section * table_stride + lanes, mask=lanes < ranks_per_node, other=0)
+        capacities = tl.load(table + _CAPACITIES * table_stride + lanes, mask=lanes < ranks_per_node, other=0)
         num_pieces = 1 if IS_WHOLE else tl.cdiv(hidden, BLOCK)
         step = tl.num_programs(0)
         num_before = tl.zeros((), tl.int32)
         for other in range(num_nodes):
             if other != node:
-                _, num_rows, landed = chunk_of(plan, other, chunk, num_chunks)
-                num_rows = tl.minimum(num_rows, num_slots - landed).to(tl.int32)
+                _, num_rows, first_row = chunk_of(plan, other, chunk, num_chunks)
+                num_rows = tl.minimum(num_rows, num_slots - first_row).to(tl.int32)
                 num_items = num_rows * num_pieces
-                slots, sums = passed_on + landed * num_near, out + landed * hidden
+                slots, sums = forwarded + first_row * ranks_per_node, out + first_row * hidden
                 start = share_start(num_before, step)
                 num_before += tl.maximum(num_items, 0)
                 # While an item's rows are added, the next one's are on their way, and the slots of the one behind it.
-                slot = load_slots(slots, start // num_pieces, num_rows, num_near, lanes)
-                numbers, values = _ask(out, slot, bases, rooms, start, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR)
-                slot = load_slots(slots, (start + step) // num_pieces, num_rows, num_near, lanes)
+                slot = load_slots(slots, start // num_pieces, num_rows, ranks_per_node, lanes)
+                numbers, values = _ask(out, slot, bases, capacities, start, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR)
+                slot = load_slots(slots, (start + step) // num_pieces, num_rows, ranks_per_node, lanes)
                 for item in range(start, num_items, step):
                     following = item + step
                     next_numbers, next_values = _ask(
-                        out, slot, bases, rooms, following, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR
+                        out, slot, bases, capacities, following, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR
                     )
-                    slot = load_slots(slots, (following + step) // num_pieces, num_rows, num_near, lanes)
+                    slot = load_slots(slots, (following + step) // num_pieces, num_rows, ranks_per_node, lanes)
                     columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
-                    total = _sum_rows(out, numbers, bases, values, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE)
+                    total = _sum_rows(
+                        out, numbers, bases, values, columns, hidden, ranks_per_node, AT_ONCE, VECTOR, WIDE
+                    )
                     target = tl.multiple_of(sums + tl.cast(item // num_pieces, tl.int64) * hidden, VECTOR) + columns
                     tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
                     numbers, values = next_numbers, next_values
@@ -261,16 +269,16 @@ def _sum_nodes_kernel(
     bias_0,
     bias_1,
     node_slots,
-    passed_on,
+    forwarded,
     table,
     sources,
     plan,
     state,
-    far_begin: tl.int64,
+    remote_begin: tl.int64,
     num_tokens: tl.int32,
     num_slots: tl.int32,
     row_vectors: tl.int32,
-    num_near: tl.int32,
+    ranks_per_node: tl.int32,
     table_stride: tl.int32,
     num_nodes: tl.int32,
     node: tl.int32,
@@ -289,87 +297,102 @@ def _sum_nodes_kernel(
     """Items are pieces of rows: piece c of token t is item `t * pieces + c`.
 
     Example: two nodes of one rank, this is node 1; token 0 has node slots `[3, 2]` and its own begin at row 4 of those
-    passed on: out is row 3 of node 0's sums, plus row `passed_on[6, 0]` of this rank.
+    forwarded: out is row 3 of node 0's sums, plus row `forwarded[6, 0]` of this rank.
     """
     if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
         ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
         hidden = row_vectors * (VECTOR // ELEMENT_BYTES)
         lanes, nodes = tl.arange(0, LANES), tl.arange(0, NODES)
-        bases = tl.load(table + section * table_stride + lanes, mask=lanes < num_near, other=0)
-        rooms = tl.load(table + _ROOMS * table_stride + lanes, mask=lanes < num_near, other=0)
-        far_bases, far_rooms = _locate(
-            plan, sources, far_begin, hidden * ELEMENT_BYTES, num_nodes, node, nodes, IS_FETCHED
+        bases = tl.load(table + section * table_stride + lanes, mask=lanes < ranks_per_node, other=0)
+        capacities = tl.load(table + _CAPACITIES * table_stride + lanes, mask=lanes < ranks_per_node, other=0)
+        remote_bases, remote_capacities = _locate(
+            plan, sources, remote_begin, hidden * ELEMENT_BYTES, num_nodes, node, nodes, IS_FETCHED
         )
         start = tl.load(plan + node * _PLAN_WORDS + _IN_START)
         num_pieces = 1 if IS_WHOLE else tl.cdiv(hidden, BLOCK)
         num_items = num_tokens * num_pieces
-        # As above, one token more: its slots among the rows passed on are found by its slots at the nodes.
+        # As above, one token more: its slots among the rows forwarded are found by its slots at the nodes.
         first, step = tl.program_id(0), tl.num_programs(0)
-        own_rows = (passed_on, start, num_slots, num_near)
-        own_far = load_slots(node_slots, first // num_pieces, num_tokens, num_nodes, nodes)
-        is_here, slot = _own_slots(own_rows, own_far, node, nodes, lanes)
-        numbers, values = _ask(out, slot, bases, rooms, first, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR)
-        far_numbers, far_values = _ask(
-            out, own_far, far_bases, far_rooms, first, num_pieces, hidden, NODES_AT_ONCE, BLOCK, VECTOR
+        own_rows = (forwarded, start, num_slots, ranks_per_node)
+        own_remote = load_slots(node_slots, first // num_pieces, num_tokens, num_nodes, nodes)
+        is_here, slot = _own_slots(own_rows, own_remote, node, nodes, lanes)
+        numbers, values = _ask(out, slot, bases, capacities, first, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR)
+        remote_numbers, remote_values = _ask(
+            out, own_remote, remote_bases, remote_capacities, first, num_pieces, hidden, NODES_AT_ONCE, BLOCK, VECTOR
         )
-        far = load_slots(node_slots, (first + step) // num_pieces, num_tokens, num_nodes, nodes)
-        next_here, slot = _own_slots(own_rows, far, node, nodes, lanes)
+        remote = load_slots(node_slots, (first + step) // num_pieces, num_tokens, num_nodes, nodes)
+        next_here, slot = _own_slots(own_rows, remote, node, nodes, lanes)
         later = load_slots(node_slots, (first + 2 * step) // num_pieces, num_tokens, num_nodes, nodes)
         for item in range(first, num_items, step):
             following = item + step
             next_numbers, next_values = _ask(
-                out, slot, bases, rooms, following, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR
+                out, slot, bases, capacities, following, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR
             )
-            next_far_numbers, next_far_values = _ask(
-                out, far, far_bases, far_rooms, following, num_pieces, hidden, NODES_AT_ONCE, BLOCK, VECTOR
+            next_remote_numbers, next_remote_values = _ask(
+                out,
+                remote,
+                remote_bases,
+                remote_capacities,
+                following,
+                num_pieces,
+                hidden,
+                NODES_AT_ONCE,
+                BLOCK,
+                VECTOR,
             )
             later_here, slot = _own_slots(own_rows, later, node, nodes, lanes)
-            far = later
+            remote = later
             later = load_slots(node_slots, (following + 2 * step) // num_pieces, num_tokens, num_nodes, nodes)
             columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
             begin = tl.cast(item // num_pieces, tl.int64) * hidden
             total = add_biases(bias_0 + begin, bias_1 + begin, columns, hidden, NUM_BIASES, VECTOR, WIDE)
-            mine = _sum_rows(out, numbers, bases, values, columns, hidden, num_near, AT_ONCE, VECTOR, WIDE)
+            mine = _sum_rows(out, numbers, bases, values, columns, hidden, ranks_per_node, AT_ONCE, VECTOR, WIDE)
             mine = rounded(mine, out.dtype.element_ty).to(WIDE)  # as if it had crossed
             own = tl.where(is_here, node, -1)
-            total = _add_nodes(total, far_values, mine, own, 0, NODES_AT_ONCE, WIDE)
+            total = _add_nodes(total, remote_values, mine, own, 0, NODES_AT_ONCE, WIDE)
             if NODES > NODES_AT_ONCE:
                 for other in range(NODES_AT_ONCE, num_nodes, NODES_AT_ONCE):
-                    more = _load_rows(out, far_numbers, far_bases, other, columns, hidden, NODES_AT_ONCE, VECTOR)
+                    more = _load_rows(out, remote_numbers, remote_bases, other, columns, hidden, NODES_AT_ONCE, VECTOR)
                     total = _add_nodes(total, more, mine, own, other, NODES_AT_ONCE, WIDE)
             target = tl.multiple_of(out + begin, VECTOR) + columns
             tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
-            numbers, values, far_numbers, far_values = next_numbers, next_values, next_far_numbers, next_far_values
+            numbers, values, remote_numbers, remote_values = (
+                next_numbers,
+                next_values,
+                next_remote_numbers,
+                next_remote_values,
+            )
             is_here, next_here = next_here, later_here
 
 
 @triton.jit
 def _own_slots(own_rows, node_slot, node, nodes, lanes):
     """Whether a token goes to a rank of its own node, and its rows at the ranks there."""
-    passed_on, start, num_slots, num_near = own_rows
+    forwarded, start, num_slots, ranks_per_node = own_rows
     own = tl.sum(tl.where(nodes == node, node_slot, 0))
     row = tl.where(own >= 0, own + start, num_slots)
-    return own >= 0, load_slots(passed_on, row, num_slots, num_near, lanes)
+    return own >= 0, load_slots(forwarded, row, num_slots, ranks_per_node, lanes)
 
 
 @triton.jit
 def _locate(plan, sources, begin, row_bytes, num_nodes, node, nodes, IS_FETCHED: tl.constexpr):
     """Where each other node's sums of this rank's tokens begin, and how many there are; of this node none."""
-    is_far = (nodes < num_nodes) & (nodes != node)
+    is_remote = (nodes < num_nodes) & (nodes != node)
     line = plan + nodes * _PLAN_WORDS
-    start = tl.load(line + (_TARGET_START if IS_FETCHED else _OUT_START), mask=is_far, other=0)
+    start = tl.load(line + (_TARGET_START if IS_FETCHED else _OUT_START), mask=is_remote, other=0)
     bases = begin + start * row_bytes
     if IS_FETCHED:
-        bases += tl.load(sources + nodes, mask=is_far, other=0)
-    return bases, tl.load(line + _NUM_OUT, mask=is_far, other=0)
+        bases += tl.load(sources + nodes, mask=is_remote, other=0)
+    return bases, tl.load(line + _NUM_OUT, mask=is_remote, other=0)
 
 
 @triton.jit
 def _ask(
-    like, slot, bases, rooms, item, num_pieces, hidden, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+    like, slot, bases, capacities, item, num_pieces, hidden, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr
 ):  # fmt: skip
     """The numbers of an item's rows, from 1 on, 0 where there is none; and what the first `AT_ONCE` of them have."""
-    numbers = tl.where((slot >= 0) & (slot < rooms), slot + 1, 0)
+    numbers = tl.where((slot >= 0) & (slot < capacities), slot + 1, 0)
     columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
     return numbers, _load_rows(like, numbers, bases, 0, columns, hidden, AT_ONCE, VECTOR)
 

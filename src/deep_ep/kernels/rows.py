@@ -32,7 +32,7 @@ class Section(NamedTuple):
     peers: Sequence[torch.Tensor]
 
 
-class Lane(NamedTuple):
+class SlotRange(NamedTuple):
     """Which slots of a peer are sent in a round, and how far its rows lie from their slots.
 
     Attributes:
@@ -46,15 +46,15 @@ class Lane(NamedTuple):
     shift: int
 
 
-def put_rows(sections: Sequence[Section], slots: torch.Tensor, lanes: Sequence[Lane], first_peer: int) -> None:
+def put_rows(sections: Sequence[Section], slots: torch.Tensor, ranges: Sequence[SlotRange], first_peer: int) -> None:
     """Write each token's rows to every peer that takes it, at its slot.
 
-    Row t goes to peer d if `lanes[d].begin <= slots[t, d] < lanes[d].end`, to row `slots[t, d] + lanes[d].shift`.
+    Row t goes to peer d if `ranges[d].begin <= slots[t, d] < ranges[d].end`, to row `slots[t, d] + ranges[d].shift`.
 
     Args:
         sections: What to write.
         slots: [T, R] int32; -1 where a token is not sent. Ascending without gaps down each column.
-        lanes: The part of each peer's slots that is due now; all of them are among `slots`.
+        ranges: The part of each peer's slots that is due now; all of them are among `slots`.
         first_peer: The peer to begin with, so that not all ranks write to the same one first.
 
     Raises:
@@ -64,7 +64,7 @@ def put_rows(sections: Sequence[Section], slots: torch.Tensor, lanes: Sequence[L
         Slots `[[5, 7], [-1, 8]]` and lanes `(5, 6, 0), (8, 9, -8)`: token 0 goes to row 5 of peer 0, token 1 to row 0
         of peer 1.
     """
-    _put_rows_torch(sections, slots, lanes, first_peer)
+    _put_rows_torch(sections, slots, ranges, first_peer)
 
 
 def lay_rows(
@@ -92,21 +92,23 @@ def lay_rows(
     return [torch.index_select(as_bytes(part.contiguous()), 0, token_idx) for part in parts]
 
 
-def _put_rows_torch(sections: Sequence[Section], slots: torch.Tensor, lanes: Sequence[Lane], first_peer: int) -> None:
-    token_idx = _lane_tokens(slots, lanes)
-    order = [(first_peer + step) % len(lanes) for step in range(len(lanes))]
-    order = [peer for peer in order if lanes[peer].end > lanes[peer].begin]
+def _put_rows_torch(
+    sections: Sequence[Section], slots: torch.Tensor, ranges: Sequence[SlotRange], first_peer: int
+) -> None:
+    token_idx = _tokens_of_ranges(slots, ranges)
+    order = [(first_peer + step) % len(ranges) for step in range(len(ranges))]
+    order = [peer for peer in order if ranges[peer].end > ranges[peer].begin]
     for section in sections:
-        _put_section(section, order, lanes, token_idx)
+        _put_section(section, order, ranges, token_idx)
 
 
-def _lane_tokens(slots: torch.Tensor, lanes: Sequence[Lane]) -> list[torch.Tensor]:
+def _tokens_of_ranges(slots: torch.Tensor, ranges: Sequence[SlotRange]) -> list[torch.Tensor]:
     """The tokens of each lane, ascending."""
-    columns, due = slots.t(), [lane.end - lane.begin for lane in lanes]
+    columns, due = slots.t(), [one.end - one.begin for one in ranges]
     token_idx = peer_tokens(columns >= 0)
     if [tokens.numel() for tokens in token_idx] == due:
         return token_idx  # as a rule lanes are whole: nobody is staged
-    limits = slots.new_tensor(lanes)
+    limits = slots.new_tensor(ranges)
     token_idx = peer_tokens((columns >= limits[:, :1]) & (columns < limits[:, 1:2]))
     _require_due(due, [tokens.numel() for tokens in token_idx])
     return token_idx
@@ -121,11 +123,13 @@ def _require_due(due: Sequence[int], named: Sequence[int]) -> None:
             )
 
 
-def _put_section(section: Section, order: list[int], lanes: Sequence[Lane], token_idx: Sequence[torch.Tensor]) -> None:
+def _put_section(
+    section: Section, order: list[int], ranges: Sequence[SlotRange], token_idx: Sequence[torch.Tensor]
+) -> None:
     """Put one kind of rows: tile by tile, each tile to all peers, so that a token is read from memory once."""
     rows, targets = section.rows, []
     for peer in order:
-        first, last = lanes[peer].begin + lanes[peer].shift, lanes[peer].end + lanes[peer].shift
+        first, last = ranges[peer].begin + ranges[peer].shift, ranges[peer].end + ranges[peer].shift
         targets.append(section.peers[peer][first:last])
         if first < 0 or targets[-1].size(0) != last - first:
             raise EPError(f"dispatch: rows {first} to {last} are not among those that rank {peer} offered")

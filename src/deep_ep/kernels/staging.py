@@ -28,20 +28,24 @@ from .exchange import (
     STATE_ROUNDS,
     STATE_STAGED,
     STATE_TOKENS,
-    TABLE_LANES,
-    TABLE_ROOMS,
+    TABLE_CAPACITIES,
+    TABLE_SOURCE_ROWS,
     TABLE_STARTS,
-    Places,
+    Context,
     num_lanes,
     signal_and_wait,
 )
 from .primitives import rounded
-from .put import Rows, load_slots, record_words
+from .put import RowSpec, load_slots, record_words
 
 _FAILED, _HELD, _STAGED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_STAGED)
 _MOST_TOKENS, _NUM_ROUNDS = tl.constexpr(STATE_TOKENS), tl.constexpr(STATE_ROUNDS)
 _NUM_SECTIONS = tl.constexpr(NUM_SECTIONS)
-_ROOMS, _STARTS, _LANE_ROWS = tl.constexpr(TABLE_ROOMS), tl.constexpr(TABLE_STARTS), tl.constexpr(TABLE_LANES)
+_CAPACITIES, _STARTS, _SOURCE_ROWS = (
+    tl.constexpr(TABLE_CAPACITIES),
+    tl.constexpr(TABLE_STARTS),
+    tl.constexpr(TABLE_SOURCE_ROWS),
+)
 _WORDS, _BYTES = tl.constexpr(1024), tl.constexpr(256)  # words of 4 bytes, or single bytes, that it copies at once
 _COLUMNS = tl.constexpr(1024)  # that it sums at once; half of it of 8 bytes
 
@@ -55,25 +59,25 @@ class FinishDispatch:
     staged ranks.
 
     Args:
-        places: Holds the offers of the call.
+        context: Holds the offers of the call.
         step: `READY`.
         operation: For the record of a failure.
         rows: What the rows are made of.
         num_local_experts: Of a rank.
     """
 
-    def __init__(self, places: Places, step: int, operation: int, rows: Rows, num_local_experts: int = 0):
+    def __init__(self, context: Context, step: int, operation: int, rows: RowSpec, num_local_experts: int = 0):
         fixed = (
-            places.windows,
-            places.homes,
-            places.state,
-            places.table,
-            places.host,
-            places.num_ranks,
-            places.rank,
-            places.first_near,
-            places.num_near,
-            places.limit_ns,
+            context.windows,
+            context.own_boards,
+            context.state,
+            context.table,
+            context.host,
+            context.num_ranks,
+            context.rank,
+            context.first_rank,
+            context.ranks_per_node,
+            context.limit_ns,
             step,
             operation,
             rows.row_bytes,
@@ -84,7 +88,7 @@ class FinishDispatch:
             num_local_experts,
             4 * record_words(rows.num_topk) if rows.has_records else 0,
         )
-        constants = {"LANES": num_lanes(places)}
+        constants = {"LANES": num_lanes(context)}
         types = (torch.int32, torch.int32, *(None,) * 11)
         self.launch = Launch(variant(_finish_rows_kernel, 1, constants), types, fixed)
 
@@ -97,7 +101,7 @@ class FinishDispatch:
         topk_weights: torch.Tensor | None,
         prefix: torch.Tensor,
         num_rows: int = 0,
-        rooms: Sequence[int] = (0, 0, 0),
+        targets: Sequence[int] = (0, 0, 0),
     ) -> None:
         """End one.
 
@@ -109,12 +113,12 @@ class FinishDispatch:
             topk_weights: [T, K] float32 contiguous, or None.
             prefix: [R, R] int32.
             num_rows: n, if this rank is staged.
-            rooms: Addresses where its rows, scales and records stay then, [n, ...] each; 0: it does not travel.
+            capacities: Addresses where its rows, scales and records stay then, [n, ...] each; 0: it does not travel.
         """
         stride_t, stride_s = (0, 0) if scales is None else scales.stride()
         sent = (0 if scales is None else scales.data_ptr(), stride_t, stride_s)
         topk = (0, 0) if topk_idx is None or topk_weights is None else (topk_idx.data_ptr(), topk_weights.data_ptr())
-        self.launch(1, (slots, prefix), (x.shape[0], num_rows, x.data_ptr(), *sent, *topk, *rooms))
+        self.launch(1, (slots, prefix), (x.shape[0], num_rows, x.data_ptr(), *sent, *topk, *targets))
 
 
 class FinishCombine:
@@ -122,7 +126,7 @@ class FinishCombine:
     staged ranks.
 
     Args:
-        places: Holds the offers of the call.
+        context: Holds the offers of the call.
         step: `READY`; where nobody is staged, only the step behind it is signalled.
         operation: For the record of a failure.
         hidden: H.
@@ -130,18 +134,18 @@ class FinishCombine:
         num_topk: K, of the weights that come with the rows; 0: none do.
     """
 
-    def __init__(self, places: Places, step: int, operation: int, hidden: int, dtype: torch.dtype, num_topk: int = 0):
+    def __init__(self, context: Context, step: int, operation: int, hidden: int, dtype: torch.dtype, num_topk: int = 0):
         fixed = (
-            places.windows,
-            places.homes,
-            places.state,
-            places.table,
-            places.host,
-            places.num_ranks,
-            places.rank,
-            places.first_near,
-            places.num_near,
-            places.limit_ns,
+            context.windows,
+            context.own_boards,
+            context.state,
+            context.table,
+            context.host,
+            context.num_ranks,
+            context.rank,
+            context.first_rank,
+            context.ranks_per_node,
+            context.limit_ns,
             step,
             operation,
             hidden,
@@ -149,7 +153,7 @@ class FinishCombine:
             dtype.itemsize,
             _KINDS[dtype],
         )
-        constants = {"LANES": num_lanes(places)}
+        constants = {"LANES": num_lanes(context)}
         types = (torch.int32, torch.int32, torch.int32, *(None,) * 8)
         self.launch = Launch(variant(_finish_sums_kernel, 1, constants), types, fixed)
 
@@ -180,10 +184,10 @@ class FinishCombine:
         self.launch(1, (slots, prefix, recv_src_idx), (*counts, *given, *summed, first, second))
 
 
-def prepare_all(places: Places) -> None:
+def prepare_all(context: Context) -> None:
     """Compile and load both kernels, so that no peer's limit passes while one is compiled."""
-    FinishDispatch(places, 0, 0, Rows(4, torch.int32, is_aligned=False)).launch.prepare()
-    FinishCombine(places, 0, 0, 1, torch.float32).launch.prepare()
+    FinishDispatch(context, 0, 0, RowSpec(4, torch.int32, is_aligned=False)).launch.prepare()
+    FinishCombine(context, 0, 0, 1, torch.float32).launch.prepare()
 
 
 # Dispatch ------------------------------------------------------------------------------------------------------------
@@ -201,18 +205,18 @@ def _finish_rows_kernel(
     scale_stride_s: tl.int64,
     topk_idx: tl.int64,
     topk_weights: tl.int64,
-    room_0: tl.int64,
-    room_1: tl.int64,
-    room_2: tl.int64,
+    target_0: tl.int64,
+    target_1: tl.int64,
+    target_2: tl.int64,
     windows,
-    homes,
+    own_boards,
     state,
     table,
     host,
     num_ranks: tl.int32,
     rank: tl.int32,
-    first_near: tl.int32,
-    num_near: tl.int32,
+    first_rank: tl.int32,
+    ranks_per_node: tl.int32,
     limit_ns: tl.int64,
     step: tl.int32,
     operation: tl.int32,
@@ -247,13 +251,13 @@ def _finish_rows_kernel(
                 num_local, record_bytes, LANES,
             )  # fmt: skip
         is_well = signal_and_wait(
-            windows, homes, state, host, num_ranks, rank, first_near, num_near, epoch, step + turn, operation, limit_ns,
-            LANES,
+            windows, own_boards, state, host, num_ranks, rank, first_rank, ranks_per_node, epoch, step + turn,
+            operation, limit_ns, LANES,
         )  # fmt: skip
         if is_well & is_round:
             _copy_out(
                 table, prefix, num_ranks, rank, turn // 2, num_rows, row_bytes, num_scales * scale_bytes,
-                record_bytes, room_0, room_1, room_2,
+                record_bytes, target_0, target_1, target_2,
             )  # fmt: skip
         turn += 1
     _count_rounds(state, host, is_well, num_turns // 2)
@@ -264,13 +268,13 @@ def _num_rounds(table, prefix, num_ranks, LANES: tl.constexpr):
     """As many as the fullest lane needs. All ranks find the same: they have the same offers and prefix sums."""
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    lane_rows = tl.load(table + _LANE_ROWS * num_ranks + lanes, mask=is_rank, other=0)
+    rows_per_source = tl.load(table + _SOURCE_ROWS * num_ranks + lanes, mask=is_rank, other=0)
     most = tl.full((), 1, tl.int64)
     before = tl.zeros([LANES], tl.int32)
     for source in range(num_ranks):
         sums = tl.load(prefix + source * num_ranks + lanes, mask=is_rank, other=0)
-        needed = (sums - before + lane_rows - 1) // tl.maximum(lane_rows, 1)
-        most = tl.maximum(most, tl.max(tl.where(lane_rows > 0, needed, 0)))
+        needed = (sums - before + rows_per_source - 1) // tl.maximum(rows_per_source, 1)
+        most = tl.maximum(most, tl.max(tl.where(rows_per_source > 0, needed, 0)))
         before = sums
     return most.to(tl.int32)
 
@@ -291,31 +295,31 @@ def _send(
     lanes = tl.arange(0, LANES)
     for turn in range(num_ranks):
         peer = (rank + 1 + turn) % num_ranks
-        lane_rows = tl.load(table + _LANE_ROWS * num_ranks + peer)
-        if lane_rows > 0:
+        rows_per_source = tl.load(table + _SOURCE_ROWS * num_ranks + peer)
+        if rows_per_source > 0:
             token = tl.sum(tl.where(lanes == peer, tokens, 0))
             first = tl.load(prefix + (rank - 1) * num_ranks + peer, mask=rank > 0, other=0)
-            shift = tl.load(table + _STARTS * num_ranks + peer) - first - index * lane_rows
+            shift = tl.load(table + _STARTS * num_ranks + peer) - first - index * rows_per_source
             is_open = token < num_tokens
             while is_open:
                 slot = tl.load(slots + token.to(tl.int64) * num_ranks + peer)
                 row = slot + shift
-                if (slot >= 0) & (row >= 0) & (row < lane_rows):  # never beyond the lane, whatever the slots are
-                    place = rank * lane_rows + row
+                if (slot >= 0) & (row >= 0) & (row < rows_per_source):  # never beyond the lane, whatever the slots are
+                    row_idx = rank * rows_per_source + row
                     source = token.to(tl.int64)
-                    _copy_bytes(tl.load(table + peer) + place * row_bytes, x + source * row_bytes, row_bytes)
+                    _copy_bytes(tl.load(table + peer) + row_idx * row_bytes, x + source * row_bytes, row_bytes)
                     _lay_scales(
-                        tl.load(table + num_ranks + peer) + place * num_scales * scale_bytes,
+                        tl.load(table + num_ranks + peer) + row_idx * num_scales * scale_bytes,
                         scales + source * scale_stride_t * scale_bytes,
                         scale_stride_s, num_scales, scale_bytes,
                     )  # fmt: skip
                     if record_bytes > 0:
                         _lay_record(
-                            tl.load(table + 2 * num_ranks + peer) + place * record_bytes, token,
+                            tl.load(table + 2 * num_ranks + peer) + row_idx * record_bytes, token,
                             topk_idx + source * num_topk * idx_words * 4, idx_words,
                             topk_weights + source * num_topk * 4, num_topk, peer * num_local, num_local, num_ranks,
                         )  # fmt: skip
-                is_later = (slot >= 0) & (row >= lane_rows)
+                is_later = (slot >= 0) & (row >= rows_per_source)
                 token += tl.where(is_later, 0, 1)
                 is_open = (token < num_tokens) & (is_later == 0)
             tokens = tl.where(lanes == peer, token, tokens)
@@ -327,10 +331,10 @@ def _lay_scales(target, source, stride, num_scales, scale_bytes):
     """A token's scales, which may lie apart, side by side."""
     num_bytes = num_scales * scale_bytes
     for start in range(0, num_bytes, _BYTES):
-        places = start + tl.arange(0, _BYTES)
-        sources = source + places // scale_bytes * stride * scale_bytes + places % scale_bytes
-        values = tl.load(_at(sources, tl.int8), mask=places < num_bytes, other=0)
-        tl.store(_at(target + places, tl.int8), values, mask=places < num_bytes)
+        offsets = start + tl.arange(0, _BYTES)
+        sources = source + offsets // scale_bytes * stride * scale_bytes + offsets % scale_bytes
+        values = tl.load(_at(sources, tl.int8), mask=offsets < num_bytes, other=0)
+        tl.store(_at(target + offsets, tl.int8), values, mask=offsets < num_bytes)
 
 
 @triton.jit
@@ -354,21 +358,32 @@ def _lay_record(target, token, ids, idx_words, weights, num_topk, first_expert, 
 
 @triton.jit
 def _copy_out(
-    table, prefix, num_ranks, rank, index, num_rows, row_bytes, scale_row_bytes, record_bytes, room_0, room_1, room_2
+    table,
+    prefix,
+    num_ranks,
+    rank,
+    index,
+    num_rows,
+    row_bytes,
+    scale_row_bytes,
+    record_bytes,
+    target_0,
+    target_1,
+    target_2,
 ):
     """If this rank is staged: take what has come in a round to where it stays. A lane's rows stay side by side."""
-    lane_rows = tl.load(table + _LANE_ROWS * num_ranks + rank)
-    if lane_rows > 0:
+    rows_per_source = tl.load(table + _SOURCE_ROWS * num_ranks + rank)
+    if rows_per_source > 0:
         start = tl.zeros((), tl.int64)
         for source in range(num_ranks):
             stop = tl.minimum(tl.load(prefix + source * num_ranks + rank).to(tl.int64), num_rows)
-            first = tl.minimum(start + index * lane_rows, stop)
-            count = tl.minimum(stop - first, lane_rows)
+            first = tl.minimum(start + index * rows_per_source, stop)
+            count = tl.minimum(stop - first, rows_per_source)
             for section in range(_NUM_SECTIONS):
                 width = tl.where(section == 0, row_bytes, tl.where(section == 1, scale_row_bytes, record_bytes))
-                room = tl.where(section == 0, room_0, tl.where(section == 1, room_1, room_2))
-                lane = tl.load(table + section * num_ranks + rank) + source * lane_rows * width
-                _copy_bytes(room + first * width, lane, count * width)
+                target = tl.where(section == 0, target_0, tl.where(section == 1, target_1, target_2))
+                staged = tl.load(table + section * num_ranks + rank) + source * rows_per_source * width
+                _copy_bytes(target + first * width, staged, count * width)
             start = stop
 
 
@@ -389,14 +404,14 @@ def _finish_sums_kernel(
     bias_0: tl.int64,
     bias_1: tl.int64,
     windows,
-    homes,
+    own_boards,
     state,
     table,
     host,
     num_ranks: tl.int32,
     rank: tl.int32,
-    first_near: tl.int32,
-    num_near: tl.int32,
+    first_rank: tl.int32,
+    ranks_per_node: tl.int32,
     limit_ns: tl.int64,
     step: tl.int32,
     operation: tl.int32,
@@ -434,8 +449,8 @@ def _finish_sums_kernel(
                 hidden * element_bytes, num_topk * 4, LANES,
             )  # fmt: skip
         is_well = signal_and_wait(
-            windows, homes, state, host, num_ranks, rank, first_near, num_near, epoch, step + turn, operation, limit_ns,
-            LANES,
+            windows, own_boards, state, host, num_ranks, rank, first_rank, ranks_per_node, epoch, step + turn,
+            operation, limit_ns, LANES,
         )  # fmt: skip
         if is_well & is_round:
             _sum_range(
@@ -450,8 +465,8 @@ def _finish_sums_kernel(
 def _range_tokens(table, num_ranks, LANES: tl.constexpr):
     """B: the fewest rows of a staged rank's lane."""
     lanes = tl.arange(0, LANES)
-    lane_rows = tl.load(table + _LANE_ROWS * num_ranks + lanes, mask=lanes < num_ranks, other=0)
-    return tl.min(tl.where(lane_rows > 0, lane_rows, 0x7FFFFFFF)).to(tl.int32)
+    rows_per_source = tl.load(table + _SOURCE_ROWS * num_ranks + lanes, mask=lanes < num_ranks, other=0)
+    return tl.min(tl.where(rows_per_source > 0, rows_per_source, 0x7FFFFFFF)).to(tl.int32)
 
 
 @triton.jit
@@ -467,7 +482,7 @@ def _copy_in(
         [LANES] the row with which the next round begins, of each source.
     """
     lanes = tl.arange(0, LANES)
-    if tl.load(table + _LANE_ROWS * num_ranks + rank) > 0:
+    if tl.load(table + _SOURCE_ROWS * num_ranks + rank) > 0:
         for source in range(num_ranks):
             row = tl.sum(tl.where(lanes == source, rows, 0))
             stop = tl.minimum(tl.load(prefix + source * num_ranks + rank), num_rows)
@@ -475,12 +490,12 @@ def _copy_in(
             while is_open:
                 token = tl.load(recv_src_idx + row) - start
                 if (token >= 0) & (token < range_tokens):  # never beyond the lane, whatever the handle says
-                    place = (source * range_tokens + token).to(tl.int64)
+                    row_idx = (source * range_tokens + token).to(tl.int64)
                     for section in range(2):
                         width = tl.where(section == 0, width_0, width_1)
                         given = tl.where(section == 0, x, weights)
-                        lane = tl.load(table + section * num_ranks + rank)
-                        _copy_bytes(lane + place * width, given + row.to(tl.int64) * width, width.to(tl.int64))
+                        staged = tl.load(table + section * num_ranks + rank)
+                        _copy_bytes(staged + row_idx * width, given + row.to(tl.int64) * width, width.to(tl.int64))
                 is_later = token >= range_tokens
                 row += tl.where(is_later, 0, 1)
                 is_open = (row < stop) & (is_later == 0)
@@ -496,14 +511,14 @@ def _sum_range(
     """Sum those of this rank's tokens of a range that have a row at a staged rank: all their rows, in one go."""
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    lane_rows = tl.load(table + _LANE_ROWS * num_ranks + lanes, mask=is_rank, other=0)
-    rooms = tl.load(table + _ROOMS * num_ranks + lanes, mask=is_rank, other=0)
+    rows_per_source = tl.load(table + _SOURCE_ROWS * num_ranks + lanes, mask=is_rank, other=0)
+    capacities = tl.load(table + _CAPACITIES * num_ranks + lanes, mask=is_rank, other=0)
     for token in range(start, tl.minimum(start + range_tokens, num_tokens)):
         slot = load_slots(slots, token, num_tokens, num_ranks, lanes)
-        has_staged_row = (slot >= 0) & (lane_rows > 0)
-        has_row = has_staged_row | ((slot >= 0) & (slot < rooms))
+        has_staged_row = (slot >= 0) & (rows_per_source > 0)
+        has_row = has_staged_row | ((slot >= 0) & (slot < capacities))
         if tl.sum(has_staged_row.to(tl.int32)) > 0:
-            place = tl.where(lane_rows > 0, rank * range_tokens + token - start, slot).to(tl.int64)
+            row_idx = tl.where(rows_per_source > 0, rank * range_tokens + token - start, slot).to(tl.int64)
             for section in range(2):
                 num_columns = tl.where(section == 0, hidden, num_topk)
                 width = num_columns * tl.where(section == 0, element_bytes, 4)
@@ -511,7 +526,7 @@ def _sum_range(
                 first = tl.where((section == 0) & (bias_0 != 0), bias_0 + tl.cast(token, tl.int64) * width, 0)
                 second = tl.where((section == 0) & (bias_1 != 0), bias_1 + tl.cast(token, tl.int64) * width, 0)
                 bases = tl.load(table + section * num_ranks + lanes, mask=is_rank, other=0)
-                rows = tl.where(has_row, bases + place * width, 0)
+                rows = tl.where(has_row, bases + row_idx * width, 0)
                 _sum_kind(
                     tl.where(section == 0, kind, _FLOAT32), out, first, second, rows, lanes, num_ranks, num_columns
                 )
@@ -569,9 +584,9 @@ def _copy_bytes(target, source, num_bytes):
             tl.store(tl.multiple_of(_at(target, tl.int32), 16) + words, values, mask=words < num_words)
     else:
         for start in range(0, num_bytes, _BYTES):
-            places = start + tl.arange(0, _BYTES)
-            values = tl.load(_at(source, tl.int8) + places, mask=places < num_bytes, other=0)
-            tl.store(_at(target, tl.int8) + places, values, mask=places < num_bytes)
+            offsets = start + tl.arange(0, _BYTES)
+            values = tl.load(_at(source, tl.int8) + offsets, mask=offsets < num_bytes, other=0)
+            tl.store(_at(target, tl.int8) + offsets, values, mask=offsets < num_bytes)
 
 
 @triton.jit

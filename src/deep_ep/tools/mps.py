@@ -24,7 +24,7 @@ from ..launch import RankFailed, run_ranks
 CONTROL = "nvidia-cuda-mps-control"
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 
-_PATIENCE_SECS = 20.0  # for the daemon to answer, and to end
+_TIMEOUT_SECS = 20.0  # for the daemon to answer, and to end
 _FIRST_SECS = 120.0  # for the first client, which waits for the server to start
 
 
@@ -82,7 +82,7 @@ def _start(folder: Path) -> str | None:
     said = folder / "said"  # not a pipe: the daemon may keep it open
     with said.open("wb") as output:
         try:
-            subprocess.run([CONTROL, "-d"], check=True, timeout=_PATIENCE_SECS, stdout=output, stderr=output)
+            subprocess.run([CONTROL, "-d"], check=True, timeout=_TIMEOUT_SECS, stdout=output, stderr=output)
         except (OSError, subprocess.SubprocessError) as error:
             return f"{error} {said.read_text(errors='replace').strip()}".strip()
     try:
@@ -102,7 +102,7 @@ def _stop(pipes: Path) -> None:
     """End the daemon and its servers: by asking, and those that do not hear by force."""
     pids = _pids(pipes)
     _ask("quit")
-    deadline = time.monotonic() + _PATIENCE_SECS
+    deadline = time.monotonic() + _TIMEOUT_SECS
     while (left := [pid for pid in pids if _is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in left:
@@ -130,7 +130,7 @@ def _ask(command: str) -> str | None:
     """What the daemon answers, or None where there is none."""
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
-            [CONTROL], input=command + "\n", text=True, capture_output=True, timeout=_PATIENCE_SECS, check=True
+            [CONTROL], input=command + "\n", text=True, capture_output=True, timeout=_TIMEOUT_SECS, check=True
         )
         return done.stdout
     return None

@@ -124,7 +124,7 @@ class DeviceWindow:
             return False
         return True
 
-    def set_aside(self, num_bytes: int) -> Part:
+    def new_part(self, num_bytes: int) -> Part:
         """A piece of memory on every rank that is not the arena's. All ranks call it together, with the same number.
 
         Raises:
@@ -153,7 +153,7 @@ class DeviceWindow:
 class _Segment:
     number: int
     address: int
-    room_bytes: int
+    usable_bytes: int
     owner: Part
     device: torch.device
     is_cuda: bool
@@ -213,14 +213,14 @@ class _Region(weakref.ref):
     """A region that is taken: a reference to what dies with the last tensor over it, and what to know then.
 
     Attributes:
-        place: The segment, and the span of it.
+        block: The segment, and the span of it.
         users: The streams that work with it.
         address: Where it begins. Set last: a region that an interrupt has left unfinished has none.
     """
 
-    __slots__ = ("address", "place", "users")
+    __slots__ = ("address", "block", "users")
 
-    place: tuple[_Segment, Span]
+    block: tuple[_Segment, Span]
     users: tuple[Any, ...]
     address: int
 
@@ -304,22 +304,22 @@ class DeviceArena:
             return self._segments[0].owner.memory.new_empty(shape, dtype=dtype)
         users = () if stream is None else (stream,)
         if is_capturing:
-            place, is_ordered = self._take_unused(layout.whole_bytes), True
+            block, is_ordered = self._take_unused(layout.whole_bytes), True
         else:
             if stream is not self._taker:
                 self._note_taker(stream)
-            place = self._reclaim(stream, users, layout.whole_bytes)
-            is_ordered = place is not None or not self._used
-            if place is None:
-                place = self._take(layout.whole_bytes)
-        if place is None:
+            block = self._reclaim(stream, users, layout.whole_bytes)
+            is_ordered = block is not None or not self._used
+            if block is None:
+                block = self._take(layout.whole_bytes)
+        if block is None:
             return None
         try:
-            used = self._used if is_ordered else self._follow(place, stream)
-            tensor = self._wrap(place, users, layout)
+            used = self._used if is_ordered else self._follow(block, stream)
+            tensor = self._wrap(block, users, layout)
             self._used = used  # not before: if nobody gets the region, its next user must still wait
         except BaseException:
-            self._give_back(place, stream)
+            self._give_back(block, stream)
             raise
         if is_capturing:
             self._captured.append(tensor)
@@ -331,8 +331,8 @@ class DeviceArena:
             return self.allocate((0,), torch.uint8)
         if self._records is None or self._records.numel() < num_bytes:
             self._records = self._some_records = None
-            room = max(_LEAST_RECORD_BYTES, 1 << (num_bytes - 1).bit_length())
-            self._records = self.allocate((room,), torch.uint8, stream, is_capturing)
+            size = max(_LEAST_RECORD_BYTES, 1 << (num_bytes - 1).bit_length())
+            self._records = self.allocate((size,), torch.uint8, stream, is_capturing)
         elif is_capturing:
             self._captured.append(self._records)
         if self._records is None:
@@ -374,8 +374,8 @@ class DeviceArena:
 
     def num_bytes(self) -> dict[str, int]:
         """Bytes `used` by regions, `committed` and `reserved` (which are the same: device memory is taken whole)."""
-        freed = sum(region.place[1].num_bytes for region in tuple(self._freed) if self._is_known(region))
-        reserved = sum(segment.room_bytes for segment in self._segments)
+        freed = sum(region.block[1].num_bytes for region in tuple(self._freed) if self._is_known(region))
+        reserved = sum(segment.usable_bytes for segment in self._segments)
         if self._records is not None:
             freed += whole_units(self._records.numel())  # they are nobody's result
         free = freed + sum(segment.free.num_bytes for segment in self._segments)
@@ -421,7 +421,7 @@ class DeviceArena:
             region = self._freed.popleft()
             if not self._is_known(region):
                 continue  # an interrupt came before it was anybody's
-            start, stop = region.place[1]
+            start, stop = region.block[1]
             if again is None and stop - start == wanted_bytes and region.users == users:
                 again = region
             else:
@@ -430,7 +430,7 @@ class DeviceArena:
             return None
         if self._is_lowest(again):
             del self._regions[again.address]
-            return again.place
+            return again.block
         self._free(again, own, events)
         return None
 
@@ -445,7 +445,7 @@ class DeviceArena:
             own: The stream for which no event is recorded; None: there is none.
             events: Those that were recorded since the reclaim began, by stream.
         """
-        (segment, span), users = region.place, region.users
+        (segment, span), users = region.block, region.users
         if users:
             named = own if own is not None and own in users else None
             others = users if named is None else () if len(users) == 1 else [user for user in users if user != named]
@@ -456,7 +456,7 @@ class DeviceArena:
 
     def _is_lowest(self, region: _Region) -> bool:
         """Whether `_take` would return the memory of a dead region, if that were free."""
-        own, (start, stop) = region.place
+        own, (start, stop) = region.block
         for segment in self._segments:
             if segment is own:
                 break
@@ -485,13 +485,13 @@ class DeviceArena:
                 kept.append(used)
         self._used = kept
 
-    def _follow(self, place: tuple[_Segment, Span], stream: Any) -> list[_Used]:
+    def _follow(self, block: tuple[_Segment, Span], stream: Any) -> list[_Used]:
         """Have a stream wait for all work with memory that it takes.
 
         Returns:
             The entries that are left, without this memory.
         """
-        segment, (start, stop) = place
+        segment, (start, stop) = block
         number = segment.number
         kept: list[_Used] = []
         events: dict[Any, Any] = {}
@@ -512,9 +512,9 @@ class DeviceArena:
             stream.wait_event(event)
         return kept
 
-    def _wrap(self, place: tuple[_Segment, Span], users: tuple[Any, ...], layout: _Layout) -> torch.Tensor:
+    def _wrap(self, block: tuple[_Segment, Span], users: tuple[Any, ...], layout: _Layout) -> torch.Tensor:
         """A tensor over memory that was taken, and the region to know it by."""
-        segment, (start, _) = place
+        segment, (start, _) = block
         address = segment.address + start
         watched: Any
         if self._can_watch_storages:
@@ -527,7 +527,7 @@ class DeviceArena:
         # A region may die on any thread, inside garbage collection or a capture, and beside an interrupt: so nothing
         # happens then but that its reference is appended, by code that is not Python's.
         region = _Region(watched, self._freed.append)
-        region.place = place
+        region.block = block
         region.users = users
         region.address = address
         self._regions[address] = region
@@ -542,9 +542,9 @@ class DeviceArena:
             tensor = torch.frombuffer(watched, dtype=torch.uint8)
         return tensor.view(layout.dtype).view(layout.shape)
 
-    def _give_back(self, place: tuple[_Segment, Span], stream: Any) -> None:
+    def _give_back(self, block: tuple[_Segment, Span], stream: Any) -> None:
         """Make memory free that was taken, and that an exception has kept from becoming a region."""
-        segment, span = place
+        segment, span = block
         if segment.address + span.start in self._regions:
             return  # it is one, and is freed as any other
         if stream is not None:

@@ -28,8 +28,8 @@ from .window import Failure
 
 # Topics of frames: what a call says first, whether its rows fit, rows; the last words of a rank; low-latency calls.
 ANNOUNCE, VERDICT, ROWS, FAILED, BYE, SENT = 1, 2, 3, 4, 5, 6
-# Of couriers, beside rows: a header with the progress that it belongs to, the line of a failure, what rows come next.
-HEADER, RECORD, BELL = 7, 8, 9
+# Of proxies, beside rows: a header with the progress that it belongs to, the line of a failure, what rows come next.
+HEADER, RECORD, DOORBELL = 7, 8, 9
 REFUSED = 10  # a call that the rank does not make, with the number of times that it has refused it
 ALIVE = 11  # the rank is there, and waits for another one
 JOIN = 12  # an attempt to rejoin, the echo of the receiver's, and the number that the sender's next call would have
@@ -48,7 +48,7 @@ _MOST_BYTES = {
     SENT: MOST_PAYLOAD_BYTES,
     HEADER: MOST_PAYLOAD_BYTES,  # `Shelf` knows how long headers are
     RECORD: _MOST_NUMBERS_BYTES,
-    BELL: _MOST_NUMBERS_BYTES,
+    DOORBELL: _MOST_NUMBERS_BYTES,
     REFUSED: MOST_TEXT_BYTES,
     ALIVE: 0,
     JOIN: 8,
@@ -70,7 +70,7 @@ class Frame(NamedTuple):
     Attributes:
         topic: What it is.
         epoch: Of the call that it belongs to.
-        place: A number, by topic: the first row of rows.
+        tag: A number, by topic: the first row of rows.
         page: The payload.
         begun_ns: When its head was here.
         ended_ns: When all of it was.
@@ -78,7 +78,7 @@ class Frame(NamedTuple):
 
     topic: int
     epoch: int
-    place: int
+    tag: int
     page: Page
     begun_ns: int = 0
     ended_ns: int = 0
@@ -122,7 +122,7 @@ class Page(NamedTuple):
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=self.num_bytes)
 
 
-class Landing(Protocol):
+class PageAllocator(Protocol):
     """Where the payloads of frames that come are laid."""
 
     def take(self, num_bytes: int) -> Page:
@@ -216,10 +216,10 @@ class Link:
     Args:
         connection: A connected socket.
         pool: Where payloads lie.
-        landing: Where payloads that come lie; None: in the pool, too.
+        allocator: Where payloads that come lie; None: in the pool, too.
 
     Attributes:
-        landing: Likewise. Who replaces it does so before anything is read.
+        allocator: Likewise. Who replaces it does so before anything is read.
         inbox: Frames that came and that nobody has taken yet.
         failure: Why the peer has failed, as it said; None: it has not.
         refusal: The call that the peer said it does not make, if nothing has come since; None: there is none.
@@ -233,14 +233,14 @@ class Link:
 
     on_departure: Callable[[Departure], None] | None = None
 
-    def __init__(self, connection: socket.socket, pool: Pool, landing: Landing | None = None):
+    def __init__(self, connection: socket.socket, pool: Pool, allocator: PageAllocator | None = None):
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # not TCP
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         close_in_children(connection)
         self._pool = pool
-        self.landing: Landing = landing or pool
+        self.allocator: PageAllocator = allocator or pool
         self._outbox: deque[_Outgoing] = deque()
         self._is_begun = False
         self._head = bytearray(_HEAD.size)
@@ -271,13 +271,13 @@ class Link:
         """Whether to look for more: not when enough lies unread, and not after the end."""
         return self.ending is None and len(self.inbox) < _MOST_AHEAD
 
-    def send(self, topic: int, epoch: int, place: int, what: Page | Pieces) -> None:
+    def send(self, topic: int, epoch: int, tag: int, what: Page | Pieces) -> None:
         """Queue a frame, and hand over what the system takes. A page goes back to the pool when it is sent."""
         payload = Pieces([what.view()], what) if isinstance(what, Page) else what
         num_bytes = payload.num_bytes
         if num_bytes > _MOST_BYTES[topic]:
             raise EPTransportError(f"transport message: {num_bytes} bytes are too many for one message")
-        head = memoryview(_HEAD.pack(topic, epoch, place, num_bytes))
+        head = memoryview(_HEAD.pack(topic, epoch, tag, num_bytes))
         pieces = [head, *(one for one in payload.pieces if one.nbytes)]
         self._outbox.append(_Outgoing(pieces, payload, num_bytes, topic, time.monotonic_ns()))
         self.flush()
@@ -350,26 +350,26 @@ class Link:
     def _next_target(self) -> None:
         """After a head its payload, after a payload the next head."""
         if self._coming is None:
-            topic, epoch, place, num_bytes = _HEAD.unpack(self._head)
+            topic, epoch, tag, num_bytes = _HEAD.unpack(self._head)
             if num_bytes > _MOST_BYTES.get(topic, -1):
                 self.break_off(f"sent a message that cannot be (topic {topic}, call {epoch}, {num_bytes} bytes)")
                 return
             try:
-                self._page = self.landing.take(num_bytes)
+                self._page = self.allocator.take(num_bytes)
             except (EPTransportError, MemoryError, OSError) as error:
                 self.break_off(f"sent a message of {num_bytes} bytes, for which there is no memory ({error})")
                 return
-            self._coming, self._begun_ns = (topic, epoch, place), time.monotonic_ns()
+            self._coming, self._begun_ns = (topic, epoch, tag), time.monotonic_ns()
             self._target = self._page.view()
             return
         assert self._page is not None
         frame = Frame(*self._coming, self._page, self._begun_ns, time.monotonic_ns())
         if frame.topic == FAILED:
-            self.failure = Failure(frame.place, _text_of(frame))
+            self.failure = Failure(frame.tag, _text_of(frame))
         elif frame.topic == REFUSED:
-            self.refusal = Refusal(frame.epoch, frame.place, _text_of(frame))
+            self.refusal = Refusal(frame.epoch, frame.tag, _text_of(frame))
         elif frame.topic == JOIN:
-            self.meeting = Meeting(frame.epoch, int.from_bytes(frame.page.view(), "little"), frame.place)
+            self.meeting = Meeting(frame.epoch, int.from_bytes(frame.page.view(), "little"), frame.tag)
         elif frame.topic == BYE:
             self.has_left = True
         elif frame.topic != ALIVE:  # that it came is all that it says

@@ -1,8 +1,8 @@
 """The mesh: links of a rank to all ranks of other nodes, for low-latency calls, and the thread that moves frames.
 
 A send half must not wait, and between the halves of a call the caller computes. So what the system does not take at
-once is sent by a thread, which also reads whatever comes, each frame straight into its *landing*. The comm stream
-queues frames, and looks what has landed. `docs/decisions/0011-low-latency-across-nodes.md` has the reasons.
+once is sent by a thread, which also reads whatever comes, each frame straight into its *receive buffer*. The comm
+stream queues frames, and looks what has arrived. `docs/decisions/0011-low-latency-across-nodes.md` has the reasons.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _FAREWELL_SECS = 5.0  # without anything moving, until what is still queued is g
 _PAUSE_SECS = 1e-3
 
 
-class Grounds:
+class ReceiveArena:
     """Memory that frames land in: used again when the last reader of a frame is gone.
 
     Attributes:
-        mappings: Where all landings lie. Only grows.
+        mappings: Where all receive buffers lie. Only grows.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Grounds:
         self._arena = Arena(HollowMemory(), on_map=self.mappings.append)
 
     def take(self, num_bytes: int) -> Page:
-        """A landing of so many bytes, which begins at a multiple of 16.
+        """A receive buffer of so many bytes, which begins at a multiple of 16.
 
         Raises:
             EPTransportError: There is too little memory.
@@ -58,14 +58,14 @@ class Grounds:
         return self._arena.trim()
 
 
-class _Landed(NamedTuple):
-    """A frame that has landed: the call, and what came."""
+class _ArrivedFrame(NamedTuple):
+    """A frame that has arrived: the call, and what came."""
 
     number: int
     page: Page
 
 
-class FarSender:
+class RemoteSender:
     """A rank of another node, and what it has sent.
 
     The mesh's thread writes, the comm stream reads. Each word is written once for a frame, the slot before `latest`.
@@ -75,7 +75,7 @@ class FarSender:
         link: The connection.
 
     Attributes:
-        latest: The last call that has landed.
+        latest: The last call that has arrived.
         moved_secs: When bytes came last.
     """
 
@@ -85,20 +85,20 @@ class FarSender:
         self.latest = 0
         self.moved_secs = 0.0
         self.num_received = 0
-        self._slots: list[_Landed | None] = [None] * NUM_SENT_POSTS
+        self._slots: list[_ArrivedFrame | None] = [None] * NUM_SENT_POSTS
         self._lock = threading.Lock()
 
     def has_sent(self, number: int) -> bool:
         """Whether call `number` is there."""
-        return self.landed(number) is not None
+        return self.arrived(number) is not None
 
-    def landed(self, number: int) -> Page | None:
+    def arrived(self, number: int) -> Page | None:
         """What it has sent in a call, which stays as it is for as long as it is held. None: it is not there.
 
         A call that was there is not any more if the rank has gone on without this one, and eight calls further.
         """
-        landed = self._slots[number % NUM_SENT_POSTS]
-        return landed.page if landed is not None and landed.number == number else None
+        arrived = self._slots[number % NUM_SENT_POSTS]
+        return arrived.page if arrived is not None and arrived.number == number else None
 
     def forget(self, number: int) -> None:
         """Let go of a call that has been read."""
@@ -143,7 +143,7 @@ class FarSender:
         """What it says in an attempt to be in step again."""
         return self.link.meeting
 
-    def land(self) -> None:
+    def read(self) -> None:
         """Read what is there. Only the mesh's thread does."""
         before = self.link.bytes_received
         self.link.fill()
@@ -157,37 +157,37 @@ class FarSender:
                 self.link.break_off(f"sent a message that cannot be ({what})")
                 return
             with self._lock:
-                self._slots[frame.epoch % NUM_SENT_POSTS] = _Landed(frame.epoch, frame.page)
+                self._slots[frame.epoch % NUM_SENT_POSTS] = _ArrivedFrame(frame.epoch, frame.page)
             self.latest = frame.epoch
 
 
 class Mesh:
-    """All far ranks of one rank.
+    """All remote ranks of one rank.
 
     Args:
         links: By rank.
         topology: Where this rank stands.
         pool: Where frames lie that are sent.
-        grounds: Where frames lie that came.
+        receive_arena: Where frames lie that came.
 
     Attributes:
-        senders: The far ranks, beginning behind this one, so that not all send to the same one first.
-        grounds: Likewise.
+        senders: The remote ranks, beginning behind this one, so that not all send to the same one first.
+        receive_arena: Likewise.
         num_sent: Messages sent so far.
     """
 
-    def __init__(self, links: dict[int, Link], topology: Topology, pool: Pool, grounds: Grounds):
+    def __init__(self, links: dict[int, Link], topology: Topology, pool: Pool, receive_arena: ReceiveArena):
         order = sorted(links, key=lambda rank: (rank - topology.rank) % topology.num_ranks)
-        self.senders = {rank: FarSender(rank, links[rank]) for rank in order}
-        self.grounds = grounds
+        self.senders = {rank: RemoteSender(rank, links[rank]) for rank in order}
+        self.receive_arena = receive_arena
         self.num_sent = 0
         self._pool = pool
         # Guards what both threads touch: the links' queues and the pool. What a link reads is the thread's alone.
         self._lock = threading.Lock()
-        self._bell, self._ring = socket.socketpair()
-        close_in_children(self._bell, self._ring)
-        self._bell.setblocking(False)
-        self._ring.setblocking(False)
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        close_in_children(self._wake_reader, self._wake_writer)
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
         self._has_failed = self._is_stopping = self._is_closed = False
         self._pid = os.getpid()
         # A daemon: a process that ends closes its buffers in an exit function, which comes after other threads' ends.
@@ -202,7 +202,7 @@ class Mesh:
             return self._pool.take(num_bytes)
 
     def send(self, rank: int, number: int, page: Page) -> None:
-        """Send a call to a far rank. Waits for nothing."""
+        """Send a call to a remote rank. Waits for nothing."""
         self._queue(rank, SENT, number, page)
         self.num_sent += 1
 
@@ -212,16 +212,16 @@ class Mesh:
             self.senders[rank].link.drop_queued()
 
     def refuse(self, refusal: Refusal) -> None:
-        """Tell all far ranks that this rank does not make a call."""
+        """Tell all remote ranks that this rank does not make a call."""
         for rank in self.senders:
             self._queue(rank, REFUSED, refusal.number, self._filled(encoded(refusal.reason)), refusal.times)
 
     def meet(self, rank: int, meeting: Meeting) -> None:
-        """Say something to a far rank in an attempt to be in step again."""
+        """Say something to a remote rank in an attempt to be in step again."""
         self._queue(rank, JOIN, meeting.attempt, self._filled(meeting.following.to_bytes(8, "little")), meeting.echo)
 
     def fail(self, failure: Failure) -> None:
-        """Tell all far ranks, once, that this rank has failed, in place of what was queued for them."""
+        """Tell all remote ranks, once, that this rank has failed, in place of what was queued for them."""
         if self._has_failed:
             return
         self._has_failed = True
@@ -242,11 +242,11 @@ class Mesh:
             self._thread.join()
         for sender in self.senders.values():
             sender.link.close()
-        self._bell.close()
-        self._ring.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
         self._is_closed = True  # last: what an interrupt cuts short is done when it is closed again
 
-    def numbers(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """What went over these links so far: messages, and bytes with everything that we add to rows."""
         links = [sender.link for sender in self.senders.values()]
         return {
@@ -260,13 +260,13 @@ class Mesh:
         with self._lock:
             return self._pool.filled(data)
 
-    def _queue(self, rank: int, topic: int, number: int, page: Page, place: int = 0) -> None:
+    def _queue(self, rank: int, topic: int, number: int, page: Page, tag: int = 0) -> None:
         link = self.senders[rank].link
         with self._lock:
             if link.ending is not None:
                 self._pool.give(page)
                 return
-            link.send(topic, number, place, page)
+            link.send(topic, number, tag, page)
             is_waiting = link.num_queued > 0
         if is_waiting:
             self._wake()  # the thread sends the rest
@@ -285,7 +285,7 @@ class Mesh:
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it has been rung already, or is closed
-            self._ring.send(b"!")
+            self._wake_writer.send(b"!")
 
     # By the thread ---------------------------------------------------------------------------------------------------
 
@@ -297,8 +297,8 @@ class Mesh:
                 sender.link.ending = sender.link.ending or f"is not heard any more ({type(error).__name__}: {error})"
 
     def _serve(self) -> None:
-        poll, events = select.poll(), {self._bell.fileno(): select.POLLIN}
-        poll.register(self._bell.fileno(), select.POLLIN)
+        poll, events = select.poll(), {self._wake_reader.fileno(): select.POLLIN}
+        poll.register(self._wake_reader.fileno(), select.POLLIN)
         senders = {sender.link.fileno(): sender for sender in self.senders.values()}
         while not self._is_stopping:
             for number, sender in list(senders.items()):
@@ -312,20 +312,20 @@ class Mesh:
                     events[number] = wanted
             for number, ready in poll.poll():
                 if number not in senders:
-                    self._hush()
+                    self._clear_wakeups()
                 else:
                     self._turn(senders[number], ready)
 
-    def _turn(self, sender: FarSender, ready: int) -> None:
+    def _turn(self, sender: RemoteSender, ready: int) -> None:
         if ready & select.POLLOUT:
             with self._lock:
                 sender.link.flush()
         if ready & ~select.POLLOUT:
-            sender.land()
+            sender.read()
 
-    def _hush(self) -> None:
+    def _clear_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._bell.recv(64):
+            while self._wake_reader.recv(64):
                 pass
 
 
@@ -336,10 +336,11 @@ def make_mesh(control: Control, topology: Topology) -> Mesh:
         EPTransportError: A pair of ranks could not be connected. All ranks raise.
     """
     size = topology.ranks_per_node
-    far = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
-    pool, grounds = Pool(2 * len(far)), Grounds()  # a call has a page for each, and the next may already be made
-    connections = connect(control, far, is_low_latency=True)
-    links = {rank: Link(connection, pool, grounds) for rank, connection in connections.items()}
-    mesh = Mesh(links, topology, pool, grounds)
+    remote = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
+    # a call has a page for each, and the next may already be made
+    pool, receive_arena = Pool(2 * len(remote)), ReceiveArena()
+    connections = connect(control, remote, is_low_latency=True)
+    links = {rank: Link(connection, pool, receive_arena) for rank, connection in connections.items()}
+    mesh = Mesh(links, topology, pool, receive_arena)
     control.undo(mesh.close)
     return mesh

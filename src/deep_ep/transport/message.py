@@ -75,9 +75,9 @@ class Rail:
         """The rank of this rail on a node, for a message."""
         return f"rank {self.rank_of(node)} (node {node})"
 
-    def send(self, node: int, topic: int, epoch: int, what: Page | Pieces, place: int = 0) -> None:
+    def send(self, node: int, topic: int, epoch: int, what: Page | Pieces, tag: int = 0) -> None:
         """Queue a message: a page, or pieces. A page goes back to the pool when it is sent."""
-        self.links[node].send(topic, epoch, place, what)
+        self.links[node].send(topic, epoch, tag, what)
         self.num_sent += 1
 
     def receive(self, node: int, wait: Wait) -> Frame:
@@ -198,7 +198,7 @@ class Rail:
             for link in self.links.values():
                 link.close()
 
-    def numbers(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """What went over the rail so far: messages, and bytes with everything that we add to rows."""
         return {
             "messages_sent": self.num_sent,
@@ -235,7 +235,7 @@ class Wait:
         self._look = look
         self._tell = tell
         self._limit_secs = limit_secs
-        self._patience_secs = limit_secs + min(_MOST_GRACE_SECS, _GRACE_SHARE * limit_secs)
+        self._timeout_secs = limit_secs + min(_MOST_GRACE_SECS, _GRACE_SHARE * limit_secs)
 
     def until(self, is_done: Callable[[], bool], nodes: Collection[int]) -> None:
         """Turn the links until something holds.
@@ -268,7 +268,7 @@ class Wait:
             if has_moved:
                 waiting = Waiting()
             self.require_working(() if is_done() else nodes)
-            if waiting.look() > self._patience_secs:
+            if waiting.look() > self._timeout_secs:
                 raise EPTimeout(
                     f"{self.where}: no message from {self._names(nodes)} after {self._limit_secs:g} s "
                     f"({self._me()}). It exited, hangs, or called in another order; look at its output"

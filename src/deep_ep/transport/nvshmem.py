@@ -1,10 +1,10 @@
 """CUDA memory that the ranks of all nodes share: torch's symmetric memory with NVSHMEM behind it.
 
-A kernel puts bytes into a far rank's piece by the address of its own (`kernels/carry.py`); near ranks' pieces have
+A kernel puts bytes into a remote rank's piece by the address of its own (`kernels/send.py`); local ranks' pieces have
 addresses besides. Torch starts NVSHMEM when the first piece is made, over the job's default group, whatever group asks:
 so a PE, NVSHMEM's number of a process, is the rank in the job, and making memory takes all ranks of the job.
 
-Which symmetric memory a process has is chosen once for all: after NVSHMEM's, near memory comes from NVSHMEM, too.
+Which symmetric memory a process has is chosen once for all: after NVSHMEM's, local memory comes from NVSHMEM, too.
 
 Ranks that share a GPU need `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` = 100 / ranks in their environment, and ranks of one
 host without a network for it `NVSHMEM_REMOTE_TRANSPORT=none` and `NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo`; all of them

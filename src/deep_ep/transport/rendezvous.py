@@ -73,12 +73,12 @@ def connect_rail(
     connections: dict[int, socket.socket] = {}
     try:
         with _Reception(control.rank, higher, connections, deadline) as reception:
-            places = control.gather_all(reception.place, "finding the rails")
+            listeners = control.gather_all(reception.listening, "finding the rails")
             for rank in lower:
-                connections[rank] = _call(places[rank], control.rank, rank, deadline)
+                connections[rank] = _call(listeners[rank], control.rank, rank, deadline)
             # Each rank comes here when its own calls have been answered. So the reception has all calls behind this
             # gather; a rank that could not call says so in it, and nobody waits for that call.
-            control.gather_all(reception.place, "connecting the rails")
+            control.gather_all(reception.listening, "connecting the rails")
             reception.finish()
     except OSError as error:
         _close(connections)
@@ -104,7 +104,7 @@ class _Reception:
         deadline: When to give up.
 
     Attributes:
-        place: Where it listens.
+        listening: Where it listens.
     """
 
     def __init__(self, rank: int, expected: set[int], connections: dict[int, socket.socket], deadline: float):
@@ -116,7 +116,7 @@ class _Reception:
         self._servers = _listen(addresses, _MOST_STRANGERS + len(expected))
         secret = secrets.token_bytes(_SECRET_BYTES)
         told = tuple(server.getsockname()[0] for server in self._servers)
-        self.place = Listening(told, self._servers[0].getsockname()[1], secret)
+        self.listening = Listening(told, self._servers[0].getsockname()[1], secret)
         first, *more = self._servers
         is_over = self._is_over.is_set
 
@@ -224,12 +224,14 @@ def _address_towards(host: str) -> str | None:
     return None
 
 
-def _call(place: Listening, rank: int, peer: int, deadline: float) -> socket.socket:
+def _call(listening: Listening, rank: int, peer: int, deadline: float) -> socket.socket:
     """Connect to a rank: at the first of its addresses where it answers as itself."""
     problems = []
-    for address in place.addresses:
+    for address in listening.addresses:
         try:
-            connection = socket.create_connection((address, place.port), timeout=_left(deadline, _MOST_CONNECT_SECS))
+            connection = socket.create_connection(
+                (address, listening.port), timeout=_left(deadline, _MOST_CONNECT_SECS)
+            )
         except OSError as error:
             if error.errno in OUT_OF_RESOURCES:
                 raise
@@ -237,8 +239,8 @@ def _call(place: Listening, rank: int, peer: int, deadline: float) -> socket.soc
             continue
         try:
             connection.settimeout(_left(deadline))  # the peer may be slow; where it has failed, it closes its ports
-            connection.sendall(_HELLO.pack(place.secret, rank))
-            if hmac.compare_digest(_read(connection, _HELLO.size), _HELLO.pack(place.secret, peer)):
+            connection.sendall(_HELLO.pack(listening.secret, rank))
+            if hmac.compare_digest(_read(connection, _HELLO.size), _HELLO.pack(listening.secret, peer)):
                 return connection
             problems.append(f"{address}: somebody else answers there")
         except OSError as error:
@@ -248,7 +250,7 @@ def _call(place: Listening, rank: int, peer: int, deadline: float) -> socket.soc
             raise
         connection.close()
     raise UnreachedError(
-        f"rank {peer} cannot be reached at port {place.port} ({'; '.join(problems) or 'it has no address'}). "
+        f"rank {peer} cannot be reached at port {listening.port} ({'; '.join(problems) or 'it has no address'}). "
         f"{env.SOCKET_IFNAME.name} says which network to use"
     )
 

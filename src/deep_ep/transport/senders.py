@@ -1,4 +1,6 @@
-"""Who sends in low-latency calls, and waiting for all of them: near ranks through their boards, far ones by message."""
+"""Who sends in low-latency calls, and waiting for all of them: local ranks through their boards, remote ones by
+message.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ class Sender(Protocol):
         ...
 
 
-class NearSender:
+class LocalSender:
     """A rank of this node.
 
     Args:

@@ -19,7 +19,7 @@ from .fds import OUT_OF_RESOURCES, exchange_fds
 from .inherited import close_in_children
 from .memory import SharedMemory
 from .spans import Span
-from .window import Peer, Place, Window, WindowSizes
+from .window import GroupRanks, Peer, Window, WindowSizes
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def make_window(control: Control, sizes: WindowSizes) -> Window:
         peers.append(peer)
     # Everybody must divide this memory alike: the largest wish is everybody's. Only what is used is taken.
     sizes = replace(sizes, low_latency_bytes=max(address.low_latency_bytes for address in addresses))
-    place = Place(control.first_rank, control.num_all_ranks)
-    window = Window(control.rank, peers, memory, sizes, control.limit_secs, place)
+    group_ranks = GroupRanks(control.first_rank, control.num_all_ranks)
+    window = Window(control.rank, peers, memory, sizes, control.limit_secs, group_ranks)
     control.undo(window.close)  # a peer whose buffer was made all the same finds this rank closed in its first call
     return window
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from ..control import Control
 from .board import Board
 from .memory import PrivateMemory
-from .window import Peer, Place, Window, WindowSizes
+from .window import GroupRanks, Peer, Window, WindowSizes
 
 
 def make_window(control: Control, sizes: WindowSizes) -> Window:
     """Make the window of the only rank."""
     memory = PrivateMemory()
     board = Board(memory.map(memory.grow(Board.num_bytes(1))), 1)
-    place = Place(control.first_rank, control.num_all_ranks)
-    return Window(0, [Peer(0, memory, board)], memory, sizes, control.limit_secs, place)
+    group_ranks = GroupRanks(control.first_rank, control.num_all_ranks)
+    return Window(0, [Peer(0, memory, board)], memory, sizes, control.limit_secs, group_ranks)

@@ -74,11 +74,11 @@ class Atlas:
         self._high = max(one.address + one.span.num_bytes for one in self._mappings.values())
         self._everything.clear()
 
-    def place_of(self, mapping: Mapping, offset: int) -> int:
+    def grain_of(self, mapping: Mapping, offset: int) -> int:
         """The row of `rows` that begins at an offset of a rank's memory, a multiple of `GRAIN_BYTES`."""
-        return self.place_at(mapping.address + offset - mapping.span.start)
+        return self.grain_at(mapping.address + offset - mapping.span.start)
 
-    def place_at(self, address: int) -> int:
+    def grain_at(self, address: int) -> int:
         """The row of `rows` that begins at an address of this process, inside one of the mappings."""
         return (address - self._low) // GRAIN_BYTES
 
@@ -89,8 +89,8 @@ class Atlas:
             self._everything[dtype] = torch.frombuffer(memory, dtype=dtype)
         everything, grain = self._everything[dtype], GRAIN_BYTES // dtype.itemsize
         shift = shift_bytes // dtype.itemsize
-        num_places = (everything.numel() - shift - num_columns) // grain + 1
-        return everything.as_strided((num_places, num_columns), (grain, 1), shift)
+        num_grains = (everything.numel() - shift - num_columns) // grain + 1
+        return everything.as_strided((num_grains, num_columns), (grain, 1), shift)
 
 
 class HollowMemory(PrivateMemory):

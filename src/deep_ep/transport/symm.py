@@ -104,18 +104,18 @@ def node_group(group: dist.ProcessGroup, topology: Topology) -> dist.ProcessGrou
     """
     ranks = dist.get_process_group_ranks(group)
     first = topology.node * topology.ranks_per_node
-    near = tuple(ranks[first : first + topology.ranks_per_node])
-    if near not in _node_groups:
-        made = dist.new_group(list(near), backend="gloo", use_local_synchronization=True)
+    local = tuple(ranks[first : first + topology.ranks_per_node])
+    if local not in _node_groups:
+        made = dist.new_group(list(local), backend="gloo", use_local_synchronization=True)
         assert made is not None
-        _node_groups[near] = made
-    return _node_groups[near]
+        _node_groups[local] = made
+    return _node_groups[local]
 
 
 _node_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
-class NearMemory:
+class NodeMemory:
     """Memory of a node's ranks, as the whole group numbers them: of other nodes' ranks there are no addresses.
 
     Args:
@@ -126,16 +126,16 @@ class NearMemory:
     def __init__(self, memory: DeviceMemory, topology: Topology):
         self._memory = memory
         self._first = topology.node * topology.ranks_per_node
-        self._num_near, self._num_ranks = topology.ranks_per_node, topology.num_ranks
+        self._ranks_per_node, self._num_ranks = topology.ranks_per_node, topology.num_ranks
 
     def grow(self, num_bytes: int) -> Part:
         """A piece of `num_bytes` zeros on every rank. All ranks call it together, with the same number."""
         part = self._memory.grow(num_bytes)
-        near = part.addresses
-        if len(near) == self._num_ranks:  # of all nodes: also those that can be addressed are written to by couriers
-            near = near[self._first : self._first + self._num_near]
-        before, behind = self._first, self._num_ranks - self._first - self._num_near
-        return part._replace(addresses=(*(0,) * before, *near, *(0,) * behind))
+        local = part.addresses
+        if len(local) == self._num_ranks:  # of all nodes: also those that can be addressed are written to by proxies
+            local = local[self._first : self._first + self._ranks_per_node]
+        before, behind = self._first, self._num_ranks - self._first - self._ranks_per_node
+        return part._replace(addresses=(*(0,) * before, *local, *(0,) * behind))
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured in a graph."""

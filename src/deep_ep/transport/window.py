@@ -36,7 +36,7 @@ SENT_TABLE_BYTES = 8 * MAX_EXPERTS  # of a low-latency call: a number for each e
 SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the low-latency memory
 
 # How much longer a wait takes for a peer that waits on its rail; longer than the grace of a rail's own waits.
-_PATIENCE_SHARE, _MOST_PATIENCE_SECS = 0.5, 5.0
+_GRACE_SHARE, _MOST_GRACE_SECS = 0.5, 5.0
 _MOST_STEP_SECS = 0.5  # between two looks of a wait, also on a machine that is busy with other things
 PULSE_SECS = 0.02  # how often a wait asks whether the peers' processes live
 
@@ -126,17 +126,17 @@ class WindowSizes:
         arena_limit_bytes: All arena segments together; 0: no limit.
         scratch_bytes: The scratch.
         low_latency_bytes: Memory of low-latency calls.
-        far_bytes: Memory of rows between GPUs of different nodes.
+        remote_bytes: Memory of rows between GPUs of different nodes.
     """
 
     arena_bytes: int
     arena_limit_bytes: int
     scratch_bytes: int
     low_latency_bytes: int = 0
-    far_bytes: int = 0
+    remote_bytes: int = 0
 
 
-class Place(NamedTuple):
+class GroupRanks(NamedTuple):
     """Where the ranks of a window stand in their group: errors name ranks as the group does.
 
     Attributes:
@@ -157,7 +157,7 @@ class Window:
         memory: This rank's memory, with its board already mapped.
         sizes: How large to make it.
         limit_secs: Seconds that a wait may take.
-        place: Where the peers stand in the group; None: they are the group.
+        group_ranks: Where the peers stand in the group; None: they are the group.
 
     Attributes:
         low_latency: Memory of low-latency calls; None: there is none.
@@ -176,11 +176,11 @@ class Window:
         memory: Memory,
         sizes: WindowSizes,
         limit_secs: float,
-        place: Place | None = None,
+        group_ranks: GroupRanks | None = None,
     ):
         self.rank = rank
         self.peers = peers
-        self.place = place or Place(0, len(peers))
+        self.group_ranks = group_ranks or GroupRanks(0, len(peers))
         self.board = peers[rank].board
         self.limit_secs = limit_secs
         self.failure: Failure | None = None
@@ -270,12 +270,12 @@ class Window:
         # A peer that failed may have let its caller overwrite what this rank has just read: progress alone proves
         # nothing.
         self._raise_if_failed(where)
-        self._raise_if_astray(where)
+        self._raise_if_desynced(where)
         return waited
 
     def _silent(self, pending: list[Peer], waited_secs: float) -> list[Peer]:
         """Whom to blame at the limit: not those that wait for another node themselves, which will say for whom."""
-        if waited_secs > self.limit_secs + min(_MOST_PATIENCE_SECS, _PATIENCE_SHARE * self.limit_secs):
+        if waited_secs > self.limit_secs + min(_MOST_GRACE_SECS, _GRACE_SHARE * self.limit_secs):
             return pending
         return [peer for peer in pending if not peer.board.waiting.load_acquire()]
 
@@ -290,7 +290,7 @@ class Window:
         """
         with self._failing:  # the comm stream, and a caller that leaves: one text, and the word behind it
             if self.failure is None:
-                rank = self.place.first_rank + self.rank if rank is None else rank
+                rank = self.group_ranks.first_rank + self.rank if rank is None else rank
                 self.failure = Failure(rank, cause)
                 self.board.write_text(cause)
             # Also if the failure is known already: an interrupt may have come between the two.
@@ -345,7 +345,7 @@ class Window:
             refusal = peer.board.read_refusal(NORMAL)
             has_entered = peer.board.progress.load_acquire() > progress_of(where.epoch, 0)
             if refusal.follows(where.epoch, own) and not has_entered:
-                raise refused_by(self.place.first_rank + peer.rank, refusal, str(where), self.me())
+                raise refused_by(self.group_ranks.first_rank + peer.rank, refusal, str(where), self.me())
 
     def _raise_if_closed(self, where: Where, pending: list[Peer], target: int) -> None:
         for peer in pending:
@@ -356,13 +356,13 @@ class Window:
                     "All ranks of a buffer must make the same calls"
                 )
 
-    def _raise_if_astray(self, where: Where) -> None:
+    def _raise_if_desynced(self, where: Where) -> None:
         """Ranks are at most one call apart (`docs/protocol.md`); more means that the board is not what it should be."""
         limit = progress_of(where.epoch + 2, 0)
-        astray = [peer for peer in self._others if peer.board.progress.load_acquire() >= limit]
-        if astray:
+        desynced = [peer for peer in self._others if peer.board.progress.load_acquire() >= limit]
+        if desynced:
             raise EPError(
-                f"{where}: {self._named(astray)} is more than one call ahead ({self.me()}). This is a bug: report it"
+                f"{where}: {self._named(desynced)} is more than one call ahead ({self.me()}). This is a bug: report it"
             )
 
     def _raise_if_dead(self, where: Where, pending: list[Peer], target: int) -> None:
@@ -375,10 +375,10 @@ class Window:
 
     def me(self) -> str:
         """This rank, for a message: as the group counts, also where the window is one node of several."""
-        return f"rank {self.place.first_rank + self.rank}/{self.place.num_ranks}"
+        return f"rank {self.group_ranks.first_rank + self.rank}/{self.group_ranks.num_ranks}"
 
     def _named(self, peers: list[Peer]) -> str:
-        return named([self.place.first_rank + peer.rank for peer in peers])
+        return named([self.group_ranks.first_rank + peer.rank for peer in peers])
 
 
 def refused_by(rank: int, refusal: Refusal, where: str, me: str) -> EPPeerFailed:

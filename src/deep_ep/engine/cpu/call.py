@@ -76,7 +76,7 @@ class Call:
             window.wait(self.epoch, step, self.operation)
             return
         with window.trace.slice(f"wait: {step_name(step)}", WAIT) as waiting:
-            waiting.waited(window.wait(self.epoch, step, self.operation), window.place.first_rank)
+            waiting.waited(window.wait(self.epoch, step, self.operation), window.group_ranks.first_rank)
 
     def slice(self, name: str, kind: str, **args: Any) -> Slice:
         """A part of the call, as a trace shows it."""
@@ -95,7 +95,7 @@ class Call:
             EPError: They do not; it says who differs in what.
         """
         posts = [peer.board.read(HEADER, self.epoch) for peer in self.window.peers]
-        mine, first = self.header.agreement, self.window.place.first_rank
+        mine, first = self.header.agreement, self.window.group_ranks.first_rank
         expected = self._words[: len(mine)]
         clashes = []
         for rank, words in enumerate(posts):
@@ -143,7 +143,7 @@ class Chain:
         self.window = window
         self.results = Arena(PrivateMemory())
         self.posted_bytes = min(env.POSTED_BYTES.get(), POSTED_BYTES)
-        self.stats = Stats(window.place.num_ranks)
+        self.stats = Stats(window.group_ranks.num_ranks)
         self._epoch = 0
         self._has_warned = False
 
@@ -211,5 +211,5 @@ class Chain:
         if not self._has_warned:
             self._has_warned = True
             used_bytes = self.window.arena.num_bytes()["used"]
-            place = self.window.place
-            warn_staged(operation, used_bytes, place.first_rank + self.window.rank, place.num_ranks)
+            group_ranks = self.window.group_ranks
+            warn_staged(operation, used_bytes, group_ranks.first_rank + self.window.rank, group_ranks.num_ranks)

@@ -7,10 +7,10 @@ import torch
 from ...handle import ColumnHandle
 from ...kernels.reduce import reduce_columns, reduce_rows
 from ..protocol import Offer
-from .combine import Combine
+from .combine import CpuCombine
 
 
-class ColumnCombine(Combine):
+class ColumnCombine(CpuCombine):
     """The steps of one combine, see `ops.CombineSteps`.
 
     Weights come back by rank, as in V1: each rank gives those of its own columns, and zeros.

@@ -25,7 +25,7 @@ from .posted import Block, fetch_rows, post_rows, section_starts
 from .scope import CpuScope
 
 
-class Combine:
+class CpuCombine:
     """The steps of one combine, see `ops.CombineSteps`.
 
     Args:
@@ -49,7 +49,7 @@ class Combine:
         self._biases = biases
         self._handle: Any = None
         self._sums: list[torch.Tensor] = []  # of each part
-        self._supply: Supply | None = None
+        self._source: CpuCombineSource | None = None
         self._ends: list[list[int]] = []  # the handle's `rank_prefix_matrix`
 
     # By the caller ---------------------------------------------------------------------------------------------------
@@ -70,14 +70,14 @@ class Combine:
     def sum(
         self,
         scope: CpuScope,
-        supply: None,
+        source: None,
         parts: Sequence[torch.Tensor],
         handle: Any,
         sums: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor],
     ) -> None:
         """Sum this rank's tokens out of the peers' rows, wait until all peers have done so."""
-        del supply, parts, handle, sums, biases
+        del source, parts, handle, sums, biases
         scope.launch(partial(self._sum_rows, scope))
 
     def _check_rows(self, handle: Any) -> None:
@@ -97,15 +97,15 @@ class Combine:
         is_posted = self._can_post(num_rows)
         call = scope.begin(Header(self._agreement(), self._handle.num_tokens, is_posted=is_posted))
         call.post_header()
-        with call.slice("post rows" if is_posted else "supply rows", SEND, rows=num_rows):
-            supply = self._supply = self._post(call, num_rows) if is_posted else self._find_rows(num_rows)
-        call.post_offer(supply.offer)
+        with call.slice("post rows" if is_posted else "provide rows", SEND, rows=num_rows):
+            source = self._source = self._post(call, num_rows) if is_posted else self._find_rows(num_rows)
+        call.post_offer(source.offer)
         # Rows that lie ready need no second signal; staged ones come when all offers, and so the rounds, are known.
-        call.signal(READY if supply.staging is None else OFFERED)
+        call.signal(READY if source.staging is None else OFFERED)
 
     def _sum_rows(self, scope: CpuScope) -> None:
         """Sum what was posted, or what lies in the peers' memory, in rounds."""
-        assert self._supply is not None
+        assert self._source is not None
         call = scope.call
         call.wait(OFFERED)
         headers, num_rounds = call.headers(), 1
@@ -113,8 +113,8 @@ class Combine:
             with call.slice("sum rows", RECEIVE):
                 self._sum_posted(call)
         else:
-            num_rounds = self._sum_in_rounds(call, headers, call.offers(), self._supply.staging)
-        self._count(self._supply.path, num_rounds)
+            num_rounds = self._sum_in_rounds(call, headers, call.offers(), self._source.staging)
+        self._count(self._source.path, num_rounds)
 
     def _num_given(self) -> int:
         """Rows that this rank gives back."""
@@ -140,14 +140,14 @@ class Combine:
     def _widths(self) -> list[int]:
         return [row_bytes(part) for part in self._sections()]
 
-    def _post(self, call: Call, num_rows: int) -> Supply:
+    def _post(self, call: Call, num_rows: int) -> CpuCombineSource:
         """Post the rows, wherever they are: for few of them a copy costs less than waiting until all have read."""
         post_rows(call, num_rows, self._sections())
         starts = section_starts(num_rows, self._widths())[:-1]
         bases = tuple(self._window.board.base_of_rows(call.epoch, start) for start in starts)
-        return Supply("posted", Offer(num_rows, False, bases), (), None)
+        return CpuCombineSource("posted", Offer(num_rows, False, bases), (), None)
 
-    def _find_rows(self, num_rows: int) -> Supply:
+    def _find_rows(self, num_rows: int) -> CpuCombineSource:
         """Find the rows in the arena, or bring them there: all at once, or through staging."""
         arena = self._window.arena
         regions: list[torch.Tensor] = []
@@ -159,12 +159,12 @@ class Combine:
             if region is None:
                 self._chain.warn_staged("combine")
                 staging = Staging(self._window, [row_bytes(part) for part in self._sections()])
-                return Supply("staged", staging.offer, (), staging)
+                return CpuCombineSource("staged", staging.offer, (), staging)
             region[:num_rows].copy_(section[:num_rows])
             regions.append(region)
         path = "pulled" if regions[0] is self._x else "copied_in"
         bases = tuple(arena.base_of(region) if region.numel() else None for region in regions)
-        return Supply(path, Offer(self._x.size(0), False, bases), tuple(regions), None)
+        return CpuCombineSource(path, Offer(self._x.size(0), False, bases), tuple(regions), None)
 
     def _sum_posted(self, call: Call) -> None:
         """Sum what all ranks have posted. It stays as it is until they have made their next call: nobody waits."""
@@ -181,8 +181,8 @@ class Combine:
     def _sum_in_rounds(self, call: Call, headers: list[Header], offers: list[Offer], staging: Staging | None) -> int:
         """Every round: copy in if staged, tell, wait, sum, tell, wait. One round where nobody is staged."""
         most_tokens = max(header.num_tokens for header in headers)
-        lanes = [offer.lane_rows(len(offers)) for offer in offers if offer.is_staged]
-        range_tokens = min(lanes, default=max(1, most_tokens))
+        staged_rows = [offer.rows_per_source(len(offers)) for offer in offers if offer.is_staged]
+        range_tokens = min(staged_rows, default=max(1, most_tokens))
         parts = enumerate(self._sections())
         tables = [call.peer_rows(offers, index, part.size(1), part.dtype) for index, part in parts]
         num_rounds = max(1, -(-most_tokens // range_tokens))
@@ -193,7 +193,7 @@ class Combine:
                     self._copy_in(staging, start, range_tokens)
             if staging is not None or index:
                 call.signal(READY + 2 * index)
-            if lanes:  # else all were ready as soon as they had offered
+            if staged_rows:  # else all were ready as soon as they had offered
                 call.wait(READY + 2 * index)
             with call.slice("sum rows", RECEIVE, round=index):
                 self._sum_range(offers, tables, start, range_tokens)
@@ -243,7 +243,7 @@ class Combine:
 
 
 @dataclass(frozen=True)
-class Supply:
+class CpuCombineSource:
     """How a rank gives its rows.
 
     Attributes:

@@ -22,9 +22,9 @@ from ...kernels.rows import Section, as_bytes, lay_rows, put_rows, row_bytes, ro
 from ...trace import RECEIVE, SEND
 from ...transport import ordinary_tensor
 from ..ops import NO_SECTIONS, Counts, Sections, received_of
-from ..parcel import (
+from ..payload import (
+    DispatchResult,
     Payload,
-    Received,
     Routing,
     Unpacked,
     agreement_of,
@@ -38,13 +38,13 @@ from ..parcel import (
     unpack_records,
 )
 from ..protocol import ANNOUNCED, OFFERED, READY, TAKEN, Header, Offer, checksum
-from ..staging import Blocks, Staging, dispatch_lane, lane_rows, num_dispatch_rounds, token_blocks
+from ..staging import Blocks, Staging, num_dispatch_rounds, round_slots, rows_per_source, token_blocks
 from .call import Call, Chain
 from .posted import Block, fetch_rows, post_rows, section_starts
 from .scope import CpuScope
 
 
-class Dispatch:
+class CpuDispatch:
     """The steps of one dispatch, see `ops.DispatchSteps`.
 
     Args:
@@ -102,14 +102,14 @@ class Dispatch:
         columns = section_columns(self._payload, None if self._is_posted else self._routing)
         arena = self._window.arena
         parts = [arena.allocate((num_rows, count), dtype) for count, dtype in columns]
-        num_lane_rows = 0
+        source_rows = 0
         if any(part is None for part in parts):
             parts = [ordinary_tensor((num_rows, count), dtype) for count, dtype in columns]
             row_bytes = sum(count * dtype.itemsize for count, dtype in columns)
-            num_lane_rows = lane_rows(len(self._window.peers), row_bytes, arena.limit_bytes)
+            source_rows = rows_per_source(len(self._window.peers), row_bytes, arena.limit_bytes)
         x = parts.pop(0)
         scales = parts.pop(0) if self._payload.scales is not None else None
-        return Sections(x, scales, parts.pop(0) if parts else None, num_rows, num_lane_rows, ())
+        return Sections(x, scales, parts.pop(0) if parts else None, num_rows, source_rows, ())
 
     def notify(
         self, scope: CpuScope, payload: Payload, routing: Routing | None, routes: None, sections: Sections
@@ -167,7 +167,7 @@ class Dispatch:
 
     def received(
         self, routes: None, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
-    ) -> Received:
+    ) -> DispatchResult:
         """All rows that there is memory for."""
         del routes, told
         return received_of(sections, num_rows, unpacked.topk_idx, unpacked.topk_weights, unpacked.handle)
@@ -278,7 +278,7 @@ class Dispatch:
             num_ranks = len(headers)
             counts = [peer.board.read_values(call.epoch, 0, num_ranks) for peer in self._window.peers]
             self._ends = list(accumulate(counts, lambda ends, row: list(map(add, ends, row))))
-            self._check_room(headers)
+            self._check_capacity(headers)
         return headers
 
     def _fill_handle(self) -> None:
@@ -301,7 +301,7 @@ class Dispatch:
         if self._window.trace is not None:
             call.note(experts=self._local_expert_counts(call))
 
-    def _check_room(self, headers: list[Header]) -> None:
+    def _check_capacity(self, headers: list[Header]) -> None:
         for rank, (header, num_rows) in enumerate(zip(headers, self._ends[-1], strict=True)):
             if 0 < header.num_worst_tokens < num_rows:
                 self._mark_refused()
@@ -318,7 +318,7 @@ class Dispatch:
 
     def _offer(self, scope: CpuScope, sections: Sections) -> None:
         """Say where this rank takes its rows."""
-        if sections.lane_rows:
+        if sections.rows_per_source:
             self._staging = Staging(self._window, [row_bytes(part) for part in sections.parts()])
             scope.call.post_offer(self._staging.offer)
         else:
@@ -347,11 +347,11 @@ class Dispatch:
         rows = [self._rows(call, offers, index, part) for index, part in enumerate(outgoing)]
         rank, num_ranks = self._window.rank, len(offers)
         for index in range(num_rounds):
-            lanes = [
-                dispatch_lane(offer, blocks[rank][peer], index, rank, num_ranks) for peer, offer in enumerate(offers)
+            ranges = [
+                round_slots(offer, blocks[rank][peer], index, rank, num_ranks) for peer, offer in enumerate(offers)
             ]
-            with call.slice("put rows", SEND, rows=[lane.end - lane.begin for lane in lanes]):
-                put_rows(rows, slots, lanes, first_peer=rank)
+            with call.slice("put rows", SEND, rows=[one.end - one.begin for one in ranges]):
+                put_rows(rows, slots, ranges, first_peer=rank)
             call.signal(READY + 2 * index)
             call.wait(READY + 2 * index)
             if staging is not None:
@@ -367,18 +367,18 @@ class Dispatch:
         """One kind of rows, and where the peers take them, in the widest elements that fit."""
         width = row_bytes(part)
         bases = [offer.bases[index] for offer in offers]
-        place = int(part.storage_offset()) * part.element_size()
-        dtype = widest_dtype(width, place, part.data_ptr(), *(base.offset for base in bases if base is not None))
+        byte_offset = int(part.storage_offset()) * part.element_size()
+        dtype = widest_dtype(width, byte_offset, part.data_ptr(), *(base.offset for base in bases if base is not None))
         return Section(rows_as(part, dtype), call.peer_rows(offers, index, width // dtype.itemsize, dtype))
 
     def _copy_out(
         self, staging: Staging, parts: Sequence[torch.Tensor], blocks: list[tuple[int, int]], index: int
     ) -> None:
-        lane = staging.offer.lane_rows(len(blocks))
+        per_source = staging.offer.rows_per_source(len(blocks))
         for source, (start, stop) in enumerate(blocks):
-            first, last = min(start + index * lane, stop), min(start + (index + 1) * lane, stop)
+            first, last = min(start + index * per_source, stop), min(start + (index + 1) * per_source, stop)
             for part, staged in zip(parts, staging.sections, strict=True):
-                as_bytes(part)[first:last] = staged[source * lane : source * lane + last - first]
+                as_bytes(part)[first:last] = staged[source * per_source : source * per_source + last - first]
 
     def _unpack(self, scope: CpuScope, sections: Sections) -> None:
         """Fill the handle's source indices, ids and weights."""
@@ -400,5 +400,5 @@ class Dispatch:
         rows_to = [stop - start for start, stop in blocks[rank]]
         rows_from = [stop - start for start, stop in (row[rank] for row in blocks)]
         row_bytes = sum(count * dtype.itemsize for count, dtype in section_columns(self._payload, self._routing))
-        path = "posted" if self._is_posted else "staged" if sections.lane_rows else "direct"
+        path = "posted" if self._is_posted else "staged" if sections.rows_per_source else "direct"
         self._chain.stats.count("dispatch", path, self._num_rounds, rows_to, rows_from, row_bytes)

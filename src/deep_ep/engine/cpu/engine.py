@@ -19,13 +19,13 @@ from ...transport import Window, ordinary_tensor
 from ..engine import Engine
 from ..low_latency.calls import operation_of
 from ..low_latency.direct import DirectLowLatency
-from ..ops import Order
-from ..parcel import Payload, Routing, apart
+from ..ops import CallOrder
+from ..payload import Payload, Routing, apart
 from ..protocol import ANNOUNCED, LOW_LATENCY, Agreement, Header
 from .call import Chain
 from .columns import ColumnCombine
-from .combine import Combine
-from .dispatch import Dispatch
+from .combine import CpuCombine
+from .dispatch import CpuDispatch
 from .scope import CpuScope
 
 
@@ -46,14 +46,14 @@ class CpuEngine(Engine):
         self.chain = Chain(window)
 
     def layout(
-        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: Order
+        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: CallOrder
     ) -> tuple[layout.DispatchLayout, EventHandle | None]:
         """Count where this rank's tokens go. Local: it is queued only behind an event that is still to come."""
         return count_layout(self.stream, topk_idx, num_experts, len(self.window.peers), num_nodes, order)
 
     def barrier(self) -> None:
         """Wait until all ranks have come here."""
-        with self._scope("barrier", Order(None, False)) as scope:
+        with self._scope("barrier", CallOrder(None, False)) as scope:
             scope.launch(partial(self._meet, scope))
 
     def _meet(self, scope: CpuScope) -> None:
@@ -94,7 +94,7 @@ class CpuEngine(Engine):
         else:
             self.stream.run_in_turn(partial(self.chain.refuse, account(error)))
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
         region = self.window.arena.allocate(shape, dtype)
         return region if region is not None else ordinary_tensor(shape, dtype)
@@ -108,10 +108,10 @@ class CpuEngine(Engine):
         results = self.low_latency.trim() if self.low_latency is not None else 0
         return self.window.arena.trim() + self.chain.results.trim() + results
 
-    def numbers(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What was counted so far."""
         return {
-            **self.chain.stats.numbers(),
+            **self.chain.stats.as_dict(),
             "wait_secs": [peer.wait_secs for peer in self.window.peers],
             "arena": self.window.arena.num_bytes(),
         }
@@ -148,16 +148,16 @@ class CpuEngine(Engine):
 
     # What the engine across nodes has in another form
 
-    def _scope(self, operation: str, order: Order) -> CpuScope:
+    def _scope(self, operation: str, order: CallOrder) -> CpuScope:
         del operation
         return CpuScope(self.chain, self.stream, order)
 
     def _dispatch_steps(
         self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None
-    ) -> Dispatch:
+    ) -> CpuDispatch:
         """The steps of one dispatch. `num_sms` is for GPUs."""
         del num_sms
-        return Dispatch(self.chain, operation, payload, routing)
+        return CpuDispatch(self.chain, operation, payload, routing)
 
     def _combine_steps(
         self,
@@ -166,19 +166,24 @@ class CpuEngine(Engine):
         topk_weights: torch.Tensor | None,
         biases: Sequence[torch.Tensor],
         num_sms: int | None,
-    ) -> Combine:
+    ) -> CpuCombine:
         """The steps of one combine."""
         del num_sms
-        kind = ColumnCombine if isinstance(handle, ColumnHandle) else Combine
+        kind = ColumnCombine if isinstance(handle, ColumnHandle) else CpuCombine
         return kind(self.chain, x, topk_weights, biases)
 
     def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of the window, or of ordinary memory where the arena has no room."""
-        return self.room(shape, dtype)
+        return self.allocate(shape, dtype)
 
 
 def count_layout(
-    stream: CommStream | None, topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int, order: Order
+    stream: CommStream | None,
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    num_ranks: int,
+    num_nodes: int,
+    order: CallOrder,
 ) -> tuple[layout.DispatchLayout, EventHandle | None]:
     """The layout now, or, if the event before it is still to come, on the comm stream (if there is one)."""
     sizes = (num_experts, num_ranks, num_ranks // num_nodes)

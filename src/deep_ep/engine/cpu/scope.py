@@ -14,8 +14,8 @@ import torch
 from ...errors import EPOverflow, account
 from ...event import EventHandle
 from ...stream import CommStream
-from ..ops import Order
-from ..parcel import Received, apart
+from ..ops import CallOrder
+from ..payload import DispatchResult, apart
 from ..protocol import Header, is_refusal
 from .call import Call, Chain
 
@@ -46,7 +46,7 @@ class CpuScope:
     event: EventHandle | None = None
     outputs: AbstractContextManager[None] = nullcontext()
 
-    def __init__(self, chain: Chain, stream: CommStream, order: Order):
+    def __init__(self, chain: Chain, stream: CommStream, order: CallOrder):
         self.order = order
         self.is_elsewhere = order.is_async
         self._chain = chain
@@ -101,7 +101,7 @@ class CpuScope:
     def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
         """The functions that are handed over hold what they read."""
 
-    def hold_received(self, received: Received) -> Received:
+    def hold_received(self, received: DispatchResult) -> DispatchResult:
         """What the caller gets: see `apart`. The steps have done the same with handle, ids and weights."""
         x, scales = apart((received.x, received.scales))
         return replace(received, x=x, scales=scales)

@@ -16,22 +16,22 @@ from ...errors import EPClosed, EPUnsupported
 from ...event import EventHandle
 from ...handle import ColumnHandle
 from ...kernels import counts
-from ...kernels.notify import Form, Post, Terms
+from ...kernels.notify import HandshakeForm, Post, Terms
 from ...kernels.put import VECTOR_BYTES
 from ...stream import LaunchStream
 from ...trace import Trace
 from ...transport.device import DeviceWindow
 from ..engine import NOTHING_AROUND, Around, Engine
 from ..low_latency.calls import operation_of
-from ..ops import CombineSteps, DispatchSteps, Order
-from ..parcel import Payload, Routing
+from ..ops import CallOrder, CombineSteps, DispatchSteps
+from ..payload import Payload, Routing
 from ..protocol import LEAVE, OPERATIONS, TAKEN, Agreement
 from .digest import pack
-from .marks import Marks
-from .scope import Scope
+from .scope import CudaScope
 from .shapes import Shapes
 from .signals import Signals
 from .steps import CombineSignature, DispatchSignature, Ops
+from .trace_marks import TraceMarks
 
 _MOST_SCALE_BYTES = 8  # an integer of a kernel
 _MOST_AGREED_TOKENS = 1 << 17  # of a word, see `digest.py`: larger numbers are not compared
@@ -70,12 +70,12 @@ class CudaEngine(Engine):
         self._num_local_bytes = num_local_bytes
         self._local: torch.Tensor | None = None
         terms = Terms(TAKEN, OPERATIONS.index("barrier"), pack(Agreement("barrier")))
-        self._barrier = signals.handshake(terms, Form())
+        self._barrier = signals.handshake(terms, HandshakeForm())
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
     def layout(
-        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: Order
+        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: CallOrder
     ) -> tuple[layout.DispatchLayout, EventHandle | None]:
         """Count where this rank's tokens go. Local: it takes no part in the order of the calls."""
         sizes = (num_experts, self.window.num_ranks, num_nodes)
@@ -86,7 +86,7 @@ class CudaEngine(Engine):
         with self.stream.entered(order.after, order.is_async):
             if order.is_async:
                 self.stream.hold([topk_idx], self.stream.raw)
-            with self.stream.lent(caller if order.after is None else self.stream.raw):
+            with self.stream.allocation_stream(caller if order.after is None else self.stream.raw):
                 tensors = counts.empty_layout(topk_idx, *sizes)
             counted = layout.DispatchLayout(*counts.dispatch_layout(topk_idx, *sizes, tensors))
         self.stream.hold(counted, self.stream.raw if order.after is None else caller)
@@ -97,7 +97,7 @@ class CudaEngine(Engine):
         payload: Payload,
         routing: Routing,
         num_channels: int,
-        order: Order,
+        order: CallOrder,
         num_sms: int | None = None,
         around: Around = NOTHING_AROUND,
     ) -> tuple[Any, list[int], EventHandle | None]:
@@ -112,14 +112,14 @@ class CudaEngine(Engine):
     def barrier(self) -> None:
         """Have the caller's stream go on when those of all ranks have come here. The host does not wait."""
         self.require_working()
-        with self._scope("barrier", Order(None, False)):
+        with self._scope("barrier", CallOrder(None, False)):
             self.signals.is_announced = True
             self._barrier(Post())
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def _scope(self, operation: str, order: Order) -> Scope:
-        return Scope(operation, order, self.signals, self.stream, self.window.arena)
+    def _scope(self, operation: str, order: CallOrder) -> CudaScope:
+        return CudaScope(operation, order, self.signals, self.stream, self.window.arena)
 
     def _dispatch_steps(
         self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None
@@ -171,7 +171,7 @@ class CudaEngine(Engine):
 
     def start_trace(self, trace: Trace) -> None:
         """Record calls from now on."""
-        self.signals.marks = Marks(trace, self.stream)
+        self.signals.marks = TraceMarks(trace, self.stream)
 
     def require_working(self) -> None:
         """Refuse to go on after a failure."""
@@ -189,9 +189,9 @@ class CudaEngine(Engine):
             method: The call, as its caller knows it.
         """
         if not self.signals.is_calling and not isinstance(error, EPClosed):
-            self.signals.spread(operation_of(method), error)
+            self.signals.propagate_failure(operation_of(method), error)
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
         region = self.window.allocate(shape, dtype, self.stream.caller())
         return region if region is not None else torch.empty(*shape, dtype=dtype, device=self.window.device)
@@ -209,12 +209,12 @@ class CudaEngine(Engine):
         """Memory that peers have mapped stays: only all ranks together could give it back."""
         return 0
 
-    def numbers(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What was counted so far. Bytes and waits are the device's, and not counted."""
-        counted = self.signals.stats.numbers()
+        counted = self.signals.stats.as_dict()
         return {
             **counted,
-            **self._ops.numbers(),
+            **self._ops.stats(),
             "rounds": counted["rounds"] + self.signals.num_more_rounds(),
             "wait_secs": [0.0] * self.window.num_ranks,
             "arena": self.window.arena.num_bytes(),

@@ -72,7 +72,7 @@ class Record:
                 f"{where}: no signal{step} from {silent} after {limit_secs:g} s "
                 f"({_by(self.origin, rank)}{me}). It exited, hangs, or called in another order; look at its output"
             )
-        if self.code == exchange.ASTRAY:
+        if self.code == exchange.DESYNC:
             return EPError(
                 f"{where}: a rank is more than one call ahead ({_by(self.origin, rank)}{me}). Report this bug"
             )
@@ -84,7 +84,7 @@ class Record:
                 f"{named(_bits(self.subject))} closed the connection: the process has ended, or the network has failed "
                 f"({_by(self.origin, rank)}{me}). Look at its output, and make a new buffer"
             )
-        if self.code == exchange.FAR_OVERFLOW:
+        if self.code == exchange.REMOTE_OVERFLOW:
             return EPOverflow(
                 f"{where}: rank {self.subject} has {self.seen} rows that cross between nodes, and room for "
                 f"{self.expected} ({me}). Make the buffer with a larger num_rdma_bytes, or begin with a dispatch "

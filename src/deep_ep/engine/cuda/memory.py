@@ -19,11 +19,11 @@ from ...transport.device import DeviceWindow
 from ...transport.spans import UNIT_BYTES, whole_units
 from ..ops import NO_SECTIONS, Counts, Sections, make_sections
 from ..protocol import warn_staged
-from ..staging import MOST_BYTES, lane_rows
-from .scope import Scope
+from ..staging import MOST_BYTES, rows_per_source
+from .scope import CudaScope
 
 _SPARE_BYTES = 128 << 10  # regions are whole pages, and records at least half of this
-ROOM_TO_SPARE = _SPARE_BYTES + 2 * UNIT_BYTES  # with which what is rounded up below is enough in any case
+MARGIN_BYTES = _SPARE_BYTES + 2 * UNIT_BYTES  # with which what is rounded up below is enough in any case
 _LEAST_COMBINE_BYTES = 2  # of an element that a combine brings back: BF16, also where FP8 was dispatched
 
 _STAGING_BYTES_PER_RANK = 64 << 10  # at least: a row of every rank must fit
@@ -58,7 +58,7 @@ class Columns(NamedTuple):
         return align(row_bytes, VECTOR_BYTES) + align(4 * num_topk, VECTOR_BYTES)
 
 
-class Supply(NamedTuple):
+class CombineSource(NamedTuple):
     """How a rank gives its rows in a combine.
 
     Attributes:
@@ -72,7 +72,7 @@ class Supply(NamedTuple):
     copies: list[tuple[torch.Tensor, torch.Tensor]]
 
 
-_make_supply: Callable[[tuple], Supply] = partial(tuple.__new__, Supply)  # see `notify.make_post`
+_make_source: Callable[[tuple], CombineSource] = partial(tuple.__new__, CombineSource)  # see `notify.make_post`
 
 
 class Memory:
@@ -141,7 +141,7 @@ class Memory:
         record_base = -1 if records is None else self.base(records)
         return make_sections((x, scales, records, num_rows, 0, (self.base(x), scale_base, record_base)))
 
-    def staged_sections(self, scope: Scope, columns: Columns, num_rows: int) -> Sections:
+    def staged_sections(self, scope: CudaScope, columns: Columns, num_rows: int) -> Sections:
         """The same in ordinary memory, which rows reach through the staging.
 
         Raises:
@@ -149,7 +149,7 @@ class Memory:
         """
         self._require_staging("dispatch")
         hidden, dtype, num_scales, scale_dtype, record_words = columns
-        num_lane_rows, bases = self._lanes(columns.widths())
+        source_rows, bases = self._cut_staging(columns.widths())
         device = self._window.device
         scales = records = None
         with scope.outputs:
@@ -158,9 +158,9 @@ class Memory:
                 scales = torch.empty(num_rows, num_scales, dtype=scale_dtype, device=device)
         if record_words:  # only the call itself uses records: they are of its stream
             records = torch.empty(num_rows, record_words, dtype=torch.int32, device=device)
-        return Sections(x, scales, records, num_rows, num_lane_rows, bases)
+        return Sections(x, scales, records, num_rows, source_rows, bases)
 
-    def _lanes(self, row_bytes: Sequence[int]) -> tuple[int, tuple[int, int, int]]:
+    def _cut_staging(self, row_bytes: Sequence[int]) -> tuple[int, tuple[int, int, int]]:
         """Cut the staging into lanes.
 
         Args:
@@ -173,7 +173,7 @@ class Memory:
             EPTransportError: It cannot hold a row of every rank.
         """
         num_ranks = self._window.num_ranks
-        num_rows = lane_rows(num_ranks, sum(row_bytes), self._arena.limit_bytes)
+        num_rows = rows_per_source(num_ranks, sum(row_bytes), self._arena.limit_bytes)
         start, stop = self._window.staging
         bases = [-1] * NUM_SECTIONS
         for section, width in enumerate(row_bytes):
@@ -189,7 +189,7 @@ class Memory:
         base = self._arena.base_of(region) if region.numel() else None
         return -1 if base is None else base[0] << SEGMENT_BITS | base[1]
 
-    def supply(self, parts: Sequence[torch.Tensor], num_tokens: int) -> Supply:
+    def source(self, parts: Sequence[torch.Tensor], num_tokens: int) -> CombineSource:
         """The rows to give: found in the arena, or to be copied there, or, where it has no room, by way of staging."""
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         bases = [-1, -1, -1]
@@ -199,20 +199,22 @@ class Memory:
             if bases[section] % VECTOR_BYTES and part.numel():
                 region = self.region(part.shape, part.dtype)
                 if region is None:
-                    return self._staged_supply(parts, [taken for taken, _ in copies], num_tokens)
+                    return self._staged_source(parts, [taken for taken, _ in copies], num_tokens)
                 copies.append((region, part))
                 bases[section] = self.base(region)
         path = "combine/copied_in" if copies and copies[0][1] is parts[0] else "combine/pulled"
         post = make_post((parts[0].shape[0], 0, num_tokens, 0, (bases[0], bases[1], bases[2]), 0, 0))
-        return _make_supply((path, post, copies))
+        return _make_source((path, post, copies))
 
-    def _staged_supply(self, parts: Sequence[torch.Tensor], taken: list[torch.Tensor], num_tokens: int) -> Supply:
+    def _staged_source(
+        self, parts: Sequence[torch.Tensor], taken: list[torch.Tensor], num_tokens: int
+    ) -> CombineSource:
         """All parts by way of the staging: what was taken for some of them goes back."""
         self._require_staging("combine")
         for region in taken:
             self._arena.give_up(region)
-        num_lane_rows, bases = self._lanes([part.shape[1] * part.element_size() for part in parts])
-        return Supply("combine/staged", Post(parts[0].shape[0], num_lane_rows, num_tokens, bases=bases), [])
+        source_rows, bases = self._cut_staging([part.shape[1] * part.element_size() for part in parts])
+        return CombineSource("combine/staged", Post(parts[0].shape[0], source_rows, num_tokens, bases=bases), [])
 
     def _require_staging(self, operation: str) -> None:
         """Say once that calls are slower than they could be.
@@ -250,10 +252,10 @@ class Memory:
         row_bytes, scale_bytes, record_bytes = columns.widths()
         come_bytes = 0 if told.fits else row_bytes + scale_bytes + 2 * record_bytes
         back_bytes = columns.back_bytes(num_topk)
-        most = _room_for(max(told.num_rows), come_bytes, back_bytes)
+        most = _needed_bytes(max(told.num_rows), come_bytes, back_bytes)
         if min(told.free_bytes) >= most:
             return
-        wanted = [_room_for(rows, come_bytes, back_bytes) for rows in told.num_rows]
+        wanted = [_needed_bytes(rows, come_bytes, back_bytes) for rows in told.num_rows]
         if any(free < size for free, size in zip(told.free_bytes, wanted, strict=True)):
             self._window.grow(align(most, GROWTH_BYTES))
 
@@ -279,7 +281,7 @@ class Memory:
         return zeros
 
 
-def _room_for(num_rows: int, come_bytes: int, back_bytes: int) -> int:
+def _needed_bytes(num_rows: int, come_bytes: int, back_bytes: int) -> int:
     return whole_units(num_rows * come_bytes) + whole_units(num_rows * back_bytes) + _SPARE_BYTES
 
 

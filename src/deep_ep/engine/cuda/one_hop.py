@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ...handle import ColumnHandle, Handle
-from ...kernels.notify import CopyingHandshake, Form, Post, can_share_a_wait
+from ...kernels.notify import CopyingHandshake, HandshakeForm, Post, can_share_a_wait
 from ...kernels.pull import Pull, copy_in
 from ...kernels.put import VECTOR_BYTES, Put, Unpack, word_of
 from ...kernels.staging import FinishCombine, FinishDispatch
 from ..ops import Counts, Sections, received_of
-from ..parcel import Payload, Received, Routing, Unpacked, empty_topk
+from ..payload import DispatchResult, Payload, Routing, Unpacked, empty_topk
 from ..protocol import ANNOUNCED, OFFERED, READY
-from .memory import ROOM_TO_SPARE, Memory, Supply
-from .scope import Scope
+from .memory import MARGIN_BYTES, CombineSource, Memory
+from .scope import CudaScope
 from .shapes import Shapes
 from .signals import Signals
 from .steps import (
@@ -38,7 +38,7 @@ from .steps import (
 )
 
 
-class OneHop:
+class OneHopOps:
     """Where the steps of calls inside one node come from.
 
     Args:
@@ -52,7 +52,7 @@ class OneHop:
         self.memory = memory
         self.shapes = shapes
         # What a kernel counts, and reads itself: calls follow one another, so there need be only one.
-        self.counts = signals.places.state.new_empty(signals.places.num_ranks, dtype=torch.int32)
+        self.counts = signals.context.state.new_empty(signals.context.num_ranks, dtype=torch.int32)
 
     def dispatch(self, signature: DispatchSignature) -> OneHopDispatch:
         """The steps of dispatches with one signature."""
@@ -62,7 +62,7 @@ class OneHop:
         """The steps of combines with one signature."""
         return OneHopCombine(self, signature)
 
-    def numbers(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """Nothing beside the engine."""
         return {}
 
@@ -70,7 +70,7 @@ class OneHop:
         """It holds nothing."""
 
 
-class Routes(NamedTuple):
+class OneHopRoutes(NamedTuple):
     """Which slot each token takes at each rank.
 
     Attributes:
@@ -86,30 +86,30 @@ class Routes(NamedTuple):
 
 _make_unpacked: Callable[[tuple], Unpacked] = partial(tuple.__new__, Unpacked)
 _make_handle: Callable[[tuple], Handle] = partial(tuple.__new__, Handle)
-_make_routes: Callable[[tuple], Routes] = partial(tuple.__new__, Routes)  # see `notify.make_post`
+_make_routes: Callable[[tuple], OneHopRoutes] = partial(tuple.__new__, OneHopRoutes)  # see `notify.make_post`
 
 
 class OneHopDispatch(DeviceDispatch):
     """The steps of dispatches with one signature, see `ops.DispatchSteps`."""
 
-    def __init__(self, ops: OneHop, signature: DispatchSignature):
+    def __init__(self, ops: OneHopOps, signature: DispatchSignature):
         super().__init__(ops.signals, ops.memory, signature)
-        signals, places = ops.signals, ops.signals.places
+        signals, context = ops.signals, ops.signals.context
         operation, num_topk = signature.operation, signature.num_topk
         has_routing = signature.num_experts > 0
         self._ops, self._num_topk = ops, num_topk
         self._back_bytes = self._columns.back_bytes(num_topk)
-        num_ranks = places.num_ranks
+        num_ranks = context.num_ranks
         terms = terms_of(signature, ANNOUNCED if operation == "dispatch" else OFFERED, num_ranks)
-        form = Form(has_counts=has_routing, has_prefix=True, is_numbered=has_routing)
+        form = HandshakeForm(has_counts=has_routing, has_prefix=True, is_numbered=has_routing)
         self._handshake = signals.handshake(terms, form)
-        self._second_handshake = signals.handshake(terms._replace(step=OFFERED), Form(is_new=False))
+        self._second_handshake = signals.handshake(terms._replace(step=OFFERED), HandshakeForm(is_new=False))
         shape, rows, num_local = ops.shapes.for_put(signature.num_sms), rows_of(signature), terms.num_local
-        self._put = Put(places, shape, rows, num_local)
-        self._finish = FinishDispatch(places, READY, terms.operation, rows, num_local)
-        self._unpack = Unpack(places, shape.num_blocks, num_topk, rows.idx_dtype)
+        self._put = Put(context, shape, rows, num_local)
+        self._finish = FinishDispatch(context, READY, terms.operation, rows, num_local)
+        self._unpack = Unpack(context, shape.num_blocks, num_topk, rows.idx_dtype)
 
-    def route(self, scope: Scope, routing: Routing, num_channels: int, num_rows: int) -> Routes:
+    def route(self, scope: CudaScope, routing: Routing, num_channels: int, num_rows: int) -> OneHopRoutes:
         """Memory for slots and prefix sums."""
         del num_channels, num_rows
         num_tokens, num_ranks = routing.is_token_in_rank.shape
@@ -118,16 +118,18 @@ class OneHopDispatch(DeviceDispatch):
             send_head, prefix = like.new_empty((num_tokens, num_ranks)), like.new_empty((num_ranks, num_ranks))
         return _make_routes((self._ops.memory.scratch(num_tokens * num_ranks), send_head, prefix))
 
-    def follow(self, scope: Scope, handle: Handle) -> Routes:
+    def follow(self, scope: CudaScope, handle: Handle) -> OneHopRoutes:
         """The slots of a handle."""
         del scope
         return _make_routes((handle.send_head.contiguous(), None, handle.rank_prefix_matrix.contiguous()))
 
-    def _notify(self, scope: Scope, post: Post, payload: Payload, routing: Routing | None, routes: Routes) -> None:
+    def _notify(
+        self, scope: CudaScope, post: Post, payload: Payload, routing: Routing | None, routes: OneHopRoutes
+    ) -> None:
         """Number the tokens, and exchange counts and offers."""
         del payload
         if scope.reach is not None:
-            scope.reach("meet")
+            scope.reach("handshake")
         self._ops.signals.is_announced = True
         if routing is None:
             self._handshake(post, None, routes.prefix)
@@ -135,16 +137,18 @@ class OneHopDispatch(DeviceDispatch):
         counted = (self._ops.counts, routing.num_tokens_per_rank, routing.num_tokens_per_expert)
         self._handshake(post, counted, routes.prefix, None, (routing.is_token_in_rank, routes.slots, None))
 
-    def _rows_to(self, routes: Routes) -> torch.Tensor:
+    def _rows_to(self, routes: OneHopRoutes) -> torch.Tensor:
         """From the prefix sums of the handle."""
-        return rows_to_each(routes.prefix, self._signals.places.rank)
+        return rows_to_each(routes.prefix, self._signals.context.rank)
 
-    def _offer(self, post: Post, payload: Payload, routes: Routes) -> None:
+    def _offer(self, post: Post, payload: Payload, routes: OneHopRoutes) -> None:
         """Exchange offers once more."""
         del payload, routes
         self._second_handshake(post)
 
-    def move(self, scope: Scope, payload: Payload, routing: Routing | None, routes: Routes, sections: Sections) -> None:
+    def move(
+        self, scope: CudaScope, payload: Payload, routing: Routing | None, routes: OneHopRoutes, sections: Sections
+    ) -> None:
         """Put this rank's rows, and wait for the peers' to be there."""
         topk_idx = topk_weights = None
         if routing is not None:
@@ -156,7 +160,7 @@ class OneHopDispatch(DeviceDispatch):
         self._put(x, scales, slots, send_head, topk_idx, topk_weights)
         if scope.reach is not None:
             scope.reach("finish")
-        if sections.lane_rows:
+        if sections.rows_per_source:
             staged = (sections.num_rows, sections.addresses())
             self._finish(x, scales, slots, topk_idx, topk_weights, prefix, *staged)
         else:
@@ -165,15 +169,17 @@ class OneHopDispatch(DeviceDispatch):
     def grow(self, told: Counts) -> None:
         """Add a segment where some rank lacks room."""
         # What every rank surely has room for need not be worked out.
-        if not told.fits or max(told.num_rows) * self._back_bytes + ROOM_TO_SPARE > min(told.free_bytes):
+        if not told.fits or max(told.num_rows) * self._back_bytes + MARGIN_BYTES > min(told.free_bytes):
             self._memory.grow_alike(told, self._columns, self._num_topk)
 
-    def rerouted(self, scope: Scope, routes: Routes, told: Counts, routing: Routing) -> Routes:
+    def rerouted(self, scope: CudaScope, routes: OneHopRoutes, told: Counts, routing: Routing) -> OneHopRoutes:
         """They do not depend on what was guessed."""
         del scope, told, routing
         return routes
 
-    def unpack(self, scope: Scope, routing: Routing, routes: Routes, sections: Sections, num_channels: int) -> Unpacked:
+    def unpack(
+        self, scope: CudaScope, routing: Routing, routes: OneHopRoutes, sections: Sections, num_channels: int
+    ) -> Unpacked:
         """Take the records apart."""
         assert sections.records is not None
         num_rows = sections.num_rows
@@ -189,8 +195,8 @@ class OneHopDispatch(DeviceDispatch):
         return unpacked
 
     def received(
-        self, routes: Routes, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
-    ) -> Received:
+        self, routes: OneHopRoutes, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
+    ) -> DispatchResult:
         """As many rows as came, of what was unpacked."""
         del routes, told
         handle, topk_idx, topk_weights = unpacked
@@ -203,60 +209,60 @@ class OneHopDispatch(DeviceDispatch):
 class OneHopCombine(DeviceCombine):
     """The steps of combines with one signature, see `ops.CombineSteps`."""
 
-    def __init__(self, ops: OneHop, signature: CombineSignature):
+    def __init__(self, ops: OneHopOps, signature: CombineSignature):
         super().__init__(ops.signals, ops.memory)
-        places, shapes = ops.signals.places, ops.shapes
+        context, shapes = ops.signals.context, ops.shapes
         hidden, dtype, num_columns, num_topk, num_biases, is_aligned, num_sms = signature
-        self._places = places
+        self._context = context
         self._terms = combine_terms(signature)
-        self._handshake = ops.signals.handshake(self._terms, Form(has_prefix=True))
+        self._handshake = ops.signals.handshake(self._terms, HandshakeForm(has_prefix=True))
         self._copy_shape = shapes.for_copy(num_sms)
         self._copying: dict[tuple, CopyingHandshake] = {}
-        self._can_copy_and_notify = can_share_a_wait(places)
+        self._can_copy_and_notify = can_share_a_wait(context)
         shape = shapes.for_pull(num_sms)
         is_whole = is_aligned and hidden * dtype.itemsize % VECTOR_BYTES == 0
-        self._pulls = [Pull(places, shape, 0, hidden, dtype, num_biases, is_whole, num_columns)]
+        self._pulls = [Pull(context, shape, 0, hidden, dtype, num_biases, is_whole, num_columns)]
         if num_topk:
-            self._pulls.append(Pull(places, shape, 1, num_topk, torch.float32, 0, 4 * num_topk % VECTOR_BYTES == 0))
-        self._finish = FinishCombine(places, READY, self._terms.operation, hidden, dtype, num_topk)
+            self._pulls.append(Pull(context, shape, 1, num_topk, torch.float32, 0, 4 * num_topk % VECTOR_BYTES == 0))
+        self._finish = FinishCombine(context, READY, self._terms.operation, hidden, dtype, num_topk)
 
-    def _notify(self, scope: Scope, supply: Supply, handle: Handle) -> None:
+    def _notify(self, scope: CudaScope, source: CombineSource, handle: Handle) -> None:
         """Copy in what must be, and exchange offers: the last block of the copy does it, or a block of its own."""
         prefix = handle.rank_prefix_matrix.contiguous()
-        copies = supply.copies
+        copies = source.copies
         if not self._can_copy_and_notify:
             for region, part in copies:
-                copy_in(self._places, self._copy_shape, region, part, prefix)
+                copy_in(self._context, self._copy_shape, region, part, prefix)
             copies = []
         if not copies:
             if scope.reach is not None:
-                scope.reach("meet")
+                scope.reach("handshake")
             self._signals.is_announced = True
-            self._handshake(supply.post, None, prefix)
+            self._handshake(source.post, None, prefix)
             return
         (target, rows), *others = copies  # the first one are the rows: it has most to copy
         for region, part in others:
-            copy_in(self._places, self._copy_shape, region, part, prefix)
+            copy_in(self._context, self._copy_shape, region, part, prefix)
         key = (rows.shape[1], rows.data_ptr() % VECTOR_BYTES)
         copying = self._copying.get(key)
         if copying is None:
             num_bytes, (word, is_aligned) = rows.shape[1] * rows.element_size(), word_of(target, rows)
             shape = self._copy_shape
-            copying = CopyingHandshake(self._places, self._terms, shape, num_bytes, word, is_aligned)
+            copying = CopyingHandshake(self._context, self._terms, shape, num_bytes, word, is_aligned)
             self._copying[key] = copying
         if scope.reach is not None:
-            scope.reach("meet")
+            scope.reach("handshake")
         self._signals.is_announced = True
-        copying(supply.post, prefix, target, rows)
+        copying(source.post, prefix, target, rows)
 
     def _rows_from(self, handle: Handle) -> torch.Tensor:
         """What a dispatch sent there."""
-        return rows_to_each(handle.rank_prefix_matrix, self._places.rank)
+        return rows_to_each(handle.rank_prefix_matrix, self._context.rank)
 
     def sum(
         self,
-        scope: Scope,
-        supply: Supply,
+        scope: CudaScope,
+        source: CombineSource,
         parts: Sequence[torch.Tensor],
         handle: Handle,
         sums: Sequence[torch.Tensor],
@@ -276,5 +282,5 @@ class OneHopCombine(DeviceCombine):
             scope.reach("finish")
         prefix, source_idx = handle.rank_prefix_matrix.contiguous(), handle.recv_src_idx.contiguous()
         self._finish(parts, sums, biases, slots, prefix, source_idx)
-        if supply.copies:
-            self._release(supply)
+        if source.copies:
+            self._release(source)

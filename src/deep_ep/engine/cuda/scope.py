@@ -13,14 +13,14 @@ import torch
 from ...event import EventHandle
 from ...stream import LaunchStream
 from ...transport.device import DeviceArena
-from ..ops import Order
-from ..parcel import Received, Routing
+from ..ops import CallOrder
+from ..payload import DispatchResult, Routing
 from .signals import Signals
 
 _set_grad_enabled = torch._C._set_grad_enabled
 
 
-class Scope:
+class CudaScope:
     """Around the launches of a call, of a buffer that works: they come after the caller's work (or just after an event)
     and after earlier calls, autograd does not watch, and what goes wrong on the host is told to the peers.
 
@@ -47,24 +47,24 @@ class Scope:
     reach: Callable[[str], None] | None = None
     _marked: AbstractContextManager[None] | None = None
 
-    def __init__(self, operation: str, order: Order, signals: Signals, stream: LaunchStream, arena: DeviceArena):
+    def __init__(self, operation: str, order: CallOrder, signals: Signals, stream: LaunchStream, arena: DeviceArena):
         self._operation = operation
         self._order = order
         self._signals = signals
         self._stream = stream
         self._arena = arena
 
-    def __enter__(self) -> Scope:
+    def __enter__(self) -> CudaScope:
         signals, stream, order = self._signals, self._stream, self._order
         signals.is_announced, signals.is_calling = False, True
-        way_back, self._grad = None, torch.is_grad_enabled()
+        saved, self._grad = None, torch.is_grad_enabled()
         try:
             _set_grad_enabled(False)
-            way_back = self._way_back = stream.enter(order.after, order.is_async)
-            caller = way_back.caller
+            saved = self._saved = stream.enter(order.after, order.is_async)
+            caller = saved.caller
             self.is_elsewhere = stream.current is not caller
             if self.is_elsewhere:
-                self.outputs = stream.lent(caller if order.after is None else stream.raw)
+                self.outputs = stream.allocation_stream(caller if order.after is None else stream.raw)
             if signals.marks is not None or signals.window.fault is not None:
                 self.reach = partial(signals.reach, self._operation)
             if signals.marks is not None:
@@ -72,10 +72,10 @@ class Scope:
                 marked.__enter__()
                 self._marked = marked
         except BaseException as error:
-            if way_back is not None:
-                stream.exit(way_back)
+            if saved is not None:
+                stream.exit(saved)
             _set_grad_enabled(self._grad)
-            signals.spread(self._operation, error)
+            signals.propagate_failure(self._operation, error)
             raise
         return self
 
@@ -86,10 +86,10 @@ class Scope:
             if self._marked is not None:
                 self._marked.__exit__(kind, error, traceback)
         finally:
-            self._stream.exit(self._way_back)
+            self._stream.exit(self._saved)
             _set_grad_enabled(self._grad)
             if error is not None:
-                self._signals.spread(self._operation, error)
+                self._signals.propagate_failure(self._operation, error)
             else:
                 if self.path:
                     self._signals.stats.count_path(self.path)
@@ -107,7 +107,7 @@ class Scope:
             stream.hold(tensors, stream.raw)
             stream.hold(ordinary, stream.raw)
 
-    def hold_received(self, received: Received) -> Received:
+    def hold_received(self, received: DispatchResult) -> DispatchResult:
         """Keep the rows of a dispatch; `hold_unpacked` has kept the rest."""
         self.hold_outputs((received.x, received.scales))
         return received
@@ -129,7 +129,7 @@ class Scope:
 
         Where the call is on the caller's stream, there is nothing to do.
         """
-        stream, order, caller = self._stream, self._order, self._way_back.caller
+        stream, order, caller = self._stream, self._order, self._saved.caller
         for tensor in tensors:
             if tensor is not None:
                 self._arena.used_by(tensor, caller)

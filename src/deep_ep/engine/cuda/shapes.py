@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from ... import env
-from ...kernels.put import Shape
+from ...kernels.put import LaunchShape
 from ...tuning import listed_size, load_tuning, wrong_file
 
-_FREE = Shape(num_blocks=264, words=4096, num_warps=16)
-_BOUNDED = Shape(num_blocks=20, words=4096, num_warps=16)
-_BOUNDED_PUT = Shape(num_blocks=20, words=4096, num_warps=32)
-_BOUNDED_PULL = Shape(num_blocks=20, words=4096, num_warps=32, num_registers=64)
+_FREE = LaunchShape(num_blocks=264, words=4096, num_warps=16)
+_BOUNDED = LaunchShape(num_blocks=20, words=4096, num_warps=16)
+_BOUNDED_PUT = LaunchShape(num_blocks=20, words=4096, num_warps=32)
+_BOUNDED_PULL = LaunchShape(num_blocks=20, words=4096, num_warps=32, num_registers=64)
 _MOST_WARPS = 32  # of a block, on all GPUs
 
 
@@ -35,28 +35,28 @@ class Shapes:
         bounded_copy: Of the copy, likewise.
     """
 
-    put: Shape = _FREE
-    pull: Shape = _FREE
-    copy: Shape = _FREE
-    bounded_put: Shape = _BOUNDED_PUT
-    bounded_pull: Shape = _BOUNDED_PULL
-    bounded_copy: Shape = _BOUNDED
+    put: LaunchShape = _FREE
+    pull: LaunchShape = _FREE
+    copy: LaunchShape = _FREE
+    bounded_put: LaunchShape = _BOUNDED_PUT
+    bounded_pull: LaunchShape = _BOUNDED_PULL
+    bounded_copy: LaunchShape = _BOUNDED
 
-    def for_put(self, num_sms: int | None) -> Shape:
+    def for_put(self, num_sms: int | None) -> LaunchShape:
         """The shape of dispatch, where a config may bound the blocks."""
         return self.put if num_sms is None else _with_blocks(self.bounded_put, num_sms)
 
-    def for_pull(self, num_sms: int | None) -> Shape:
+    def for_pull(self, num_sms: int | None) -> LaunchShape:
         """The shape of combine, likewise."""
         return self.pull if num_sms is None else _with_blocks(self.bounded_pull, num_sms)
 
-    def for_copy(self, num_sms: int | None) -> Shape:
+    def for_copy(self, num_sms: int | None) -> LaunchShape:
         """The shape of the copy into the window, likewise."""
         return self.copy if num_sms is None else _with_blocks(self.bounded_copy, num_sms)
 
 
 @functools.cache
-def _with_blocks(shape: Shape, num_blocks: int) -> Shape:
+def _with_blocks(shape: LaunchShape, num_blocks: int) -> LaunchShape:
     """The same with another number of blocks. Every call asks, and asks the same."""
     return replace(shape, num_blocks=max(1, num_blocks))
 
@@ -80,11 +80,11 @@ def load_shapes(num_ranks: int) -> Shapes:
     return Shapes(**{name: _parse(tuning.path, name, numbers) for name, numbers in listed.items()})
 
 
-def _parse(path: str, name: str, numbers: Mapping[str, int]) -> Shape:
-    wanted = {field.name for field in fields(Shape)}
+def _parse(path: str, name: str, numbers: Mapping[str, int]) -> LaunchShape:
+    wanted = {field.name for field in fields(LaunchShape)}
     if {*numbers, "num_registers"} != wanted:
         raise wrong_file(path, f"shape `{name}` must have {sorted(wanted)}, it has {sorted(numbers)}")
-    shape = Shape(**numbers)
+    shape = LaunchShape(**numbers)
     if shape.num_blocks < 1:
         raise wrong_file(path, f"shape `{name}`: num_blocks must be at least 1, got {shape.num_blocks}")
     if not _is_power_of_2(shape.words):

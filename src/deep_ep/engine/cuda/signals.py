@@ -1,4 +1,4 @@
-"""The words of a rank whose kernels do the waiting, as the host sees them: meetings, tickets, failures."""
+"""The words of a rank whose kernels do the waiting, as the host sees them: handshakes, tickets, failures."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from ...errors import EPClosed, EPTimeout, account
 from ...kernels import exchange
-from ...kernels.exchange import Places
+from ...kernels.exchange import Context
 from ...kernels.low_latency import words
-from ...kernels.notify import Counted, Form, Handshake, Nodes, Numbered, Post, Terms, num_said
+from ...kernels.notify import Counted, Handshake, HandshakeForm, Nodes, Numbered, Post, Terms, num_words_sent
 from ...stream import LaunchStream
 from ...transport.device import DeviceWindow
 from ..ops import Counts
@@ -22,7 +22,7 @@ from ..protocol import LOW_LATENCY, OPERATIONS, Agreement, is_refusal
 from ..stats import Stats
 from .digest import unpack
 from .failure import Record
-from .marks import Marks
+from .trace_marks import TraceMarks
 
 _NUM_LOOKS = 4000  # how often the host looks for the counts before it pauses: even the shortest pause takes 60 us
 _PAUSE_SECS, _MOST_PAUSE_SECS = 2e-5, 5e-4
@@ -33,7 +33,7 @@ Handshaking = Callable[..., None]
 
 
 class Signals:
-    """Meetings of a rank with its peers.
+    """Handshakes of a rank with its peers.
 
     Args:
         window: The window whose board they use.
@@ -43,10 +43,10 @@ class Signals:
         num_nodes: N.
 
     Attributes:
-        far_board: [n] int64, which begins with the board that ranks of other nodes write; None: there are none.
-        carry: Launches a courier behind what is said to far ranks, so many words; None: there is none, or it looks by
-            itself.
-        tell_failure: Has far ranks told that this rank has failed; None: there are none.
+        remote_board: [n] int64, which begins with the board that ranks of other nodes write; None: there are none.
+        send_words: Launches a proxy behind what is said to remote ranks, so many words; None: there is none, or it
+            looks by itself.
+        tell_failure: Has remote ranks told that this rank has failed; None: there are none.
         is_announced: Peers may know of the call that is being made: what goes wrong in it goes wrong for all ranks.
         is_calling: The engine answers for the call that is being made: whatever exception leaves it, the peers know.
         marks: Where calls are marked for a trace; None: nowhere.
@@ -55,10 +55,10 @@ class Signals:
         low_latency_state: int64, private words of low-latency calls; None: there are none.
     """
 
-    far_board: torch.Tensor | None = None
-    carry: Callable[[int], None] | None = None
+    remote_board: torch.Tensor | None = None
+    send_words: Callable[[int], None] | None = None
     tell_failure: Callable[[], None] | None = None
-    marks: Marks | None = None
+    marks: TraceMarks | None = None
     low_latency_words: torch.Tensor | None = None
     low_latency_state: torch.Tensor | None = None
 
@@ -76,20 +76,23 @@ class Signals:
         self._is_capturing = window.is_capturing
         self.is_announced = self.is_calling = False
         self._host = torch.zeros(
-            Places.host_room(num_ranks, max_experts), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+            Context.num_host_words(num_ranks, max_experts),
+            dtype=torch.int64,
+            device="cpu",
+            pin_memory=device.type == "cuda",
         )
         self._words = (ctypes.c_int64 * self._host.numel()).from_address(self._host.data_ptr())
         self._ticket_word = ctypes.c_int64.from_address(self._host.data_ptr())
         self._failed_word = ctypes.c_int64.from_address(self._host.data_ptr() + 8 * exchange.STATE_FAILED)
-        self.places = Places(
+        self.context = Context(
             rank=window.rank,
             num_ranks=num_ranks,
             windows=window.windows,
-            homes=window.windows[0, window.rank].repeat(num_ranks),
-            state=torch.zeros(Places.state_room(num_ranks), dtype=torch.int64, device=device),
+            own_boards=window.windows[0, window.rank].repeat(num_ranks),
+            state=torch.zeros(Context.num_state_words(num_ranks), dtype=torch.int64, device=device),
             table=torch.zeros(exchange.TABLE_ROWS, num_ranks, dtype=torch.int64, device=device),
             host=self._host,
-            header_words=Places.header_room(num_ranks, max_experts, num_nodes),
+            header_words=Context.num_header_words(num_ranks, max_experts, num_nodes),
             limit_ns=int(limit_secs * 1e9),
             num_nodes=num_nodes,
         )
@@ -97,23 +100,23 @@ class Signals:
     @staticmethod
     def board_bytes(num_ranks: int, max_experts: int, num_nodes: int = 1) -> int:
         """Bytes of window that the words need."""
-        return Places.board_bytes(num_ranks, Places.header_room(num_ranks, max_experts, num_nodes))
+        return Context.board_bytes(num_ranks, Context.num_header_words(num_ranks, max_experts, num_nodes))
 
     def next_ticket(self) -> int:
         """The ticket of a full dispatch, which `wait_for_counts` waits for."""
         self._ticket += 1
         return self._ticket
 
-    def handshake(self, terms: Terms, form: Form) -> Handshaking:
+    def handshake(self, terms: Terms, form: HandshakeForm) -> Handshaking:
         """The handshakes of calls with one signature: from the first launch on, what goes wrong does so for all ranks.
 
-        Where a kernel carries what is said to far ranks, it goes between two halves.
+        Where a kernel carries what is said to remote ranks, it goes between two halves.
         """
-        if self.carry is None:
-            return Handshake(self.places, terms, form)
-        says = Handshake(self.places, terms, form._replace(hears=False))
-        hears = Handshake(self.places, terms, form._replace(says=False, is_numbered=False, word=torch.uint8))
-        num_words, carry = num_said(self.places, terms, form.has_counts), self.carry
+        if self.send_words is None:
+            return Handshake(self.context, terms, form)
+        sends = Handshake(self.context, terms, form._replace(receives=False))
+        receives = Handshake(self.context, terms, form._replace(sends=False, is_numbered=False, word=torch.uint8))
+        num_words, send_words = num_words_sent(self.context, terms, form.has_counts), self.send_words
 
         def both(
             post: Post,
@@ -122,9 +125,9 @@ class Signals:
             nodes: Nodes | None = None,
             numbered: Numbered | tuple | None = None,
         ) -> None:
-            says(post, counted, prefix, nodes, numbered)
-            carry(num_words)
-            hears(post, counted, prefix, nodes)
+            sends(post, counted, prefix, nodes, numbered)
+            send_words(num_words)
+            receives(post, counted, prefix, nodes)
 
         return both
 
@@ -140,10 +143,10 @@ class Signals:
                 self._wait_for_ticket()
         else:
             self._wait_for_ticket()
-        num_ranks, words = self.places.num_ranks, self._words
+        num_ranks, words = self.context.num_ranks, self._words
         if words[exchange.STATE_RECORD] == exchange.COUNTS and not words[exchange.STATE_FAILED]:
             record = self._record()
-            if record.origin == self.places.rank:
+            if record.origin == self.context.rank:
                 words[exchange.STATE_RECORD] = 0
                 self.is_announced = False  # the kernel has said nothing
                 raise self._error(record)
@@ -173,7 +176,7 @@ class Signals:
             if elapsed > 2 * self._limit_secs + 10:
                 raise EPTimeout(
                     f"dispatch: the GPU did not come to this call within {elapsed:.0f} s "
-                    f"(rank {self.places.rank}/{self.places.num_ranks}). Something that this process launched before "
+                    f"(rank {self.context.rank}/{self.context.num_ranks}). Something that this process launched before "
                     "does not end: look for a kernel that hangs"
                 )
 
@@ -182,13 +185,13 @@ class Signals:
         return self._words[exchange.STATE_ROUNDS]
 
     @contextmanager
-    def contagious(self, operation: str) -> Iterator[None]:
+    def propagating_failure(self, operation: str) -> Iterator[None]:
         """Around a call. What goes wrong on the host is told to the peers."""
         self.begin()
         try:
             yield
         except BaseException as error:
-            self.spread(operation, error)
+            self.propagate_failure(operation, error)
             raise
 
     def begin(self) -> None:
@@ -198,7 +201,7 @@ class Signals:
         self.is_announced = False
         self.is_calling = True
 
-    def spread(self, operation: str, error: BaseException) -> None:
+    def propagate_failure(self, operation: str, error: BaseException) -> None:
         """Tell the peers what went wrong in a call. One that was not announced may be made after all, corrected."""
         if self.has_failed():
             return
@@ -216,23 +219,23 @@ class Signals:
         """
         if self._failure is None and not self._failed_word.value:
             self._failure = cause
-            with self._stream.aside():
-                exchange.abort(self.places, OPERATIONS.index(operation))
+            with self._stream.side_stream():
+                exchange.abort(self.context, OPERATIONS.index(operation))
                 if self.tell_failure is not None:
                     self.tell_failure()
 
     def _refuse(self, operation: str, reason: str) -> None:
         """Tell the peers, behind the calls before, that this rank does not make one."""
-        kind, numbers, refused = exchange.NORMAL, self.places.state, exchange.REFUSALS
+        kind, numbers, refused = exchange.NORMAL, self.context.state, exchange.REFUSALS
         if operation.startswith(LOW_LATENCY) and self.low_latency_state is not None:
             kind, numbers, refused = exchange.LOW_LATENCY, self.low_latency_state, words.REFUSALS
         with self._stream.entered(None, False):
             note = exchange.note_words(reason, numbers.device)
-            exchange.refuse(self.places, OPERATIONS.index(operation), kind, numbers, refused, note)
+            exchange.refuse(self.context, OPERATIONS.index(operation), kind, numbers, refused, note)
         self._stream.leave(False)
 
     @property
-    def noting(self) -> Marks | None:
+    def noting(self) -> TraceMarks | None:
         """Where to note something of the call that is being made; None: nowhere."""
         return self.marks if self.marks is not None and self.marks.is_open else None
 
@@ -268,8 +271,8 @@ class Signals:
         if self._failed_word.value and self._failure is None:
             error = self._error(self._record())
             self._failure = str(error)
-            if self.tell_failure is not None:  # far ranks that wait should not have to do so up to the limit
-                with self._stream.aside():
+            if self.tell_failure is not None:  # remote ranks that wait should not have to do so up to the limit
+                with self._stream.side_stream():
                     self.tell_failure()
             raise error
 
@@ -278,26 +281,26 @@ class Signals:
 
     def _error(self, record: Record) -> Exception:
         header, reason = partial(self._header, record), partial(self._reason, record)
-        return record.error(self.places.rank, self.places.num_ranks, self._limit_secs, header, reason)
+        return record.error(self.context.rank, self.context.num_ranks, self._limit_secs, header, reason)
 
     def _reason(self, record: Record) -> str:
         """Why the rank of a record has refused a call; empty: it is on another node, which only its record reaches."""
-        if self._is_far(record.origin):
+        if self._is_remote(record.origin):
             return ""
-        with self._stream.aside():
-            return self.places.note(self._board, record.expected, record.origin)
+        with self._stream.side_stream():
+            return self.context.note(self._board, record.expected, record.origin)
 
-    def _is_far(self, rank: int) -> bool:
+    def _is_remote(self, rank: int) -> bool:
         """Whether what a rank says does not come straight to this rank's board."""
-        is_other_node = rank // self.places.num_near != self.places.rank // self.places.num_near
-        return is_other_node and self.far_board is not None
+        is_other_node = rank // self.context.ranks_per_node != self.context.rank // self.context.ranks_per_node
+        return is_other_node and self.remote_board is not None
 
     def _header(self, record: Record, rank: int) -> Agreement:
         """What a rank has said of the call of a record."""
         if OPERATIONS[record.operation].startswith(LOW_LATENCY) and self.low_latency_words is not None:
-            with self._stream.aside():
+            with self._stream.side_stream():
                 first, second = self.low_latency_words[rank].tolist()
             return unpack(first, second, 0)
-        board = self.far_board if self._is_far(rank) and self.far_board is not None else self._board
-        with self._stream.aside():
-            return unpack(*self.places.said(board, record.epoch, rank))
+        board = self.remote_board if self._is_remote(rank) and self.remote_board is not None else self._board
+        with self._stream.side_stream():
+            return unpack(*self.context.posted_agreement(board, record.epoch, rank))

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...kernels.notify import Post, Terms, make_post
-from ...kernels.put import Rows, record_words, widest_word
+from ...kernels.put import RowSpec, record_words, widest_word
 from ..ops import CombineSteps, Counts, DispatchSteps, Sections
-from ..parcel import Payload, Routing
+from ..payload import Payload, Routing
 from ..protocol import OFFERED, OPERATIONS, Agreement
 from .digest import pack
-from .memory import Columns, Memory, Supply
-from .scope import Scope
+from .memory import Columns, CombineSource, Memory
+from .scope import CudaScope
 from .shapes import Shapes
 from .signals import Signals
 
@@ -96,7 +96,7 @@ class Ops(Protocol):
         """The same of combines."""
         ...
 
-    def numbers(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What it has counted beside the engine."""
         ...
 
@@ -105,14 +105,14 @@ class Ops(Protocol):
         ...
 
 
-def rows_of(signature: DispatchSignature) -> Rows:
+def rows_of(signature: DispatchSignature) -> RowSpec:
     """What the rows of a dispatch are made of, for the kernels that move them."""
     row_bytes = signature.hidden * signature.dtype.itemsize
     word, is_aligned = widest_word(row_bytes, signature.alignment)
     scale_bytes = signature.scale_dtype.itemsize if signature.scale_dtype is not None else 0
     has_records = signature.num_experts > 0
     idx_dtype = signature.idx_dtype or torch.int32
-    return Rows(
+    return RowSpec(
         row_bytes, word, is_aligned, signature.num_scales, scale_bytes, has_records, signature.num_topk, idx_dtype
     )
 
@@ -158,7 +158,7 @@ class DeviceDispatch(ABC):
         """Memory for a few rows more than the last dispatch received, so that rows move before counts are known."""
         return self._memory.guess(self._columns)
 
-    def memory(self, scope: Scope, num_rows: int) -> Sections:
+    def memory(self, scope: CudaScope, num_rows: int) -> Sections:
         """Memory for exactly so many rows."""
         sections = self._memory.sections(self._columns, num_rows)
         scope.path = "dispatch/direct"
@@ -167,7 +167,9 @@ class DeviceDispatch(ABC):
             scope.path = "dispatch/staged"
         return sections
 
-    def notify(self, scope: Scope, payload: Payload, routing: Routing | None, routes: Any, sections: Sections) -> None:
+    def notify(
+        self, scope: CudaScope, payload: Payload, routing: Routing | None, routes: Any, sections: Sections
+    ) -> None:
         """Exchange counts and offers."""
         num_tokens = free_bytes = ticket = 0
         if self._is_full:
@@ -176,13 +178,13 @@ class DeviceDispatch(ABC):
             num_tokens, ticket = payload.x.shape[0], self._signals.next_ticket()
             if routing is not None and routing.max_tokens:  # tokens are of use only across nodes
                 num_tokens = routing.max_tokens
-        offer = (sections.num_rows, sections.lane_rows, num_tokens, free_bytes, sections.bases, 0, ticket)
+        offer = (sections.num_rows, sections.rows_per_source, num_tokens, free_bytes, sections.bases, 0, ticket)
         self._notify(scope, make_post(offer), payload, routing, routes)
         if self._signals.marks is not None:
             self._note(routing, routes)
 
     @abstractmethod
-    def _notify(self, scope: Scope, post: Post, payload: Payload, routing: Routing | None, routes: Any) -> None:
+    def _notify(self, scope: CudaScope, post: Post, payload: Payload, routing: Routing | None, routes: Any) -> None:
         """Launch the handshake."""
 
     @abstractmethod
@@ -197,20 +199,20 @@ class DeviceDispatch(ABC):
             if rows_to is not None:
                 marks.note_rows(rows_to=rows_to)
 
-    def counts(self, scope: Scope, routing: Routing) -> Counts:
+    def counts(self, scope: CudaScope, routing: Routing) -> Counts:
         """Wait for the counts, from which the next dispatch guesses."""
         del scope
         told = self._signals.wait_for_counts(self._num_experts)
         if self._signals.marks is not None:
             self._signals.marks.note(experts=told.expert_counts)
-        self._memory.guess_from(told.num_rows[self._signals.places.rank])
+        self._memory.guess_from(told.num_rows[self._signals.context.rank])
         return told._replace(max_tokens=max(told.num_tokens)) if routing.max_tokens else told
 
-    def offer(self, scope: Scope, payload: Payload, routes: Any, sections: Sections) -> None:
+    def offer(self, scope: CudaScope, payload: Payload, routes: Any, sections: Sections) -> None:
         """Exchange offers once more."""
         if scope.reach is not None:
             scope.reach("offer")
-        self._offer(Post(sections.num_rows, sections.lane_rows, bases=sections.bases), payload, routes)
+        self._offer(Post(sections.num_rows, sections.rows_per_source, bases=sections.bases), payload, routes)
 
     @abstractmethod
     def _offer(self, post: Post, payload: Payload, routes: Any) -> None:
@@ -229,23 +231,23 @@ class DeviceCombine(ABC):
         self._signals = signals
         self._memory = memory
 
-    def outputs(self, scope: Scope, parts: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
+    def outputs(self, scope: CudaScope, parts: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
         """Ordinary memory for the sums."""
         num_tokens = handle.num_tokens
         with scope.outputs:
             return [part.new_empty((num_tokens, part.shape[1])) for part in parts]
 
-    def notify(self, scope: Scope, parts: Sequence[torch.Tensor], handle: Any) -> Supply:
+    def notify(self, scope: CudaScope, parts: Sequence[torch.Tensor], handle: Any) -> CombineSource:
         """Copy in what must be, and exchange offers."""
-        supply = self._memory.supply(parts, handle.num_tokens)
-        scope.path = supply.path
-        self._notify(scope, supply, handle)
+        source = self._memory.source(parts, handle.num_tokens)
+        scope.path = source.path
+        self._notify(scope, source, handle)
         if self._signals.marks is not None:
-            self._note(supply.path, parts, handle)
-        return supply
+            self._note(source.path, parts, handle)
+        return source
 
     @abstractmethod
-    def _notify(self, scope: Scope, supply: Supply, handle: Any) -> None:
+    def _notify(self, scope: CudaScope, source: CombineSource, handle: Any) -> None:
         """Launch the copies and the handshake."""
 
     @abstractmethod
@@ -260,9 +262,9 @@ class DeviceCombine(ABC):
             if (rows_from := self._rows_from(handle)) is not None:
                 marks.note_rows(rows_from=rows_from)
 
-    def _release(self, supply: Supply) -> None:
+    def _release(self, source: CombineSource) -> None:
         """Let go of what was copied to, behind what has been launched."""
-        supply.copies.clear()
+        source.copies.clear()
         self._memory.reclaim()
 
 

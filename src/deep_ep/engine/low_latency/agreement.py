@@ -39,7 +39,7 @@ class Verdict:
     def told_lost(self) -> dict[int, str]:
         """Whom other ranks of the node take for lost in a call that this rank has not received, and how it is said."""
         shared, told = self._shared, {}
-        for rank in shared.near:
+        for rank in shared.local:
             if rank == shared.rank or rank in shared.masks:
                 continue
             for number in (self._number - 1, self._number):
@@ -70,7 +70,7 @@ class Verdict:
             if number == self._number and self._first_missed() < number:
                 number -= 1
                 self._say(number, lost)
-            voters = [rank for rank in shared.near if rank not in shared.masks and rank not in lost]
+            voters = [rank for rank in shared.local if rank not in shared.masks and rank not in lost]
             verdicts = {rank: self._said(rank, number) for rank in voters if rank != shared.rank}
             more = self._more(verdicts, set(lost), number)
             if not more:
@@ -124,7 +124,7 @@ class Verdict:
         """The call that the verdict is about: an earlier one that is in flight, if others miss ranks there."""
         earlier = self._number - 1
         if not self._shared.is_done(earlier):
-            for rank in self._shared.near:
+            for rank in self._shared.local:
                 if rank != self._shared.rank and rank not in self._shared.masks and self._said(rank, earlier):
                     return earlier
         return self._number

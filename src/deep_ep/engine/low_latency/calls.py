@@ -10,7 +10,7 @@ import torch
 
 from ...event import EventHandle
 from ..protocol import LOW_LATENCY, Agreement
-from .geometry import Form, Geometry
+from .geometry import Geometry, RowFormat
 
 Hook = Callable[[], None]
 
@@ -58,7 +58,7 @@ def agreement_of(
     )
 
 
-class Way(NamedTuple):
+class CallMode(NamedTuple):
     """How a call stands to the caller's stream.
 
     Attributes:
@@ -82,7 +82,7 @@ class Dispatching:
     Attributes:
         geometry: Its sizes.
         form: How rows travel.
-        way: How it stands to the caller's stream.
+        mode: How it stands to the caller's stream.
         idx_dtype: Of `topk_idx`.
         has_recv_stats: The rows of each expert are added to a tensor.
         has_wait_stats: The nanoseconds waited for each rank are added to a tensor.
@@ -90,8 +90,8 @@ class Dispatching:
     """
 
     geometry: Geometry
-    form: Form
-    way: Way
+    form: RowFormat
+    mode: CallMode
     idx_dtype: torch.dtype
     has_recv_stats: bool
     has_wait_stats: bool
@@ -104,16 +104,16 @@ class Combining:
 
     Attributes:
         geometry: Its sizes.
-        way: How it stands to the caller's stream.
+        mode: How it stands to the caller's stream.
         use_logfmt: Compress rows on their way.
-        zero_copy: The rows lie in the handle's zero-copy tensor, `Rows.x` is not read.
+        zero_copy: The rows lie in the handle's zero-copy tensor, `CombineInputs.x` is not read.
         idx_dtype: Of `topk_idx`.
         has_wait_stats: The nanoseconds waited for each rank are added to a tensor.
         found: What the engine has found out of it, for the next call: the engine's own.
     """
 
     geometry: Geometry
-    way: Way
+    mode: CallMode
     use_logfmt: bool
     zero_copy: bool
     idx_dtype: torch.dtype
@@ -139,7 +139,7 @@ class Packed(NamedTuple):
     scales: torch.Tensor | None = None
 
 
-class Rows(NamedTuple):
+class CombineInputs(NamedTuple):
     """What a combine takes.
 
     Attributes:
@@ -157,7 +157,7 @@ class Rows(NamedTuple):
     layout_range: torch.Tensor
 
 
-class LowLatency(Protocol):
+class LowLatencyEngine(Protocol):
     """Low-latency calls of a buffer."""
 
     def dispatch(
@@ -182,7 +182,7 @@ class LowLatency(Protocol):
     def combine(
         self,
         kind: Combining,
-        rows: Rows,
+        rows: CombineInputs,
         out: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:

@@ -11,12 +11,12 @@ from ...errors import EPError
 from ...kernels import low_latency_rows as kernels
 from ...transport import ordinary_tensor
 from ...transport.sparse import GRAIN_BYTES
-from . import far_rows
-from .calls import COMBINE, Combining, Rows, agreement_of
-from .far import FarPost, Outgoing
-from .far_rows import FarRows
-from .geometry import Plan
-from .halves import LowLatencyCall, Post, Posts
+from . import remote_rows
+from .calls import COMBINE, CombineInputs, Combining, agreement_of
+from .geometry import SetPlan
+from .phases import LocalPost, LowLatencyCall, Posts
+from .remote import Outgoing, RemotePost
+from .remote_rows import RemoteRows
 from .shared import ExcludedError, Shared, SpoiledError
 from .slots import zero_copy_view
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # it needs sockets that other systems do not have
 _LOGFMT_ROWS = 64  # compressed at a time
 
 
-class Combine(LowLatencyCall):
+class LowLatencyCombine(LowLatencyCall):
     """The experts' rows back.
 
     The table says, for each local expert and rank, how many rows there are and which is the first: [L, R] int64, `count
@@ -36,10 +36,10 @@ class Combine(LowLatencyCall):
     def __init__(
         self,
         shared: Shared,
-        plan: Plan,
+        plan: SetPlan,
         wait_stats: torch.Tensor | None,
         kind: Combining,
-        rows: Rows,
+        rows: CombineInputs,
         out: torch.Tensor,
     ):
         super().__init__(shared, plan, wait_stats)
@@ -52,21 +52,21 @@ class Combine(LowLatencyCall):
             COMBINE, kind.geometry, torch.bfloat16, None, int(kind.use_logfmt), kind.idx_dtype
         )
 
-    def _publish(self) -> Post:
+    def _publish(self) -> LocalPost:
         geometry = self._geometry
         table = self.shared.table(self.number, geometry.num_experts).view(geometry.num_local_experts, -1)
-        layout = self._near_layout()
+        layout = self._local_layout()
         if self._is_zero_copy:
             firsts = (layout >> 32) + self._expert_rows()
             torch.bitwise_or(layout & 0xFFFFFFFF, firsts << 32, out=table)
-            return Post(table.size(0) * geometry.num_rows, self.shared.base(self._offset))
+            return LocalPost(table.size(0) * geometry.num_rows, self.shared.base(self._offset))
         blocks, rows = kernels.rows_of_layout(layout, geometry.num_rows)
         torch.bitwise_or(blocks.counts, blocks.starts << 32, out=table)
         offset = self._offset
         self._require_possible(rows, geometry.num_experts)
         slots = self.shared.bytes(offset, rows.numel() * geometry.slot_bytes).view(-1, geometry.slot_bytes)
         self._write(rows, slots)
-        return Post(rows.numel(), self.shared.base(offset))
+        return LocalPost(rows.numel(), self.shared.base(offset))
 
     def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
         """The rows of each of this rank's experts for that rank."""
@@ -76,18 +76,18 @@ class Combine(LowLatencyCall):
         if self._use_logfmt:
             slots = ordinary_tensor((rows.numel(), geometry.slot_bytes), torch.uint8)
             self._write(rows, slots)
-            return far_rows.logfmt_frame(mesh, self._said, geometry, blocks.expert_counts, slots)
-        frame, slots = far_rows.plain_frame(mesh, self._said, geometry, blocks.expert_counts)
+            return remote_rows.logfmt_frame(mesh, self._said, geometry, blocks.expert_counts, slots)
+        frame, slots = remote_rows.plain_frame(mesh, self._said, geometry, blocks.expert_counts)
         self._write(rows, slots)
         return frame
 
-    def _near_layout(self) -> torch.Tensor:
+    def _local_layout(self) -> torch.Tensor:
         """The handle's [L, R], without rows for ranks of other nodes."""
-        layout, near = self._rows.layout_range, self.shared.near
+        layout, local = self._rows.layout_range, self.shared.local
         if self.shared.mesh is None:
             return layout
         mine = torch.zeros_like(layout)
-        mine[:, near.start : near.stop] = layout[:, near.start : near.stop]
+        mine[:, local.start : local.stop] = layout[:, local.start : local.stop]
         return mine
 
     def _require_possible(self, rows: torch.Tensor, num_experts: int) -> None:
@@ -126,31 +126,31 @@ class Combine(LowLatencyCall):
     def _fetch(self, posts: Posts) -> None:
         geometry, topk_idx = self._geometry, self._rows.topk_idx
         selections = kernels.select(topk_idx, geometry.num_experts)
-        far = self._far_rows(posts.far)
-        starts, pitches = self._expert_places(posts.near, far, selections)
+        remote = self._remote_rows(posts.remote)
+        starts, pitches = self._expert_grains(posts.local, remote, selections)
         experts = topk_idx.clamp(0, geometry.num_experts - 1).long()
-        places = starts[experts]
-        is_skipped = ~kernels.is_selection(topk_idx, geometry.num_experts) | (places < 0)
-        places += kernels.earlier_tokens(topk_idx, selections) * pitches[experts]
-        places.masked_fill_(is_skipped, self.shared.own_place())
+        grains = starts[experts]
+        is_skipped = ~kernels.is_selection(topk_idx, geometry.num_experts) | (grains < 0)
+        grains += kernels.earlier_tokens(topk_idx, selections) * pitches[experts]
+        grains.masked_fill_(is_skipped, self.shared.own_grain())
         atlas, ranges = self.shared.atlas.rows(geometry.hidden, torch.bfloat16), None
         if self._use_logfmt:
             ranges = self.shared.atlas.rows(2 * geometry.num_groups, torch.bfloat16, geometry.ranges_offset)
-        self.shared.summer.sum(self._out, atlas, places, self._rows.topk_weights, is_skipped, ranges)
+        self.shared.summer.sum(self._out, atlas, grains, self._rows.topk_weights, is_skipped, ranges)
         if self.shared.window.trace is not None:
             self._note(selections.counts.view(geometry.num_ranks, -1).sum(1), geometry.slot_bytes)
 
-    def _far_rows(self, posts: dict[int, FarPost]) -> dict[int, FarRows]:
+    def _remote_rows(self, posts: dict[int, RemotePost]) -> dict[int, RemoteRows]:
         """What ranks of other nodes have sent, within reach of the atlas. Places move with it."""
         geometry, mesh = self._geometry, self.shared.mesh
         if not self._use_logfmt or mesh is None:
-            return {rank: far_rows.plain_rows(post, geometry) for rank, post in posts.items()}
-        rows = {rank: far_rows.logfmt_rows(post, geometry, mesh.grounds) for rank, post in posts.items()}
-        self.shared.reach_landings()
+            return {rank: remote_rows.plain_rows(post, geometry) for rank, post in posts.items()}
+        rows = {rank: remote_rows.logfmt_rows(post, geometry, mesh.receive_arena) for rank, post in posts.items()}
+        self.shared.reach_receive_arena()
         return rows
 
-    def _expert_places(
-        self, posts: dict[int, Post], far: dict[int, FarRows], selections: kernels.Selections
+    def _expert_grains(
+        self, posts: dict[int, LocalPost], remote: dict[int, RemoteRows], selections: kernels.Selections
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Where this rank's rows lie at each expert. Checked.
 
@@ -166,15 +166,15 @@ class Combine(LowLatencyCall):
             blocks = self._peer_table(rank, post, geometry.num_experts).view(num_local, -1)[:, self.shared.rank].clone()
             counts, firsts = blocks & 0xFFFFFFFF, blocks >> 32
             is_right = (counts == wanted[rank]) & (firsts >= 0) & (firsts + counts <= post.num_rows)
-            start = self._peer_place(rank, post, post.num_rows * geometry.slot_bytes)
-            starts[rank] = self._places_of(rank, is_right, start + firsts * (geometry.slot_bytes // GRAIN_BYTES))
-        for rank, (counts, slots) in far.items():
+            start = self._peer_grain(rank, post, post.num_rows * geometry.slot_bytes)
+            starts[rank] = self._wanted_grains(rank, is_right, start + firsts * (geometry.slot_bytes // GRAIN_BYTES))
+        for rank, (counts, slots) in remote.items():
             pitches[rank] = pitch = slots.size(1) // GRAIN_BYTES
-            firsts = self.shared.atlas.place_at(slots.data_ptr()) + (counts.cumsum(0) - counts) * pitch
-            starts[rank] = self._places_of(rank, counts == wanted[rank], firsts)
+            firsts = self.shared.atlas.grain_at(slots.data_ptr()) + (counts.cumsum(0) - counts) * pitch
+            starts[rank] = self._wanted_grains(rank, counts == wanted[rank], firsts)
         return starts.flatten(), pitches.flatten()
 
-    def _places_of(self, rank: int, is_right: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def _wanted_grains(self, rank: int, is_right: torch.Tensor, grains: torch.Tensor) -> torch.Tensor:
         """The places where a rank has the rows that are wanted.
 
         Raises:
@@ -182,7 +182,7 @@ class Combine(LowLatencyCall):
             ExcludedError: Likewise, where ranks are masked: it has none.
         """
         if bool(is_right.all()):
-            return places
+            return grains
         if self.shared.can_mask:
             raise ExcludedError(rank, ", which had masked this rank at the dispatch and has no rows for it")
         raise SpoiledError(

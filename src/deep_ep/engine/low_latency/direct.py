@@ -1,6 +1,6 @@
 """Low-latency calls on the CPU (`docs/low-latency.md`): publish rows in one's own memory, fetch from the peers'.
 
-Ranks of other nodes are sent their part, and fetch it where it has landed (`far.py`).
+Ranks of other nodes are sent their part, and fetch it where it has arrived (`remote.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ...transport.board import NUM_SENT_POSTS
 from ...transport.sparse import GRAIN_BYTES, HollowMemory
 from ...transport.window import SENT_TABLES_BYTES
 from ..cpu.call import Chain
-from ..parcel import apart
+from ..payload import apart
 from ..protocol import LOW_LATENCY
-from .calls import BARRIER, COMBINE, METHODS, Combining, Dispatching, Hook, Packed, Rows, Way
-from .combine import Combine
-from .dispatch import Dispatch
-from .geometry import NUM_SETS, Form, Geometry, Plan, bytes_for_two, plan_combine, plan_dispatch
-from .halves import Barrier, LowLatencyCall, warn_of_masks
+from .calls import BARRIER, COMBINE, METHODS, CallMode, CombineInputs, Combining, Dispatching, Hook, Packed
+from .combine import LowLatencyCombine
+from .dispatch import LowLatencyDispatch
+from .geometry import NUM_SETS, Geometry, RowFormat, SetPlan, bytes_for_two, plan_combine, plan_dispatch
 from .in_flight import InFlight
+from .phases import Barrier, LowLatencyCall, warn_of_masks
 from .rejoin import Met, meet
 from .shared import Shared
 from .slots import FREE_SLOT, NO_SLOT, OWN_SLOT, Slots, zero_copy_view
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # it needs sockets that other systems do not have
     from ...transport.mesh import Mesh
 
 _LEAST_RECYCLED_BYTES = 1 << 20  # below, torch's own allocation is as good
-_NO_PLAN = Plan(GRAIN_BYTES, False)  # of a call without rows
+_NO_PLAN = SetPlan(GRAIN_BYTES, False)  # of a call without rows
 
 
 class DirectLowLatency:
@@ -77,17 +77,17 @@ class DirectLowLatency:
         packed = self._empty_packed(geometry, form)
         # What a call fills after it has returned, see `apart`.
         written = packed
-        if kind.way.is_unfinished:
+        if kind.mode.is_unfinished:
             written = Packed(*apart(packed))
             wait_stats, recv_stats = apart((wait_stats, recv_stats))
-        call = Dispatch(self.shared, plan, wait_stats, x, topk_idx, geometry, form, written, recv_stats)
+        call = LowLatencyDispatch(self.shared, plan, wait_stats, x, topk_idx, geometry, form, written, recv_stats)
         slot, wide_bytes = (FREE_SLOT, bytes_for_two(geometry, form)) if plan.takes_slot else (NO_SLOT, 0)
-        return packed, *self._make(call, kind.way, slot, wide_bytes)
+        return packed, *self._make(call, kind.mode, slot, wide_bytes)
 
     def combine(
         self,
         kind: Combining,
-        rows: Rows,
+        rows: CombineInputs,
         out: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:
@@ -101,12 +101,12 @@ class DirectLowLatency:
         slot = OWN_SLOT if kind.zero_copy or self._slots.has_lease(rows.src_info) else FREE_SLOT
         if slot == OWN_SLOT:
             self._chain.require_working()
-            self._in_flight.require_room(METHODS[COMBINE], slot)  # a refused call must not take the tensor
-        written, stats = apart((out, wait_stats)) if kind.way.is_unfinished else (out, wait_stats)
-        call = Combine(self.shared, plan, stats, kind, rows, written)
+            self._in_flight.require_capacity(METHODS[COMBINE], slot)  # a refused call must not take the tensor
+        written, stats = apart((out, wait_stats)) if kind.mode.is_unfinished else (out, wait_stats)
+        call = LowLatencyCombine(self.shared, plan, stats, kind, rows, written)
         if slot == OWN_SLOT:
             call.slot = self._slots.give_back(rows.src_info, self._in_flight.next_number)
-        return out, *self._make(call, kind.way, slot)
+        return out, *self._make(call, kind.mode, slot)
 
     def clean(self) -> None:
         """A barrier over the ranks that are not masked. Where ranks may be masked, they first agree on its number."""
@@ -114,7 +114,7 @@ class DirectLowLatency:
         barrier = Barrier(self.shared, _NO_PLAN, None)
         if self.shared.can_mask:
             self._rejoin(barrier)
-        self._make(barrier, Way(), NO_SLOT)
+        self._make(barrier, CallMode(), NO_SLOT)
 
     def _rejoin(self, barrier: Barrier) -> None:
         """Come into step with all ranks that are not masked. Those that do not come are masked."""
@@ -173,36 +173,39 @@ class DirectLowLatency:
             if mesh is not None:
                 mesh.refuse(refusal)
 
-        self._stream.run_in_turn(post)  # far ranks hear of calls in their order
+        self._stream.run_in_turn(post)  # remote ranks hear of calls in their order
 
     def trim(self) -> int:
         """Give memory of results that nobody uses back to the system. Returns the bytes given back."""
         mesh = self.shared.mesh
-        return self._results.trim() + (mesh.grounds.trim() if mesh is not None else 0)
+        return self._results.trim() + (mesh.receive_arena.trim() if mesh is not None else 0)
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _make(
-        self, call: LowLatencyCall, way: Way, slot: int, wide_bytes: int = 0
+        self, call: LowLatencyCall, mode: CallMode, slot: int, wide_bytes: int = 0
     ) -> tuple[EventHandle | None, Hook | None]:
         """Make a call: its send half, and its receive half unless there is a hook for that.
 
         Args:
             call: The call.
-            way: How it stands to the caller's stream.
+            mode: How it stands to the caller's stream.
             slot: What it takes of the slots. Its own one it has already.
             wide_bytes: Of a dispatch that takes a slot: the `num_rdma_bytes` with which it would take none.
         """
         self._chain.require_working()
         operation = call.agreement.operation
         where = METHODS[operation]
-        self._in_flight.require_room(where, slot)
-        send, receive = self._contagious(call, call.send, "send"), self._contagious(call, call.receive, "receive")
+        self._in_flight.require_capacity(where, slot)
+        send, receive = (
+            self._propagating_failure(call, call.send, "send"),
+            self._propagating_failure(call, call.receive, "receive"),
+        )
         with self._calling(call):
             call.number = self._in_flight.send(where, slot, wide_bytes)
             call.newest_spent = self._newest_spent(call, slot)
             call.own_refusal = self.shared.window.refusals[REFUSED]
-            if way.has_hook:
+            if mode.has_hook:
                 self._run(call, send)
                 return None, self._hook(call, receive)
 
@@ -211,7 +214,7 @@ class DirectLowLatency:
                 receive()
 
             self._in_flight.receive(call.number)
-            if way.is_async:
+            if mode.is_async:
                 return EventHandle(self._stream.submit(both)), None
             self._run(call, both)
             return None, None
@@ -266,10 +269,10 @@ class DirectLowLatency:
             self._stream.submit(self._chain.tell_failure)  # links are the comm stream's alone
         return self._chain.is_told_late
 
-    def _contagious(self, call: LowLatencyCall, work: Callable[[], None], name: str) -> Callable[[], None]:
+    def _propagating_failure(self, call: LowLatencyCall, work: Callable[[], None], name: str) -> Callable[[], None]:
         """Whatever goes wrong in a half goes wrong for all ranks."""
 
-        def half() -> None:
+        def phase() -> None:
             self._chain.require_working()
             trace = self.shared.window.trace
             try:
@@ -283,9 +286,9 @@ class DirectLowLatency:
                 raise
             call.num_ended += 1
 
-        return half
+        return phase
 
-    def _empty_packed(self, geometry: Geometry, form: Form) -> Packed:
+    def _empty_packed(self, geometry: Geometry, form: RowFormat) -> Packed:
         num_local, num_rows = geometry.num_local_experts, geometry.num_rows
         scales = None
         if form.scale_dtype is not None:

@@ -12,27 +12,27 @@ from ...kernels.rows import widest_dtype
 from ...transport import Base
 from ...transport.sparse import GRAIN_BYTES
 from .calls import DISPATCH, Packed, agreement_of
-from .far import FarPost, Outgoing, new_frame
-from .geometry import Form, Geometry, Plan
-from .halves import LowLatencyCall, Post, Posts
+from .geometry import Geometry, RowFormat, SetPlan
+from .phases import LocalPost, LowLatencyCall, Posts
+from .remote import Outgoing, RemotePost, new_frame
 from .shared import Shared, SpoiledError
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
     from ...transport.mesh import Mesh
 
 
-class Dispatch(LowLatencyCall):
+class LowLatencyDispatch(LowLatencyCall):
     """Tokens to experts. A set holds T rows, and behind them the tokens of each expert: [n] int32, by expert."""
 
     def __init__(
         self,
         shared: Shared,
-        plan: Plan,
+        plan: SetPlan,
         wait_stats: torch.Tensor | None,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         geometry: Geometry,
-        form: Form,
+        form: RowFormat,
         packed: Packed,
         recv_stats: torch.Tensor | None,
     ):
@@ -43,12 +43,12 @@ class Dispatch(LowLatencyCall):
         self._form = form
         self._packed = packed
         self._recv_stats = recv_stats
-        self._sent: _Sent | None = None
+        self._sent: _Published | None = None
         self.agreement = agreement_of(
             DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale), topk_idx.dtype
         )
 
-    def _publish(self) -> Post:
+    def _publish(self) -> LocalPost:
         geometry, form, x = self._geometry, self._form, self._x
         offset, row_bytes = self._offset, geometry.row_bytes(form)
         rows = self.shared.bytes(offset, x.size(0) * row_bytes).view(-1, row_bytes)
@@ -61,10 +61,10 @@ class Dispatch(LowLatencyCall):
         selections = kernels.select(self._topk_idx, geometry.num_experts)
         self.shared.table(self.number, geometry.num_experts).copy_(selections.counts)
         num_sent = selections.keys.numel()
-        tokens = self.shared.bytes(offset + geometry.places_offset(form), 4 * num_sent).view(torch.int32)
+        tokens = self.shared.bytes(offset + geometry.expert_slots_offset(form), 4 * num_sent).view(torch.int32)
         tokens.copy_(selections.keys % max(1, x.size(0)))
-        self._sent = _Sent(rows, selections)
-        return Post(x.size(0), self.shared.base(offset))
+        self._sent = _Published(rows, selections)
+        return LocalPost(x.size(0), self.shared.base(offset))
 
     def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
         """Each token that names an expert of that rank, once, and which of them goes to which expert."""
@@ -92,9 +92,9 @@ class Dispatch(LowLatencyCall):
         blocks, tokens = arrivals.blocks, arrivals.tokens
         counts = blocks.expert_counts.tolist()
         columns, atlas = self._atlas_rows()
-        kernels.fetch_rows(packed.x.view(columns), atlas, arrivals.places, counts)
+        kernels.fetch_rows(packed.x.view(columns), atlas, arrivals.grains, counts)
         if packed.scales is not None:
-            self._fetch_scales(packed.scales, arrivals.places, counts)
+            self._fetch_scales(packed.scales, arrivals.grains, counts)
         packed.src_info.view(-1).index_copy_(0, blocks.rows_apart(geometry.num_rows), tokens.int())
         packed.num_rows.copy_(blocks.expert_counts)
         packed.layout_range.copy_(blocks.layout_range())
@@ -111,36 +111,38 @@ class Dispatch(LowLatencyCall):
         dtype = widest_dtype(num_bytes, self._packed.x.data_ptr())
         return dtype, self.shared.atlas.rows(num_bytes // dtype.itemsize, dtype)
 
-    def _fetch_scales(self, scales: torch.Tensor, places: torch.Tensor, counts: list[int]) -> None:
+    def _fetch_scales(self, scales: torch.Tensor, grains: torch.Tensor, counts: list[int]) -> None:
         geometry = self._geometry
         atlas = self.shared.atlas.rows(geometry.num_groups, torch.float32, geometry.scales_offset)
-        values = atlas.index_select(0, places)
-        kernels.spread_rows(scales, quant.pack_ue8m0(values) if self._form.use_ue8m0 else values, counts)
+        values = atlas.index_select(0, grains)
+        kernels.unpack_rows(scales, quant.pack_ue8m0(values) if self._form.use_ue8m0 else values, counts)
 
     # Who sends what to this rank's experts ---------------------------------------------------------------------------
 
     def _arrivals(self, posts: Posts) -> _Arrivals:
-        """Out of the near ranks' tables and the far ranks' frames. Checked: it becomes addresses."""
+        """Out of the local ranks' tables and the remote ranks' frames. Checked: it becomes addresses."""
         geometry, row_bytes = self._geometry, self._geometry.row_bytes(self._form)
         counts = torch.zeros(geometry.num_ranks, geometry.num_local_experts, dtype=torch.int64)
-        parts = dict(sorted({**self._near_parts(posts.near, counts), **self._far_parts(posts.far, counts)}.items()))
+        parts = dict(
+            sorted({**self._local_parts(posts.local, counts), **self._remote_parts(posts.remote, counts)}.items())
+        )
         blocks, sizes, ranks = kernels.Blocks.of(counts.t().contiguous()), counts.sum(1), list(parts)
         tokens = torch.cat([part.tokens for part in parts.values()]).long()
-        indices = torch.cat([part.rows for part in parts.values()]).long() if posts.far else tokens
+        indices = torch.cat([part.rows for part in parts.values()]).long() if posts.remote else tokens
         limits, bases = sizes.new_zeros(2, geometry.num_ranks)
         limits[ranks] = limits.new_tensor([part.num_rows for part in parts.values()])
         if not bool(((indices >= 0) & (indices < limits.repeat_interleave(sizes))).all()):
             raise self._spoiled()
-        bases[ranks] = bases.new_tensor([part.place for part in parts.values()])
-        places = bases.repeat_interleave(sizes).add_(indices, alpha=row_bytes // GRAIN_BYTES)
+        bases[ranks] = bases.new_tensor([part.grain for part in parts.values()])
+        grains = bases.repeat_interleave(sizes).add_(indices, alpha=row_bytes // GRAIN_BYTES)
         rows = kernels.rows_by_rank(blocks)
         return _Arrivals(
             blocks,
             torch.empty_like(tokens).scatter_(0, rows, tokens),
-            torch.empty_like(places).scatter_(0, rows, places),
+            torch.empty_like(grains).scatter_(0, rows, grains),
         )
 
-    def _near_parts(self, posts: dict[int, Post], counts: torch.Tensor) -> dict[int, _Part]:
+    def _local_parts(self, posts: dict[int, LocalPost], counts: torch.Tensor) -> dict[int, _Part]:
         """What ranks of this node send, by rank. Their `counts` [R, L] are written."""
         if not posts:
             return {}
@@ -153,11 +155,11 @@ class Dispatch(LowLatencyCall):
         parts = {}
         for (rank, post), start, size in zip(posts.items(), starts, sizes, strict=True):
             tokens = self._peer_tokens(rank, post, start, start + size)
-            place = self._peer_place(rank, post, post.num_rows * row_bytes)
-            parts[rank] = _Part(tokens, tokens, post.num_rows, place)
+            grain = self._peer_grain(rank, post, post.num_rows * row_bytes)
+            parts[rank] = _Part(tokens, tokens, post.num_rows, grain)
         return parts
 
-    def _far_parts(self, posts: dict[int, FarPost], counts: torch.Tensor) -> dict[int, _Part]:
+    def _remote_parts(self, posts: dict[int, RemotePost], counts: torch.Tensor) -> dict[int, _Part]:
         """What ranks of other nodes have sent, by rank. Their `counts` [R, L] are written."""
         geometry, row_bytes, parts = self._geometry, self._geometry.row_bytes(self._form), {}
         for rank, post in posts.items():
@@ -167,25 +169,25 @@ class Dispatch(LowLatencyCall):
             is_count = (counts[rank] >= 0) & (counts[rank] <= geometry.max_tokens)
             post.require(is_count & (counts[rank].sum() == post.extent))
             post.require((tokens >= 0) & (tokens < geometry.max_tokens))
-            place = self.shared.atlas.place_at(rows.data_ptr())
-            parts[rank] = _Part(tokens, indices.view(torch.int32), post.num_rows, place)
+            grain = self.shared.atlas.grain_at(rows.data_ptr())
+            parts[rank] = _Part(tokens, indices.view(torch.int32), post.num_rows, grain)
         return parts
 
     def _spoiled(self) -> SpoiledError:
         return SpoiledError(f"{self.name}: a peer's table makes no sense. This is a bug: report it")
 
-    def _peer_tokens(self, rank: int, post: Post, start: int, stop: int) -> torch.Tensor:
+    def _peer_tokens(self, rank: int, post: LocalPost, start: int, stop: int) -> torch.Tensor:
         """Some of the tokens that a peer has listed, int32, where they lie."""
         geometry = self._geometry
         if not 0 <= start <= stop <= post.num_rows * geometry.num_topk:
             raise self._spoiled()
         segment, offset = post.base
-        base = Base(segment, offset + geometry.places_offset(self._form) + 4 * start)
+        base = Base(segment, offset + geometry.expert_slots_offset(self._form) + 4 * start)
         mapping = self.shared.peer(rank).mapping(base, base.offset + 4 * (stop - start))
         return mapping.rows(base.offset, 1, stop - start, torch.int32)[0]
 
 
-class _Sent(NamedTuple):
+class _Published(NamedTuple):
     """What was published: the set's rows [T, row_bytes] uint8, and who gets them."""
 
     rows: torch.Tensor
@@ -199,13 +201,13 @@ class _Part(NamedTuple):
         tokens: [n] int32, the token of each selection at its source, by expert.
         rows: [n] int32, its row among those of the rank that are within reach.
         num_rows: How many these are.
-        place: Of the first.
+        grain: Of the first.
     """
 
     tokens: torch.Tensor
     rows: torch.Tensor
     num_rows: int
-    place: int
+    grain: int
 
 
 class _Arrivals(NamedTuple):
@@ -214,9 +216,9 @@ class _Arrivals(NamedTuple):
     Attributes:
         blocks: How many rows for which expert from which rank.
         tokens: [n] int64, the token of each row at its source.
-        places: [n] int64, the place of each row.
+        grains: [n] int64, the place of each row.
     """
 
     blocks: kernels.Blocks
     tokens: torch.Tensor
-    places: torch.Tensor
+    grains: torch.Tensor

@@ -1,18 +1,18 @@
 """Where the rows of low-latency calls lie in a rank's memory.
 
 Shape letters: R ranks, E experts, L = E / R, M the most tokens of a rank in a call, H channels, K selections of a
-token, G = ceil(H / 128) groups of channels. The low-latency memory of a rank has `num_rdma_bytes`, in four quarters,
+token, G = ceil(H / 128) groups of channels. The low-latency memory of a rank has `num_rdma_bytes`, in four regions,
 whatever the sizes of the calls are:
 
-    quarter 0, 1, 2    three *slots*: the rows that a combine copies in, or a zero-copy tensor
-    quarter 3          four *dispatch sets*, which calls take in turn, by their number
+    region 0, 1, 2    three *slots*: the rows that a combine copies in, or a zero-copy tensor
+    region 3          four *dispatch sets*, which calls take in turn, by their number
 
 Only its owner writes it. A dispatch set holds T rows and the places of their copies, a slot the rows that this rank's
 experts made. A dispatch that is too large for its set (where there are very few experts) takes a slot, too: it is
 *wide*. Which slot a call takes is its rank's own affair, and posted with the call.
 
 A *copy* of the memory of a rank of another node, in this rank's own, has what that rank sends to this one alone: four
-sets, which calls take in turn, each of a little more than 1 / R of a quarter
+sets, which calls take in turn, each of a little more than 1 / R of a region
 (`docs/decisions/0014-low-latency-over-nvshmem.md`).
 """
 
@@ -37,12 +37,12 @@ NUM_SETS = 2 * MOST_IN_FLIGHT  # for dispatches, and in a copy. `docs/low-latenc
 NUM_SLOTS = MOST_IN_FLIGHT + 1
 NUM_ZERO_COPY = 2  # handles that may have a zero-copy tensor at a time; the third slot is left for other calls
 MOST_TOKENS = 1 << 16  # a place and an expert share a word
-_QUARTERS = 4
-_LEAST_COPY_BYTES = 256 << 10  # of a set in a copy, if a whole quarter has so many: places may outweigh short rows
+_NUM_REGIONS = 4
+_LEAST_COPY_BYTES = 256 << 10  # of a set in a copy, if a whole region has so many: places may outweigh short rows
 _COPY_MARGIN = 8  # a set in a copy has a part of so many more than its due: for places, with one expert a rank
 
 
-class Form(NamedTuple):
+class RowFormat(NamedTuple):
     """How rows travel in a dispatch.
 
     Attributes:
@@ -100,7 +100,7 @@ class Geometry(NamedTuple):
         """Rows that one expert may receive."""
         return self.num_ranks * self.max_tokens
 
-    def num_scales(self, form: Form) -> int:
+    def num_scales(self, form: RowFormat) -> int:
         """Columns of the received scales."""
         return ceil_div(self.num_groups, 4) if form.use_ue8m0 else self.num_groups
 
@@ -111,18 +111,18 @@ class Geometry(NamedTuple):
         """Where the scales of an FP8 row begin."""
         return align(self.hidden, 4)
 
-    def row_bytes(self, form: Form) -> int:
+    def row_bytes(self, form: RowFormat) -> int:
         """From one dispatched row to the next."""
         used = self.scales_offset + 4 * self.num_groups if form.use_fp8 else 2 * self.hidden
         return align(used, SLOT_ALIGNMENT_BYTES)
 
-    def places_offset(self, form: Form) -> int:
+    def expert_slots_offset(self, form: RowFormat) -> int:
         """Where, behind the rows of a dispatch, the places begin: [M, K] int32."""
         return self.max_tokens * self.row_bytes(form)
 
-    def dispatch_bytes(self, form: Form) -> int:
+    def dispatch_bytes(self, form: RowFormat) -> int:
         """Of a dispatch's set."""
-        return self.places_offset(form) + 4 * self.max_tokens * self.num_topk
+        return self.expert_slots_offset(form) + 4 * self.max_tokens * self.num_topk
 
     # A row that is combined: BF16 values, and room for the range of each group (LogFMT).
 
@@ -151,36 +151,36 @@ class Geometry(NamedTuple):
         return low_latency_buffer_bytes(self.max_tokens, self.hidden, self.num_ranks, self.num_experts)
 
 
-class Plan(NamedTuple):
+class SetPlan(NamedTuple):
     """Where a call's rows lie in the low-latency memory.
 
     Attributes:
-        quarter_bytes: Of a quarter, and so of a slot.
+        region_bytes: Of a region, and so of a slot.
         takes_slot: Its rows are in a slot: those of a combine, and of a wide dispatch.
         copy_set_bytes: Of a set in a copy; 0: there are none.
     """
 
-    quarter_bytes: int
+    region_bytes: int
     takes_slot: bool
     copy_set_bytes: int = 0
 
     @property
     def set_bytes(self) -> int:
         """From one dispatch set to the next."""
-        return _aligned(self.quarter_bytes // NUM_SETS)
+        return _aligned(self.region_bytes // NUM_SETS)
 
     @property
     def sets_offset(self) -> int:
         """Where the first dispatch set begins."""
-        return NUM_SLOTS * self.quarter_bytes
+        return NUM_SLOTS * self.region_bytes
 
-    def set_offset(self, number: int) -> int:
+    def offset_of_set(self, number: int) -> int:
         """Where the dispatch set of call `number` begins."""
         return self.sets_offset + number % NUM_SETS * self.set_bytes
 
     def slot_offset(self, index: int) -> int:
         """Where a slot begins."""
-        return index * self.quarter_bytes
+        return index * self.region_bytes
 
 
 def copy_bytes(num_bytes: int, num_ranks: int) -> int:
@@ -188,7 +188,7 @@ def copy_bytes(num_bytes: int, num_ranks: int) -> int:
     return NUM_SETS * _copy_set_bytes(num_bytes, num_ranks)
 
 
-def plan_dispatch(where: str, num_bytes: int, geometry: Geometry, form: Form, has_copies: bool = False) -> Plan:
+def plan_dispatch(where: str, num_bytes: int, geometry: Geometry, form: RowFormat, has_copies: bool = False) -> SetPlan:
     """Where the rows of a dispatch lie.
 
     Args:
@@ -206,23 +206,23 @@ def plan_dispatch(where: str, num_bytes: int, geometry: Geometry, form: Form, ha
     return plan._replace(takes_slot=needed_bytes > plan.set_bytes)
 
 
-def plan_combine(where: str, num_bytes: int, geometry: Geometry, has_copies: bool = False) -> Plan:
+def plan_combine(where: str, num_bytes: int, geometry: Geometry, has_copies: bool = False) -> SetPlan:
     """Where the rows of a combine lie; the arguments are those of `plan_dispatch`."""
     copied_bytes = geometry.copied_combine_bytes if has_copies else None
     return _plan(where, num_bytes, geometry, geometry.combine_bytes, copied_bytes)
 
 
-def bytes_for_two(geometry: Geometry, form: Form) -> int:
+def bytes_for_two(geometry: Geometry, form: RowFormat) -> int:
     """The `num_rdma_bytes` with which a dispatch is not wide."""
-    return _QUARTERS * NUM_SETS * align(geometry.dispatch_bytes(form), ALIGNMENT_BYTES)
+    return _NUM_REGIONS * NUM_SETS * align(geometry.dispatch_bytes(form), ALIGNMENT_BYTES)
 
 
-def _plan(where: str, num_bytes: int, geometry: Geometry, needed_bytes: int, copied_bytes: int | None) -> Plan:
-    quarter_bytes = _aligned(num_bytes // _QUARTERS)
+def _plan(where: str, num_bytes: int, geometry: Geometry, needed_bytes: int, copied_bytes: int | None) -> SetPlan:
+    region_bytes = _aligned(num_bytes // _NUM_REGIONS)
     copy_set_bytes = 0 if copied_bytes is None else _copy_set_bytes(num_bytes, geometry.num_ranks)
-    if needed_bytes > quarter_bytes or (copied_bytes or 0) > copy_set_bytes:
+    if needed_bytes > region_bytes or (copied_bytes or 0) > copy_set_bytes:
         raise _too_small(where, num_bytes, needed_bytes, geometry, copied_bytes or 0)
-    return Plan(quarter_bytes, True, copy_set_bytes)
+    return SetPlan(region_bytes, True, copy_set_bytes)
 
 
 def _copy_set_bytes(num_bytes: int, num_ranks: int) -> int:
@@ -231,9 +231,9 @@ def _copy_set_bytes(num_bytes: int, num_ranks: int) -> int:
     A dispatch's set is as large as in the rank's own memory. Where a rank has several experts that is less than a
     combine's part; where it has one, the places come on top.
     """
-    quarter_bytes = _aligned(num_bytes // _QUARTERS)
-    due = quarter_bytes // num_ranks
-    return min(quarter_bytes, max(_aligned(due + due // _COPY_MARGIN), _LEAST_COPY_BYTES))
+    region_bytes = _aligned(num_bytes // _NUM_REGIONS)
+    due = region_bytes // num_ranks
+    return min(region_bytes, max(_aligned(due + due // _COPY_MARGIN), _LEAST_COPY_BYTES))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -242,9 +242,9 @@ def _aligned(num_bytes: int) -> int:
 
 def _too_small(where: str, num_bytes: int, needed_bytes: int, geometry: Geometry, copied_bytes: int) -> ValueError:
     hint = geometry.hint()
-    wanted = max(hint, _QUARTERS * align(needed_bytes, ALIGNMENT_BYTES))
+    wanted = max(hint, _NUM_REGIONS * align(needed_bytes, ALIGNMENT_BYTES))
     if copied_bytes > _copy_set_bytes(wanted, geometry.num_ranks):
-        wanted = _QUARTERS * geometry.num_ranks * align(copied_bytes, ALIGNMENT_BYTES)
+        wanted = _NUM_REGIONS * geometry.num_ranks * align(copied_bytes, ALIGNMENT_BYTES)
     advice = "Buffer.get_low_latency_rdma_size_hint(...) bytes" if wanted == hint else "so many"
     return ValueError(
         f"{where}: num_max_dispatch_tokens_per_rank={geometry.max_tokens}, hidden {geometry.hidden} and "

@@ -49,14 +49,14 @@ class InFlight:
             EPError: So many results cannot be in flight. Nothing was sent.
         """
         self._bytes_for_two = max(self._bytes_for_two, bytes_for_two)
-        self.require_room(where, slot)
+        self.require_capacity(where, slot)
         number = self._num_sent = self._num_sent + 1
         if slot:
             self._took_slots.append(number)
         self._pending[number] = None
         return number
 
-    def pass_by(self, slot: int) -> bool:
+    def try_complete(self, slot: int) -> bool:
         """Begin and end a call at once, where plainly nothing speaks against it: `send` and `receive`.
 
         Args:
@@ -72,7 +72,7 @@ class InFlight:
             self._took_slots.append(number)
         return True
 
-    def require_room(self, where: str, slot: int) -> None:
+    def require_capacity(self, where: str, slot: int) -> None:
         """Refuse a call for which there is no room; the rest as for `send`, which asks this, too."""
         number = self._num_sent + 1
         depth = number - self._oldest + 1  # from the oldest one on, since it holds up what is behind it

@@ -96,7 +96,7 @@ def _say(shared: Shared, rank: int, meeting: Meeting) -> None:
     board = shared.window.board
     board.following.store_release(meeting.following)
     board.attempt.store_release(meeting.attempt)
-    board.echoes[rank - shared.near.start].store_release(meeting.echo)
+    board.echoes[rank - shared.local.start].store_release(meeting.echo)
 
 
 def _why_not(

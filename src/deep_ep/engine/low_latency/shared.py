@@ -15,14 +15,14 @@ from ...errors import EPError, EPUnsupported
 from ...kernels import low_latency_rows as kernels
 from ...transport import Base, Window
 from ...transport.board import MOST_LOW_LATENCY_RANKS, NUM_SENT_POSTS
-from ...transport.senders import NearSender, Sender
+from ...transport.senders import LocalSender, Sender
 from ...transport.spans import Span
 from ...transport.sparse import Atlas, SparseSegment
 from ...transport.window import SENT_TABLE_BYTES, SENT_TABLES_BYTES, Peer
 from .geometry import MOST_IN_FLIGHT
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
-    from ...transport.mesh import FarSender, Mesh
+    from ...transport.mesh import Mesh, RemoteSender
 
 _BITS = 32  # of a word of masks: words of posts are signed
 
@@ -38,7 +38,7 @@ class Shared:
 
     Attributes:
         rank: This rank, as the group counts. So do masks and senders.
-        near: The ranks of this node.
+        local: The ranks of this node.
         senders: All other ranks.
         masks: The ranks that this rank does without, of which its peers know, each with the first call that it is
             masked in: an earlier one that is still in flight is received with it.
@@ -47,18 +47,18 @@ class Shared:
     """
 
     def __init__(self, window: Window, segment: SparseSegment, can_mask: bool, mesh: Mesh | None = None):
-        if window.place.num_ranks > MOST_LOW_LATENCY_RANKS:
+        if window.group_ranks.num_ranks > MOST_LOW_LATENCY_RANKS:
             raise EPUnsupported(
-                f"low latency: at most {MOST_LOW_LATENCY_RANKS} ranks on the CPU, there are {window.place.num_ranks}. "
-                "Use normal mode"
+                f"low latency: at most {MOST_LOW_LATENCY_RANKS} ranks on the CPU, there are "
+                f"{window.group_ranks.num_ranks}. Use normal mode"
             )
         self.window = window
         self.mesh = mesh
-        first = window.place.first_rank
+        first = window.group_ranks.first_rank
         self.rank = first + window.rank
-        self.near = range(first, first + len(window.peers))
+        self.local = range(first, first + len(window.peers))
         self.senders: dict[int, Sender] = {
-            rank: NearSender(self.peer(rank), rank, self.peer(self.rank)) for rank in self.near if rank != self.rank
+            rank: LocalSender(self.peer(rank), rank, self.peer(self.rank)) for rank in self.local if rank != self.rank
         }
         if mesh is not None:
             self.senders.update(mesh.senders)
@@ -76,9 +76,9 @@ class Shared:
 
     def peer(self, rank: int) -> Peer:
         """A rank of this node, as the window sees it."""
-        return self.window.peers[rank - self.window.place.first_rank]
+        return self.window.peers[rank - self.window.group_ranks.first_rank]
 
-    def far(self, number: int) -> dict[int, FarSender]:
+    def remote(self, number: int) -> dict[int, RemoteSender]:
         """The ranks of other nodes that are not masked in a call."""
         senders = self.mesh.senders if self.mesh is not None else {}
         return {rank: sender for rank, sender in senders.items() if not self.is_masked(rank, number)}
@@ -126,12 +126,12 @@ class Shared:
 
     def ranks_of(self, words: Sequence[int]) -> set[int]:
         """The reverse of `bits_of`."""
-        return {rank for rank in range(self.window.place.num_ranks) if words[rank // _BITS] >> rank % _BITS & 1}
+        return {rank for rank in range(self.window.group_ranks.num_ranks) if words[rank // _BITS] >> rank % _BITS & 1}
 
     @property
     def num_mask_words(self) -> int:
         """Words that a set of ranks takes."""
-        return -(-self.window.place.num_ranks // _BITS)
+        return -(-self.window.group_ranks.num_ranks // _BITS)
 
     def is_done(self, number: int) -> bool:
         """Whether this rank has received a call."""
@@ -182,9 +182,9 @@ class Shared:
         span = self._segment.span
         return Base(span, span.start + SENT_TABLES_BYTES + offset)
 
-    def own_place(self) -> int:
+    def own_grain(self) -> int:
         """A place in this rank's own memory, which can always be read."""
-        return self.atlas.place_of(self._segment.mapping, self._segment.span.start + SENT_TABLES_BYTES)
+        return self.atlas.grain_of(self._segment.mapping, self._segment.span.start + SENT_TABLES_BYTES)
 
     def reach(self, rank: int, segment: Span) -> None:
         """Have a rank's low-latency memory in the atlas. Places move with it.
@@ -196,9 +196,9 @@ class Shared:
             raise SpoiledError(f"window: the low-latency memory of rank {rank} has moved. This is a bug: report it")
         self.atlas.add(self.peer(rank).mapping(Base(segment, segment.start), segment.stop))
 
-    def reach_landings(self) -> None:
-        """Have all landings in the atlas. Places move with it."""
-        for mapping in self.mesh.grounds.mappings if self.mesh is not None else ():
+    def reach_receive_arena(self) -> None:
+        """Have all receive buffers in the atlas. Places move with it."""
+        for mapping in self.mesh.receive_arena.mappings if self.mesh is not None else ():
             self.atlas.add(mapping)
 
     def fault(self, point: str) -> None:

@@ -4,8 +4,9 @@ A call is `send` (one kernel, whose last block signals and, where there is no ho
 a hook) and `receive` (one kernel). The host launches and waits for nothing, and which set a call uses is found on the
 device: everything can be captured in a graph.
 
-Across nodes a call is `send` without a wait, two kernels that carry it to the far ranks' copies of this rank's memory
-(`copies.py`), `wait_for`, `receive`, and one that tells far ranks of a failure. A hook comes behind the carrying.
+Across nodes a call is `send` without a wait, two kernels that carry it to the remote ranks' copies of this rank's
+memory (`copies.py`), `wait_for`, `receive`, and one that tells remote ranks of a failure. A hook comes behind the
+carrying.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...errors import EPUnsupported
 from ...event import EventHandle
 from ...kernels._triton import Launch
 from ...kernels.low_latency import combine, dispatch, words
-from ...kernels.low_latency.words import Call, Patience, Spots
+from ...kernels.low_latency.words import KernelCall, LowLatencyContext, WaitOptions
 from ...kernels.notify import can_share_a_wait
 from ...stream import LaunchStream
 from ...transport import MAX_EXPERTS
@@ -28,9 +29,21 @@ from ...transport.device import DeviceWindow
 from ..cuda.digest import pack
 from ..cuda.signals import Signals
 from ..protocol import OPERATIONS, Agreement
-from .calls import BARRIER, COMBINE, DISPATCH, METHODS, Combining, Dispatching, Hook, Packed, Rows, Way, agreement_of
-from .copies import Carrier, Copies, FarRanks
-from .geometry import Form, Geometry, Plan, bytes_for_two, plan_combine, plan_dispatch
+from .calls import (
+    BARRIER,
+    COMBINE,
+    DISPATCH,
+    METHODS,
+    CallMode,
+    CombineInputs,
+    Combining,
+    Dispatching,
+    Hook,
+    Packed,
+    agreement_of,
+)
+from .copies import Copier, Copies, RemoteRanks
+from .geometry import Geometry, RowFormat, SetPlan, bytes_for_two, plan_combine, plan_dispatch
 from .in_flight import InFlight
 from .slots import ALL_SLOTS, FREE_SLOT, NO_SLOT, OWN_SLOT, Slots, zero_copy_view
 
@@ -45,7 +58,7 @@ class _Setup(NamedTuple):
         results: What a dispatch returns, as `Packed` has it, but without memory.
     """
 
-    call: Call
+    call: KernelCall
     sizes: Any
     wide_bytes: int = 0
     results: tuple[torch.Tensor, ...] = ()
@@ -56,22 +69,22 @@ class Kernels(NamedTuple):
 
     Attributes:
         operation: The call.
-        way: How it stands to the caller's stream.
+        mode: How it stands to the caller's stream.
         setup: What follows from the sizes.
         slot: What it takes of the slots.
-        send: Publishes and signals. Without a hook and far ranks its last block waits for the peers.
+        send: Publishes and signals. Without a hook and remote ranks its last block waits for the peers.
         wait: Waits for the peers behind a hook, or behind what is carried.
         receive: Fetches.
         num_send_blocks: Of `send`, but for the tokens of a dispatch.
         num_receive_blocks: Of `receive`; of a combine: for each token.
-        carrier: Carries what was sent to far ranks, if there are any.
+        copier: Carries what was sent to remote ranks, if there are any.
         is_plain: `send` and `receive` are all there is, and the caller's stream waits for them.
         scratch: [M * K] int32, for what a combine's halves leave each other where no other call comes between them;
             None: each call has its own.
     """
 
     operation: str
-    way: Way
+    mode: CallMode
     setup: _Setup
     slot: int
     send: Launch
@@ -79,7 +92,7 @@ class Kernels(NamedTuple):
     receive: Launch
     num_send_blocks: int
     num_receive_blocks: int
-    carrier: Carrier | None
+    copier: Copier | None
     is_plain: bool
     scratch: torch.Tensor | None = None
 
@@ -105,7 +118,7 @@ class StreamedLowLatency:
         stream: Where kernels are launched.
         num_bytes: Of the low-latency memory, the same on all ranks.
         enable_shrink: Mask ranks that stay silent, instead of failing.
-        far: Ranks of other nodes; None: there are none.
+        remote: Ranks of other nodes; None: there are none.
     """
 
     def __init__(
@@ -115,7 +128,7 @@ class StreamedLowLatency:
         stream: LaunchStream,
         num_bytes: int,
         enable_shrink: bool,
-        far: FarRanks | None = None,
+        remote: RemoteRanks | None = None,
     ):
         num_ranks, device = window.num_ranks, window.device
         if num_ranks > words.MOST_RANKS:
@@ -127,38 +140,41 @@ class StreamedLowLatency:
         self._num_bytes = num_bytes
         self._device = device
         self._can_mask = enable_shrink
-        self._has_copies = far is not None
-        self._can_join = enable_shrink and far is None
-        self._board_bytes = Spots.board_bytes(num_ranks, MAX_EXPERTS)
-        self._copies = Copies(far, self._board_bytes, num_bytes, MAX_EXPERTS) if far is not None else None
-        # Far ranks have first to be carried what they wait for themselves; and the block of a send has several warps.
-        self._can_send_wait = self._copies is None and can_share_a_wait(signals.places)
-        self._part = window.set_aside(self._copies.room if self._copies is not None else self._board_bytes + num_bytes)
+        self._has_copies = remote is not None
+        self._can_join = enable_shrink and remote is None
+        self._board_bytes = LowLatencyContext.board_bytes(num_ranks, MAX_EXPERTS)
+        self._copies = Copies(remote, self._board_bytes, num_bytes, MAX_EXPERTS) if remote is not None else None
+        # Remote ranks have first to be carried what they wait for themselves; and the block of a send has several
+        # warps.
+        self._can_send_wait = self._copies is None and can_share_a_wait(signals.context)
+        self._part = window.new_part(
+            self._copies.num_bytes if self._copies is not None else self._board_bytes + num_bytes
+        )
         addresses, base = list(self._part.addresses), self._part.memory.data_ptr()
         if self._copies is not None:
             addresses = self._copies.addresses(base, addresses)
         self._host = torch.zeros(num_ranks + 1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._masked_word = ctypes.c_int64.from_address(self._host.data_ptr() + 8 * num_ranks)
         self._told = 0
-        self.spots = Spots(
-            places=signals.places,
+        self.context = LowLatencyContext(
+            buffer=signals.context,
             windows=torch.tensor(addresses, dtype=torch.int64, device=device),
-            state=torch.zeros(Spots.state_room(num_ranks), dtype=torch.int64, device=device),
+            state=torch.zeros(LowLatencyContext.num_state_words(num_ranks), dtype=torch.int64, device=device),
             mask=torch.zeros(num_ranks, dtype=torch.int32, device=device),
             seen=torch.zeros(num_ranks, 2, dtype=torch.int64, device=device),
             host=self._host,
             max_experts=MAX_EXPERTS,
         )
-        self._state = self.spots.state
+        self._state = self.context.state
         self._is_capturing = window.is_capturing
-        signals.low_latency_words, signals.low_latency_state = self.spots.seen, self.spots.state
+        signals.low_latency_words, signals.low_latency_state = self.context.seen, self.context.state
         self._setups: dict[tuple, _Setup] = {}
         self._kernels: dict[tuple, Kernels] = {}
         self._slots = Slots()
         self._in_flight = InFlight(self._slots)
-        words.prepare_all(self.spots)
+        words.prepare_all(self.context)
         if self._copies is not None:
-            self._copies.start(self.spots, base)
+            self._copies.start(self.context, base)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -196,7 +212,7 @@ class StreamedLowLatency:
     def combine(
         self,
         kind: Combining,
-        rows: Rows,
+        rows: CombineInputs,
         out: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:
@@ -210,7 +226,7 @@ class StreamedLowLatency:
         if kind.zero_copy or (slot and self._slots.has_lease(src_info)):
             takes = OWN_SLOT
             # Before the tensor is given, or a call that is refused would take it.
-            self._in_flight.require_room(METHODS[COMBINE], takes)
+            self._in_flight.require_capacity(METHODS[COMBINE], takes)
             slot = self._slots.give_back(src_info, self._in_flight.next_number)
             if not kind.zero_copy:  # the kernel takes the only slot that is left to it
                 slot = ALL_SLOTS & ~(1 << slot)
@@ -232,18 +248,18 @@ class StreamedLowLatency:
 
         Where ranks may be masked, they first agree on its number: see `words.join`.
         """
-        call = _call(BARRIER, Plan(16, False), Agreement(BARRIER))
-        with self._signals.contagious(BARRIER), self._stream.entered(None, False):
+        call = _call(BARRIER, SetPlan(16, False), Agreement(BARRIER))
+        with self._signals.propagating_failure(BARRIER), self._stream.entered(None, False):
             self._signals.is_announced = True
             if self._can_join:
                 self._in_flight.abandon()
                 self._in_flight.go_on_from(self._in_flight.next_number)
-                words.join(self.spots)
+                words.join(self.context)
             self._in_flight.receive(self._in_flight.send(METHODS[BARRIER], NO_SLOT))
-            words.signal(self.spots, call)
+            words.signal(self.context, call)
             if self._copies is not None:
-                self._copies.for_barrier(call).launch(self.spots.state)
-            words.wait_for(self.spots, call, 0, Patience(can_mask=self._can_mask))
+                self._copies.for_barrier(call).launch(self.context.state)
+            words.wait_for(self.context, call, 0, WaitOptions(can_mask=self._can_mask))
             self._tell()
         self._stream.leave(False)
 
@@ -259,17 +275,17 @@ class StreamedLowLatency:
     def update_mask(self, rank: int, is_masked: bool) -> None:
         """Mask a rank for this rank's calls, or no longer; in the order of the caller's stream."""
         self._warn_of_masks()
-        self.spots.mask[rank : rank + 1].fill_(int(is_masked))
+        self.context.mask[rank : rank + 1].fill_(int(is_masked))
 
     def query_mask(self, status: torch.Tensor) -> None:
         """Write the masks into [R] int32, in the order of the caller's stream."""
-        torch.ne(self.spots.mask, 0, out=status)
+        torch.ne(self.context.mask, 0, out=status)
         self._warn_of_masks()
 
     def clean_mask(self) -> None:
         """Mask nobody."""
         self._warn_of_masks()
-        self.spots.mask.zero_()
+        self.context.mask.zero_()
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
@@ -286,65 +302,65 @@ class StreamedLowLatency:
         return kernels
 
     def _dispatch_kernels(self, kind: Dispatching, is_aligned: bool) -> Kernels:
-        setup, spots = self._dispatch_setup(kind.geometry, kind.form), self.spots
-        call, sizes, patience = setup.call, setup.sizes, self._patience(kind)
-        waiting = self._waiting(kind.way, patience)
+        setup, context = self._dispatch_setup(kind.geometry, kind.form), self.context
+        call, sizes, wait_options = setup.call, setup.sizes, self._wait_options(kind)
+        waiting = self._waiting(kind.mode, wait_options)
         return Kernels(
             DISPATCH,
-            kind.way,
+            kind.mode,
             setup,
             FREE_SLOT if call.takes_slot else NO_SLOT,
-            dispatch.sender(spots, call, sizes, kind.idx_dtype, is_aligned, waiting),
-            words.waiter(spots, call, patience),
-            dispatch.receiver(spots, call, sizes, kind.form.scale_dtype, kind.has_recv_stats),
+            dispatch.sender(context, call, sizes, kind.idx_dtype, is_aligned, waiting),
+            words.waiter(context, call, wait_options),
+            dispatch.receiver(context, call, sizes, kind.form.scale_dtype, kind.has_recv_stats),
             dispatch.num_send_blocks(sizes, 0),
             dispatch.num_receive_blocks(sizes, kind.geometry.num_ranks),
             self._copies.for_dispatch(call, sizes) if self._copies is not None else None,
-            self._is_plain(kind.way),
+            self._is_plain(kind.mode),
         )
 
     def _combine_kernels(self, kind: Combining, is_aligned: bool, is_out_aligned: bool) -> Kernels:
-        setup, spots = self._combine_setup(kind.geometry, kind.use_logfmt), self.spots
-        call, sizes, patience = setup.call, setup.sizes, self._patience(kind)
-        waiting, is_copied = self._waiting(kind.way, patience), not kind.zero_copy
-        receive, num_pieces = combine.receiver(spots, sizes, kind.idx_dtype, is_out_aligned, self._can_mask)
+        setup, context = self._combine_setup(kind.geometry, kind.use_logfmt), self.context
+        call, sizes, wait_options = setup.call, setup.sizes, self._wait_options(kind)
+        waiting, is_copied = self._waiting(kind.mode, wait_options), not kind.zero_copy
+        receive, num_pieces = combine.receiver(context, sizes, kind.idx_dtype, is_out_aligned, self._can_mask)
         scratch = None
         # Behind a hook other calls may come between the halves. What is made in a capture is the graph's.
-        if not kind.way.has_hook and not self._is_capturing():
+        if not kind.mode.has_hook and not self._is_capturing():
             size = max(1, sizes.max_tokens * sizes.num_topk)
             scratch = torch.empty(size, dtype=torch.int32, device=self._device)
         return Kernels(
             COMBINE,
-            kind.way,
+            kind.mode,
             setup,
             FREE_SLOT if is_copied else OWN_SLOT,
-            combine.sender(spots, call, sizes, kind.idx_dtype, is_copied, is_aligned, waiting),
-            words.waiter(spots, call, patience),
+            combine.sender(context, call, sizes, kind.idx_dtype, is_copied, is_aligned, waiting),
+            words.waiter(context, call, wait_options),
             receive,
             combine.num_send_blocks(sizes, is_copied),
             num_pieces,
             self._copies.for_combine(call, sizes) if self._copies is not None else None,
-            self._is_plain(kind.way),
+            self._is_plain(kind.mode),
             scratch,
         )
 
-    def _patience(self, kind: Dispatching | Combining) -> Patience:
+    def _wait_options(self, kind: Dispatching | Combining) -> WaitOptions:
         """How a call waits."""
-        return Patience(self.spots.state if kind.has_wait_stats else None, self._can_mask)
+        return WaitOptions(self.context.state if kind.has_wait_stats else None, self._can_mask)
 
-    def _waiting(self, way: Way, patience: Patience) -> Patience | None:
+    def _waiting(self, mode: CallMode, wait_options: WaitOptions) -> WaitOptions | None:
         """How a send waits, if it does."""
-        return patience if self._can_send_wait and not way.has_hook else None
+        return wait_options if self._can_send_wait and not mode.has_hook else None
 
-    def _is_plain(self, way: Way) -> bool:
-        return not any(way) and self._can_send_wait
+    def _is_plain(self, mode: CallMode) -> bool:
+        return not any(mode) and self._can_send_wait
 
-    def _dispatch_setup(self, geometry: Geometry, form: Form) -> _Setup:
+    def _dispatch_setup(self, geometry: Geometry, form: RowFormat) -> _Setup:
         setup = self._setups.get((geometry, form))
         if setup is None:
             plan = plan_dispatch("low_latency_dispatch", self._num_bytes, geometry, form, self._has_copies)
-            row = (geometry.row_bytes(form), geometry.scales_offset, geometry.places_offset(form))
-            sizes = dispatch.Sizes(*_sizes_of(geometry), *row, form.use_fp8, form.round_scale)
+            row = (geometry.row_bytes(form), geometry.scales_offset, geometry.expert_slots_offset(form))
+            sizes = dispatch.DispatchSizes(*_sizes_of(geometry), *row, form.use_fp8, form.round_scale)
             agreement = agreement_of(DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale))
             call, results = _call(DISPATCH, plan, agreement), _results(geometry, form, self._device)
             wide_bytes = bytes_for_two(geometry, form) if plan.takes_slot else 0
@@ -355,14 +371,14 @@ class StreamedLowLatency:
         setup = self._setups.get((geometry, use_logfmt))
         if setup is None:
             plan = plan_combine("low_latency_combine", self._num_bytes, geometry, self._has_copies)
-            sizes = combine.Sizes(*_sizes_of(geometry), geometry.slot_bytes, geometry.ranges_offset, use_logfmt)
+            sizes = combine.CombineSizes(*_sizes_of(geometry), geometry.slot_bytes, geometry.ranges_offset, use_logfmt)
             agreement = agreement_of(COMBINE, geometry, torch.bfloat16, None, int(use_logfmt))
             call = _call(COMBINE, plan, agreement)
             setup = self._setups[geometry, use_logfmt] = _Setup(call, sizes)
         return setup
 
     def _make(
-        self, kernels: Kernels, work: _Work, carried: tuple[Any, ...], slot: int
+        self, kernels: Kernels, work: _Work, copier_args: tuple[Any, ...], slot: int
     ) -> tuple[EventHandle | None, Hook | None]:
         """Launch a call: its send half, and its receive half unless there is a hook for that.
 
@@ -371,23 +387,23 @@ class StreamedLowLatency:
         Args:
             kernels: Of the call.
             work: What its halves are given.
-            carried: What its carrier is, if it has one.
+            copier_args: What its carrier is, if it has one.
             slot: What it takes of the slots.
         """
         if self._masked_word.value != self._told:
             self._warn_of_masks()
         signals, stream, in_flight = self._signals, self._stream, self._in_flight
-        is_async, has_hook = kernels.way
+        is_async, has_hook = kernels.mode
         number = 0
         try:
             signals.is_calling = signals.is_announced = True  # a number that was given to a call must be sent
-            if has_hook or not in_flight.pass_by(slot):
+            if has_hook or not in_flight.try_complete(slot):
                 signals.is_announced = False
                 number = in_flight.send(METHODS[kernels.operation], slot, kernels.setup.wide_bytes)
                 signals.is_announced = True
                 if not has_hook:
                     in_flight.receive(number)
-            way_back = stream.enter(None, is_async)
+            saved = stream.enter(None, is_async)
             try:
                 if slot == FREE_SLOT:
                     if stream.is_capturing:
@@ -398,37 +414,37 @@ class StreamedLowLatency:
                     kernels.send(num_send_blocks, sent, numbers)
                     kernels.receive(num_receive_blocks, received, _NO_AGE)
                 else:
-                    self._launch(kernels, work, carried)
+                    self._launch(kernels, work, copier_args)
             finally:
-                stream.exit(way_back)
+                stream.exit(saved)
         except BaseException as error:
-            signals.spread(kernels.operation, error)
+            signals.propagate_failure(kernels.operation, error)
             raise
         event = stream.leave(is_async)
         return event, self._hook(kernels, work, number) if has_hook else None
 
-    def _launch(self, kernels: Kernels, work: _Work, carried: tuple[Any, ...]) -> None:
+    def _launch(self, kernels: Kernels, work: _Work, copier_args: tuple[Any, ...]) -> None:
         """The kernels of a call, but for those behind a hook."""
-        marks, (is_async, has_hook) = self._signals.marks, kernels.way
+        marks, (is_async, has_hook) = self._signals.marks, kernels.mode
         if is_async:
             self._stream.hold((*work[1], *work[4]), self._stream.raw)
         if marks is None:
-            self._launch_steps(kernels, work, carried, has_hook)
+            self._launch_steps(kernels, work, copier_args, has_hook)
         else:
             with marks.call(f"{kernels.operation} send" if has_hook else kernels.operation):
-                self._launch_steps(kernels, work, carried, has_hook)
+                self._launch_steps(kernels, work, copier_args, has_hook)
 
-    def _launch_steps(self, kernels: Kernels, work: _Work, carried: tuple[Any, ...], has_hook: bool) -> None:
+    def _launch_steps(self, kernels: Kernels, work: _Work, copier_args: tuple[Any, ...], has_hook: bool) -> None:
         """Likewise; a trace, if there is one, has begun to show the call."""
-        marks, carrier = self._signals.marks, kernels.carrier
+        marks, copier = self._signals.marks, kernels.copier
         num_send_blocks, sent, numbers, num_receive_blocks, received = work
         if marks is not None:
             marks.step("send")
         kernels.send(num_send_blocks, sent, numbers)
-        if carrier is not None:
+        if copier is not None:
             if marks is not None:
-                marks.step("carry")
-            carrier.launch(*carried)
+                marks.step("copy")
+            copier.launch(*copier_args)
         if not has_hook:
             stats = None if self._can_send_wait else sent[-1]
             self._launch_receive(kernels, num_receive_blocks, received, stats, 0)
@@ -465,7 +481,7 @@ class StreamedLowLatency:
             try:
                 signals.is_calling = signals.is_announced = True
                 age = in_flight.receive(number)
-                way_back = stream.enter(None, False)
+                saved = stream.enter(None, False)
                 try:
                     if signals.marks is None:
                         self._launch_receive(kernels, num_blocks, received, stats, age)
@@ -473,9 +489,9 @@ class StreamedLowLatency:
                         with signals.marks.call(f"{operation} receive"):
                             self._launch_receive(kernels, num_blocks, received, stats, age)
                 finally:
-                    stream.exit(way_back)
+                    stream.exit(saved)
             except BaseException as error:
-                signals.spread(operation, error)
+                signals.propagate_failure(operation, error)
                 raise
             stream.leave(False)
 
@@ -491,7 +507,7 @@ class StreamedLowLatency:
         return hook
 
     def _tell(self) -> None:
-        """Behind a wait, and what it holds up: have far ranks hear of it if it has failed."""
+        """Behind a wait, and what it holds up: have remote ranks hear of it if it has failed."""
         if self._copies is not None:
             self._copies.tell()
 
@@ -508,13 +524,13 @@ class StreamedLowLatency:
                 call, reason = word >> words.REASON_BITS, word & ((1 << words.REASON_BITS) - 1)
                 warnings.warn(
                     f"low latency (call {call}): rank {rank} {_REASONS[reason]}, and is masked from now on "
-                    f"(rank {self.spots.places.rank}/{size}). Its experts' results are missing",
+                    f"(rank {self.context.buffer.rank}/{size}). Its experts' results are missing",
                     RuntimeWarning,
                     stacklevel=4,
                 )
 
 
-def _results(geometry: Geometry, form: Form, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _results(geometry: Geometry, form: RowFormat, device: torch.device) -> tuple[torch.Tensor, ...]:
     """What a dispatch returns, as `Packed` has it, but without memory.
 
     `empty_like` of them takes little more than half as long as `empty` with a shape, a type and a device.
@@ -539,6 +555,6 @@ def _sizes_of(geometry: Geometry) -> tuple[int, int, int, int]:
     return geometry.hidden, geometry.num_topk, geometry.num_experts, geometry.max_tokens
 
 
-def _call(operation: str, plan: Plan, agreement: Agreement) -> Call:
-    sizes = (plan.quarter_bytes, plan.set_bytes, OPERATIONS.index(operation))
-    return Call(pack(agreement), *sizes, plan.takes_slot, plan.copy_set_bytes)
+def _call(operation: str, plan: SetPlan, agreement: Agreement) -> KernelCall:
+    sizes = (plan.region_bytes, plan.set_bytes, OPERATIONS.index(operation))
+    return KernelCall(pack(agreement), *sizes, plan.takes_slot, plan.copy_set_bytes)

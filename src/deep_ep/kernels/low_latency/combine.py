@@ -20,9 +20,9 @@ from .logfmt import decode, encode_row, unit_of
 from .words import (
     ARRIVED,
     MASKED,
-    Call,
-    Patience,
-    Spots,
+    KernelCall,
+    LowLatencyContext,
+    WaitOptions,
     await_all,
     awaiting,
     free_slot,
@@ -45,7 +45,7 @@ _MOST_IDLE_BLOCKS = 64  # where no row is copied
 _MASKED = tl.constexpr(MASKED)
 
 
-class Sizes(NamedTuple):
+class CombineSizes(NamedTuple):
     """Of a combine's rows, as they travel.
 
     Attributes:
@@ -68,13 +68,13 @@ class Sizes(NamedTuple):
 
 
 def sender(
-    spots: Spots,
-    call: Call,
-    sizes: Sizes,
+    context: LowLatencyContext,
+    call: KernelCall,
+    sizes: CombineSizes,
     idx_dtype: torch.dtype,
     is_copied: bool,
     is_aligned: bool,
-    patience: Patience | None,
+    wait_options: WaitOptions | None,
 ) -> Launch:
     """A kernel that publishes the rows of this rank's experts, and whose last block signals; see `send`.
 
@@ -82,40 +82,40 @@ def sender(
     number of tokens, and the zero-copy tensor's slot or, where rows are copied, a bit for each slot that is leased.
 
     Args:
-        spots: The words.
+        context: The words.
         call: The call.
         sizes: Of the rows.
         idx_dtype: Of `topk_idx`.
         is_copied: Rows are copied from `x`; otherwise they are in the zero-copy tensor.
         is_aligned: `x` begins at a multiple of 16 bytes.
-        patience: The last block then waits for the peers, in this way; None: it does not.
+        wait_options: The last block then waits for the peers, in this way; None: it does not.
     """
-    places = spots.places
+    buffer = context.buffer
     word, vector = _words_of(is_aligned, sizes)
     tile = tile_of(sizes.num_topk, sizes.max_tokens)
-    waits = (patience is not None, patience is not None and patience.stats is not None)
-    variant = _send_variant(sizes, idx_dtype, is_copied, word, vector, *waits, *tile, spots.num_lanes)
+    waits = (wait_options is not None, wait_options is not None and wait_options.stats is not None)
+    variant = _send_variant(sizes, idx_dtype, is_copied, word, vector, *waits, *tile, context.num_lanes)
     fixed = (
-        spots.windows,
-        spots.state,
-        places.state,
-        places.num_ranks * sizes.max_tokens,
+        context.windows,
+        context.state,
+        buffer.state,
+        buffer.num_ranks * sizes.max_tokens,
         sizes.hidden * 2 // vector,
         sizes.num_topk,
         sizes.num_experts,
-        places.num_ranks,
-        places.rank,
-        spots.max_experts,
+        buffer.num_ranks,
+        buffer.rank,
+        context.max_experts,
         sizes.slot_bytes // 16,
         sizes.ranges_offset,
         *call.agreement,
-        call.quarter_bytes,
-        *awaiting(spots, call, patience is not None and patience.can_mask),
+        call.region_bytes,
+        *awaiting(context, call, wait_options is not None and wait_options.can_mask),
     )
     return Launch(variant, (word if is_copied else None, *(None,) * 6), fixed)
 
 
-def num_send_blocks(sizes: Sizes, is_copied: bool) -> int:
+def num_send_blocks(sizes: CombineSizes, is_copied: bool) -> int:
     """Blocks of a send."""
     if not is_copied:
         return min(sizes.num_experts, _MOST_IDLE_BLOCKS)
@@ -125,20 +125,20 @@ def num_send_blocks(sizes: Sizes, is_copied: bool) -> int:
 
 
 def send(
-    spots: Spots,
-    call: Call,
-    sizes: Sizes,
+    context: LowLatencyContext,
+    call: KernelCall,
+    sizes: CombineSizes,
     x: torch.Tensor,
     layout_range: torch.Tensor,
     topk_idx: torch.Tensor,
     earlier: torch.Tensor,
     slot: int | None,
-    patience: Patience | None = None,
+    wait_options: WaitOptions | None = None,
 ) -> None:
     """Publish the rows of this rank's experts, once: one kernel, whose last block signals.
 
     Args:
-        spots: The words.
+        context: The words.
         call: The call.
         sizes: Of the rows.
         x: [L, n, H] BF16; not read where there is a zero-copy tensor.
@@ -146,18 +146,18 @@ def send(
         topk_idx: [T, K], of this rank's own tokens.
         earlier: [T, K] int32, written: how many tokens before have the same expert. The receive half needs it.
         slot: Of the zero-copy tensor; None: copy, into a free one.
-        patience: The last block then waits for the peers, in this way; None: it does not.
+        wait_options: The last block then waits for the peers, in this way; None: it does not.
     """
     is_copied = slot is None
-    launch = sender(spots, call, sizes, topk_idx.dtype, is_copied, x.data_ptr() % 16 == 0, patience)
+    launch = sender(context, call, sizes, topk_idx.dtype, is_copied, x.data_ptr() % 16 == 0, wait_options)
     num_blocks, num_tokens = num_send_blocks(sizes, is_copied), topk_idx.size(0)
-    stats = spots.state if patience is None or patience.stats is None else patience.stats
+    stats = context.state if wait_options is None or wait_options.stats is None else wait_options.stats
     launch(num_blocks, (x, layout_range, topk_idx, earlier, stats), (num_tokens, slot or 0))
 
 
 @functools.cache
 def _send_variant(
-    sizes: Sizes,
+    sizes: CombineSizes,
     idx_dtype: torch.dtype,
     is_copied: bool,
     word: torch.dtype,
@@ -185,7 +185,7 @@ def _send_variant(
     return Variant(_send_kernel, constants, num_warps=4)
 
 
-def _words_of(is_aligned: bool, sizes: Sizes) -> tuple[torch.dtype, int]:
+def _words_of(is_aligned: bool, sizes: CombineSizes) -> tuple[torch.dtype, int]:
     """What rows are read in: a type, and the bytes of a vector."""
     vector = 16 if sizes.hidden % 8 == 0 and is_aligned else 2
     if sizes.use_logfmt:
@@ -216,12 +216,12 @@ def _send_kernel(
     ranges_offset: tl.int32,
     word_a: tl.int64,
     word_b: tl.int64,
-    quarter_bytes: tl.int64,
+    region_bytes: tl.int64,
     ranks_mask,
     seen,
     ll_host,
     boards,
-    homes,
+    own_boards,
     host,
     limit_ns: tl.int64,
     operation: tl.int32,
@@ -248,7 +248,7 @@ def _send_kernel(
     taken = free_slot(ll, slot) if IS_COPIED else slot
     if is_working(state):
         memory = one_of(memories, rank, LANES)
-        offset = slot_offset(num_ranks, max_experts, taken, quarter_bytes)
+        offset = slot_offset(num_ranks, max_experts, taken, region_bytes)
         table = table_at(memory, num_ranks, number, max_experts)
         block = tl.program_id(0)
         share = block // num_experts  # of a pair's rows, where several blocks share them
@@ -277,8 +277,8 @@ def _send_kernel(
             signal_all(memories, ll, masks, number, num_ranks, rank, word_a, word_b, num_tokens, offset, LANES)
             if WAITS:
                 await_all(
-                    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation,
-                    can_mask, num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
+                    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, own_boards, host, limit_ns,
+                    operation, can_mask, num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
                 )  # fmt: skip
 
 
@@ -302,7 +302,7 @@ def _copy_rows(
 
 
 def receiver(
-    spots: Spots, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool, can_mask: bool = False
+    context: LowLatencyContext, sizes: CombineSizes, idx_dtype: torch.dtype, is_aligned: bool, can_mask: bool = False
 ) -> tuple[Launch, int]:
     """A kernel that sums each token's rows, see `receive`, and its blocks for one token.
 
@@ -310,25 +310,25 @@ def receiver(
     since.
 
     Args:
-        spots: The words.
+        context: The words.
         sizes: Of the rows.
         idx_dtype: Of `topk_idx`.
         is_aligned: `out` begins at a multiple of 16 bytes.
         can_mask: Mask a rank that has no row where one is wanted.
     """
-    places, whole = spots.places, 8 if sizes.hidden % 8 == 0 else 1
-    variant, num_pieces = _receive_variant(sizes, idx_dtype, is_aligned and whole > 1, spots.num_lanes)
+    buffer, whole = context.buffer, 8 if sizes.hidden % 8 == 0 else 1
+    variant, num_pieces = _receive_variant(sizes, idx_dtype, is_aligned and whole > 1, context.num_lanes)
     fixed = (
-        spots.windows,
-        spots.state,
-        spots.mask,
-        places.state,
+        context.windows,
+        context.state,
+        context.mask,
+        buffer.state,
         sizes.hidden // whole,
         sizes.num_topk,
-        sizes.num_experts // places.num_ranks,
-        places.num_ranks,
-        places.rank,
-        spots.max_experts,
+        sizes.num_experts // buffer.num_ranks,
+        buffer.num_ranks,
+        buffer.rank,
+        context.max_experts,
         sizes.slot_bytes // 16,
         sizes.ranges_offset,
         int(can_mask),
@@ -337,8 +337,8 @@ def receiver(
 
 
 def receive(
-    spots: Spots,
-    sizes: Sizes,
+    context: LowLatencyContext,
+    sizes: CombineSizes,
     age: int,
     out: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -350,7 +350,7 @@ def receive(
     `out[t] = sum over k of topk_weights[t, k] * the row of token t at expert topk_idx[t, k]`
 
     Args:
-        spots: The words; `wait_for` came before.
+        context: The words; `wait_for` came before.
         sizes: Of the rows.
         age: How many calls this rank has sent since.
         out: [T, H] BF16, written; T is not 0.
@@ -358,12 +358,12 @@ def receive(
         topk_weights: [T, K] float32.
         earlier: [T, K] int32, from `send`.
     """
-    launch, num_pieces = receiver(spots, sizes, topk_idx.dtype, out.data_ptr() % 16 == 0)
+    launch, num_pieces = receiver(context, sizes, topk_idx.dtype, out.data_ptr() % 16 == 0)
     launch(out.size(0) * num_pieces, (out, topk_idx, topk_weights, earlier), (age,))
 
 
 @functools.cache
-def _receive_variant(sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool, lanes: int) -> tuple[Variant, int]:
+def _receive_variant(sizes: CombineSizes, idx_dtype: torch.dtype, is_aligned: bool, lanes: int) -> tuple[Variant, int]:
     """The kernel, and the pieces that it cuts a row into."""
     del idx_dtype  # another type is another variant
     hidden = sizes.hidden

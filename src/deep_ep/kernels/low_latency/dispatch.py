@@ -20,9 +20,9 @@ from ..exchange import is_last_block
 from ..primitives import to_fp8
 from .words import (
     ARRIVED,
-    Call,
-    Patience,
-    Spots,
+    KernelCall,
+    LowLatencyContext,
+    WaitOptions,
     await_all,
     awaiting,
     copy_set_offset,
@@ -30,10 +30,10 @@ from .words import (
     is_working,
     masks_of,
     memories_of,
+    offset_of_set,
     one_of,
     posted_base,
     posted_tokens,
-    set_offset,
     signal_all,
     slot_offset,
     table_at,
@@ -51,7 +51,7 @@ _SEND_WARPS = 8
 _WORDS_AT_ONCE = 2048  # of 4 bytes, that a block fetches
 
 
-class Sizes(NamedTuple):
+class DispatchSizes(NamedTuple):
     """Of a dispatch's rows, as they travel.
 
     Attributes:
@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
         max_tokens: M.
         row_bytes: From one row of a set to the next.
         scales_offset: Where the scales are in a row.
-        places_offset: Where the places are in a set, [T, K] int32.
+        expert_slots_offset: Where the places are in a set, [T, K] int32.
         use_fp8: Rows are FP8; otherwise BF16.
         round_scale: Scales are powers of two.
     """
@@ -72,13 +72,18 @@ class Sizes(NamedTuple):
     max_tokens: int
     row_bytes: int
     scales_offset: int
-    places_offset: int
+    expert_slots_offset: int
     use_fp8: bool
     round_scale: bool
 
 
 def sender(
-    spots: Spots, call: Call, sizes: Sizes, idx_dtype: torch.dtype, is_aligned: bool, patience: Patience | None
+    context: LowLatencyContext,
+    call: KernelCall,
+    sizes: DispatchSizes,
+    idx_dtype: torch.dtype,
+    is_aligned: bool,
+    wait_options: WaitOptions | None,
 ) -> Launch:
     """A kernel that publishes a rank's rows, and whose last block signals; see `send`.
 
@@ -86,69 +91,74 @@ def sender(
     is leased.
 
     Args:
-        spots: The words.
+        context: The words.
         call: The call.
         sizes: Of the rows.
         idx_dtype: Of `topk_idx`.
         is_aligned: `x` begins at a multiple of 16 bytes.
-        patience: The last block then waits for the peers, in this way; None: it does not.
+        wait_options: The last block then waits for the peers, in this way; None: it does not.
     """
-    places = spots.places
+    buffer = context.buffer
     whole = _whole(sizes)
-    waits = (patience is not None, patience is not None and patience.stats is not None)
+    waits = (wait_options is not None, wait_options is not None and wait_options.stats is not None)
     tile = tile_of(sizes.num_topk, sizes.max_tokens)
     is_wide = call.takes_slot
-    variant = _send_variant(sizes, idx_dtype, is_aligned and whole > 1, is_wide, *waits, *tile, spots.num_lanes)
+    variant = _send_variant(sizes, idx_dtype, is_aligned and whole > 1, is_wide, *waits, *tile, context.num_lanes)
     fixed = (
-        spots.windows,
-        spots.state,
-        places.state,
+        context.windows,
+        context.state,
+        buffer.state,
         sizes.hidden // whole,
         sizes.num_topk,
         sizes.num_experts,
-        places.num_ranks,
-        places.rank,
-        spots.max_experts,
+        buffer.num_ranks,
+        buffer.rank,
+        context.max_experts,
         sizes.row_bytes // 16,
         sizes.scales_offset,
-        sizes.places_offset,
-        *call.numbers,
-        *awaiting(spots, call, patience is not None and patience.can_mask),
+        sizes.expert_slots_offset,
+        *call.kernel_args,
+        *awaiting(context, call, wait_options is not None and wait_options.can_mask),
     )
     return Launch(variant, (None,) * 5, fixed)
 
 
-def num_send_blocks(sizes: Sizes, num_tokens: int) -> int:
+def num_send_blocks(sizes: DispatchSizes, num_tokens: int) -> int:
     """Blocks of a send."""
     return num_tokens + min(_MOST_NUMBERING_BLOCKS, sizes.num_experts)
 
 
 def send(
-    spots: Spots, call: Call, sizes: Sizes, x: torch.Tensor, topk_idx: torch.Tensor, patience: Patience | None = None
+    context: LowLatencyContext,
+    call: KernelCall,
+    sizes: DispatchSizes,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    wait_options: WaitOptions | None = None,
 ) -> None:
     """Publish a rank's rows, once: one kernel, whose last block signals.
 
     Args:
-        spots: The words.
+        context: The words.
         call: The call.
         sizes: Of the rows.
         x: [T, H] BF16.
         topk_idx: [T, K].
-        patience: The last block then waits for the peers, in this way; None: it does not.
+        wait_options: The last block then waits for the peers, in this way; None: it does not.
     """
-    launch = sender(spots, call, sizes, topk_idx.dtype, x.data_ptr() % 16 == 0, patience)
-    stats = spots.state if patience is None or patience.stats is None else patience.stats
+    launch = sender(context, call, sizes, topk_idx.dtype, x.data_ptr() % 16 == 0, wait_options)
+    stats = context.state if wait_options is None or wait_options.stats is None else wait_options.stats
     launch(num_send_blocks(sizes, x.size(0)), (x, topk_idx, stats), (x.size(0), 0))
 
 
-def _whole(sizes: Sizes) -> int:
+def _whole(sizes: DispatchSizes) -> int:
     """Channels of a vector."""
     return 8 if sizes.hidden % 8 == 0 else 1
 
 
 @functools.cache
 def _send_variant(
-    sizes: Sizes,
+    sizes: DispatchSizes,
     idx_dtype: torch.dtype,
     is_aligned: bool,
     is_wide: bool,
@@ -204,16 +214,16 @@ def _send_kernel(
     max_experts: tl.int32,
     row_lines: tl.int32,
     scales_offset: tl.int32,
-    places_offset: tl.int64,
+    expert_slots_offset: tl.int64,
     word_a: tl.int64,
     word_b: tl.int64,
-    quarter_bytes: tl.int64,
+    region_bytes: tl.int64,
     set_bytes: tl.int64,
     ranks_mask,
     seen,
     ll_host,
     boards,
-    homes,
+    own_boards,
     host,
     limit_ns: tl.int64,
     operation: tl.int32,
@@ -242,10 +252,10 @@ def _send_kernel(
     if is_working(state):
         memory = one_of(memories, rank, LANES)
         if IS_WIDE:
-            offset = slot_offset(num_ranks, max_experts, slot, quarter_bytes)
+            offset = slot_offset(num_ranks, max_experts, slot, region_bytes)
         else:
-            offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes)
-        places = (memory + offset + places_offset).to(tl.pointer_type(tl.int32))
+            offset = offset_of_set(num_ranks, max_experts, number, region_bytes, set_bytes)
+        expert_slots = (memory + offset + expert_slots_offset).to(tl.pointer_type(tl.int32))
         hidden = row_vectors * WHOLE
         token = tl.program_id(0)
         if token < num_tokens:
@@ -255,11 +265,13 @@ def _send_kernel(
                 _cast_row(source, row, hidden, scales_offset, ROUND, GROUPS)
             else:
                 _copy_row(source, row, hidden, GROUPS)
-            _drop_selections(topk_idx, places, token, num_topk, num_experts, TOPK)
+            _drop_selections(topk_idx, expert_slots, token, num_topk, num_experts, TOPK)
         table = table_at(memory, num_ranks, number, max_experts)
         if token >= num_tokens:
             for expert in range(token - num_tokens, num_experts, tl.num_programs(0) - num_tokens):
-                count = number_tokens(topk_idx, places, expert, num_tokens, num_topk, num_experts, True, TOPK, TOKENS)
+                count = number_tokens(
+                    topk_idx, expert_slots, expert, num_tokens, num_topk, num_experts, True, TOPK, TOKENS
+                )
                 tl.store(table + expert, count.to(tl.int64))
         if is_last_block(ll + ARRIVED):
             if IS_WIDE:
@@ -267,8 +279,8 @@ def _send_kernel(
             signal_all(memories, ll, masks, number, num_ranks, rank, word_a, word_b, num_tokens, offset, LANES)
             if WAITS:
                 await_all(
-                    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation,
-                    can_mask, num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
+                    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, own_boards, host, limit_ns,
+                    operation, can_mask, num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
                 )  # fmt: skip
 
 
@@ -317,7 +329,7 @@ def valid_ids(topk_idx, cells, is_cell, num_experts):
 
 @triton.jit
 def number_tokens(
-    topk_idx, numbers, expert, num_tokens, num_topk, num_experts, IS_PLACE: tl.constexpr, TOPK: tl.constexpr,
+    topk_idx, numbers, expert, num_tokens, num_topk, num_experts, WITH_EXPERT: tl.constexpr, TOPK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Write, for each selection of an expert, how many earlier tokens have it. Returns how many tokens have it.
@@ -329,7 +341,7 @@ def number_tokens(
         num_tokens: T.
         num_topk: K.
         num_experts: E.
-        IS_PLACE: Write places, for the first selection of a token only; otherwise plain numbers.
+        WITH_EXPERT: Write places, for the first selection of a token only; otherwise plain numbers.
         TOPK: K, or the next power of two.
         TOKENS: Tokens that are looked at together.
     """
@@ -342,7 +354,7 @@ def number_tokens(
         is_chosen = valid_ids(topk_idx, cells, is_cell, num_experts) == expert
         has = tl.max(is_chosen.to(tl.int32), 1)
         earlier = (total + tl.cumsum(has, 0) - has)[:, None] + tl.zeros([TOKENS, TOPK], tl.int32)
-        if IS_PLACE:
+        if WITH_EXPERT:
             is_first = is_chosen & (tl.cumsum(is_chosen.to(tl.int32), 1) == 1)
             tl.store(numbers + cells, tl.where(is_first, (expert << 16) | earlier, -1), mask=is_chosen)
         else:
@@ -352,67 +364,69 @@ def number_tokens(
 
 
 @triton.jit
-def _drop_selections(topk_idx, places, token, num_topk, num_experts, TOPK: tl.constexpr):
+def _drop_selections(topk_idx, expert_slots, token, num_topk, num_experts, TOPK: tl.constexpr):
     """Mark what a token selects outside of the experts."""
     cells = token * num_topk + tl.arange(0, TOPK)
     is_cell = tl.arange(0, TOPK) < num_topk
     ids = valid_ids(topk_idx, cells, is_cell, num_experts)
-    tl.store(places + cells, tl.full([TOPK], -1, tl.int32), mask=is_cell & (ids < 0))
+    tl.store(expert_slots + cells, tl.full([TOPK], -1, tl.int32), mask=is_cell & (ids < 0))
 
 
 # Receive -------------------------------------------------------------------------------------------------------------
 
 
-def receiver(spots: Spots, call: Call, sizes: Sizes, scale_dtype: torch.dtype | None, has_stats: bool) -> Launch:
+def receiver(
+    context: LowLatencyContext, call: KernelCall, sizes: DispatchSizes, scale_dtype: torch.dtype | None, has_stats: bool
+) -> Launch:
     """A kernel that fetches the rows of this rank's experts.
 
     It takes what `receive` writes, with any tensor in the place of what there is not, and the age of the call: how many
     calls this rank has sent since.
 
     Args:
-        spots: The words.
+        context: The words.
         call: The call.
         sizes: Of the rows.
         scale_dtype: Of the scales; None: there are none.
         has_stats: Counts are added to a tensor.
     """
-    places = spots.places
-    has_far = places.num_nodes > 1
+    buffer = context.buffer
+    has_remote = buffer.num_nodes > 1
     variant, word, num_vectors = _receive_variant(
-        sizes, scale_dtype, has_stats, has_far, call.takes_slot, spots.num_lanes
+        sizes, scale_dtype, has_stats, has_remote, call.takes_slot, context.num_lanes
     )
     fixed: tuple[torch.Tensor | int, ...] = (
-        spots.windows,
-        spots.state,
-        spots.mask,
-        places.state,
+        context.windows,
+        context.state,
+        context.mask,
+        buffer.state,
         sizes.max_tokens,
         num_vectors,
         sizes.num_topk,
-        sizes.num_experts // places.num_ranks,
-        places.num_ranks,
-        places.rank,
-        spots.max_experts,
+        sizes.num_experts // buffer.num_ranks,
+        buffer.num_ranks,
+        buffer.rank,
+        context.max_experts,
         sizes.row_bytes // 16,
         sizes.scales_offset,
-        sizes.places_offset,
+        sizes.expert_slots_offset,
         -(-sizes.hidden // GROUP),
-        *call.numbers[2:],
-        places.num_near,
+        *call.kernel_args[2:],
+        buffer.ranks_per_node,
         call.copy_set_bytes,
     )
     return Launch(variant, (word, None, None, None, None, None, None), fixed)
 
 
-def num_receive_blocks(sizes: Sizes, num_ranks: int) -> int:
+def num_receive_blocks(sizes: DispatchSizes, num_ranks: int) -> int:
     """Blocks of a receive."""
     return num_ranks * sizes.max_tokens + sizes.num_experts // num_ranks
 
 
 def receive(
-    spots: Spots,
-    call: Call,
-    sizes: Sizes,
+    context: LowLatencyContext,
+    call: KernelCall,
+    sizes: DispatchSizes,
     age: int,
     x: torch.Tensor,
     scales: torch.Tensor | None,
@@ -424,7 +438,7 @@ def receive(
     """Fetch the rows of this rank's experts, once.
 
     Args:
-        spots: The words; `wait_for` came before.
+        context: The words; `wait_for` came before.
         call: The call.
         sizes: Of the rows.
         age: How many calls this rank has sent since.
@@ -435,15 +449,15 @@ def receive(
         layout_range: [L, R] int64, written.
         stats: [L] int32, the counts are added; or None.
     """
-    launch = receiver(spots, call, sizes, scales.dtype if scales is not None else None, stats is not None)
+    launch = receiver(context, call, sizes, scales.dtype if scales is not None else None, stats is not None)
     some_scales, some_stats = (count if one is None else one for one in (scales, stats))
-    num_blocks = num_receive_blocks(sizes, spots.places.num_ranks)
+    num_blocks = num_receive_blocks(sizes, context.buffer.num_ranks)
     launch(num_blocks, (x, some_scales, count, src_info, layout_range, some_stats), (age,))
 
 
 @functools.cache
 def _receive_variant(
-    sizes: Sizes, scale_dtype: torch.dtype | None, has_stats: bool, has_far: bool, is_wide: bool, lanes: int
+    sizes: DispatchSizes, scale_dtype: torch.dtype | None, has_stats: bool, has_remote: bool, is_wide: bool, lanes: int
 ) -> tuple[Variant, torch.dtype, int]:
     """The kernel, the words that it moves rows in, and the vectors of a row."""
     used_bytes = sizes.hidden * (1 if sizes.use_fp8 else 2)
@@ -452,7 +466,7 @@ def _receive_variant(
     constants = {
         "HAS_SCALES": scale_dtype is not None,
         "HAS_STATS": has_stats,
-        "HAS_FAR": has_far,
+        "HAS_REMOTE": has_remote,
         "IS_WIDE": is_wide,
         "VECTOR": vector,
         "BLOCK": min(_WORDS_AT_ONCE * 4 // word.itemsize, next_power_of_2(used_bytes // word.itemsize)),
@@ -485,15 +499,15 @@ def _receive_kernel(
     max_experts: tl.int32,
     row_lines: tl.int32,
     scales_offset: tl.int32,
-    places_offset: tl.int64,
+    expert_slots_offset: tl.int64,
     num_groups: tl.int32,
-    quarter_bytes: tl.int64,
+    region_bytes: tl.int64,
     set_bytes: tl.int64,
-    num_near: tl.int32,
+    ranks_per_node: tl.int32,
     copy_set_bytes: tl.int64,
     HAS_SCALES: tl.constexpr,
     HAS_STATS: tl.constexpr,
-    HAS_FAR: tl.constexpr,
+    HAS_REMOTE: tl.constexpr,
     IS_WIDE: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -505,7 +519,7 @@ def _receive_kernel(
 
     Example: expert 0 has 2 tokens of rank 0 and 1 of rank 1: its rows 0 and 1 are rank 0's, row 2 is rank 1's.
 
-    With `HAS_FAR` ranks of other nodes are read in copies, whose sets are smaller.
+    With `HAS_REMOTE` ranks of other nodes are read in copies, whose sets are smaller.
     """
     number = tl.load(ll) - age
     memories = memories_of(windows, num_ranks, LANES)
@@ -524,14 +538,14 @@ def _receive_kernel(
             if IS_WIDE:
                 offset = posted_base(one_of(memories, source, LANES), num_ranks, number)
             else:
-                offset = set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes)
-            if HAS_FAR:
-                is_far = source // num_near != rank // num_near
-                offset = tl.where(is_far, copy_set_offset(num_ranks, max_experts, number, copy_set_bytes), offset)
+                offset = offset_of_set(num_ranks, max_experts, number, region_bytes, set_bytes)
+            if HAS_REMOTE:
+                is_remote = source // ranks_per_node != rank // ranks_per_node
+                offset = tl.where(is_remote, copy_set_offset(num_ranks, max_experts, number, copy_set_bytes), offset)
             _fetch_row(
                 x, scales, src_info, memories, is_masked, offset, source, token, max_tokens, row_vectors, num_topk,
-                num_local, num_ranks, rank, max_experts, number, row_lines, scales_offset, places_offset, num_groups,
-                HAS_SCALES, VECTOR, BLOCK, GROUPS, TOPK, LANES,
+                num_local, num_ranks, rank, max_experts, number, row_lines, scales_offset, expert_slots_offset,
+                num_groups, HAS_SCALES, VECTOR, BLOCK, GROUPS, TOPK, LANES,
             )  # fmt: skip
 
 
@@ -555,7 +569,7 @@ def _write_layout(
 @triton.jit
 def _fetch_row(
     x, scales, src_info, memories, is_masked, offset, source, token, max_tokens, row_vectors, num_topk, num_local,
-    num_ranks, rank, max_experts, number, row_lines, scales_offset, places_offset, num_groups,
+    num_ranks, rank, max_experts, number, row_lines, scales_offset, expert_slots_offset, num_groups,
     HAS_SCALES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TOPK: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
@@ -567,12 +581,12 @@ def _fetch_row(
     # token has in its place is not looked at.
     memory = one_of(memories, source, LANES)
     begin = memory + offset
-    cells = (begin + places_offset).to(tl.pointer_type(tl.int32)) + token * num_topk + ks
-    place = tl.load(cells, mask=ks < num_topk, other=-1)
+    cells = (begin + expert_slots_offset).to(tl.pointer_type(tl.int32)) + token * num_topk + ks
+    expert_slot = tl.load(cells, mask=ks < num_topk, other=-1)
     num_tokens = tl.where(one_of(is_masked, source, LANES) == 0, posted_tokens(memory, num_ranks, number), 0)
-    expert = place >> 16
+    expert = expert_slot >> 16
     local = expert - rank * num_local
-    is_mine = (place >= 0) & (local >= 0) & (local < num_local) & (token + ks * 0 < num_tokens)
+    is_mine = (expert_slot >= 0) & (local >= 0) & (local < num_local) & (token + ks * 0 < num_tokens)
     if tl.sum(is_mine.to(tl.int32)) > 0:
         row = begin + tl.cast(token, tl.int64) * row_lines * 16
         row_words = row_vectors * (VECTOR // WORD_BYTES)
@@ -585,7 +599,7 @@ def _fetch_row(
         is_cell = is_mine[:, None] & is_before[None, :]
         before = tl.sum(tl.load(tables[None, :] + expert[:, None], mask=is_cell, other=0), 1).to(tl.int32)
         num_rows = num_ranks * max_tokens
-        index = before + (place & 0xFFFF)
+        index = before + (expert_slot & 0xFFFF)
         rows = tl.cast(local, tl.int64) * num_rows + index
         tl.store(src_info + rows, token, mask=is_mine)
         for first in range(0, row_words, BLOCK):

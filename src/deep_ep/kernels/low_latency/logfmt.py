@@ -36,9 +36,9 @@ def encode_row(source, slot, hidden, ranges_offset, UNIT: tl.constexpr):
     ranges = (slot + ranges_offset).to(tl.pointer_type(tl.bfloat16))
     for first in range(0, hidden, UNIT):
         groups = first // _GROUP + tl.arange(0, GROUPS)
-        places = tl.arange(0, GROUPS)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-        is_channel = first + places < hidden
-        values = tl.load(source + first + places, mask=is_channel, other=0.0)
+        offsets = tl.arange(0, GROUPS)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        is_channel = first + offsets < hidden
+        values = tl.load(source + first + offsets, mask=is_channel, other=0.0)
         wide = values.to(tl.float32)
         # A NaN is no magnitude below 1, but would not be seen by the maximum: its unit must travel as it is.
         magnitudes = tl.where(wide == wide, tl.abs(wide), float("inf"))
@@ -52,15 +52,15 @@ def encode_row(source, slot, hidden, ranges_offset, UNIT: tl.constexpr):
         if num_unfit == 0:
             codes = _codes(wide, magnitudes, high, low)
             plane = tl.multiple_of((slot + 2 * first).to(tl.pointer_type(tl.uint8)), 16)
-            tl.store(plane + places, (codes & 0xFF).to(tl.uint8), mask=is_channel)
-            shifted = (codes >> 8) << ((places % 4) * 2)
+            tl.store(plane + offsets, (codes & 0xFF).to(tl.uint8), mask=is_channel)
+            shifted = (codes >> 8) << ((offsets % 4) * 2)
             packed = tl.sum(tl.reshape(shifted, [GROUPS * 32, 4]), 1)
             quads = tl.arange(0, GROUPS * 32)
             num_here = tl.minimum(hidden - first, UNIT)
             tl.store(plane + num_here + quads, packed.to(tl.uint8), mask=quads * 4 < num_here)
         else:
             plain = tl.multiple_of((slot + 2 * first).to(tl.pointer_type(tl.bfloat16)), 16)
-            tl.store(plain + places, values, mask=is_channel)
+            tl.store(plain + offsets, values, mask=is_channel)
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _codes(values, magnitudes, high, low):
 def decode(slot, first, hidden, ranges_offset, UNIT: tl.constexpr):
     """One unit of a row, [UNIT] float32, from channel `first` on."""
     GROUPS: tl.constexpr = UNIT // 128
-    places = tl.arange(0, UNIT)
+    offsets = tl.arange(0, UNIT)
     groups = first // _GROUP + tl.arange(0, GROUPS)
     is_group = groups * _GROUP < hidden
     ranges = (slot + ranges_offset).to(tl.pointer_type(tl.bfloat16))
@@ -86,12 +86,12 @@ def decode(slot, first, hidden, ranges_offset, UNIT: tl.constexpr):
     amin = tl.load(ranges + 2 * groups + 1, mask=is_group, other=0.0).to(tl.float32)
     high, low, is_fit = _logs(amax, amin)
     num_unfit = tl.sum((is_group & (is_fit == 0)).to(tl.int32))
-    is_channel = first + places < hidden
+    is_channel = first + offsets < hidden
     if num_unfit == 0:
         plane = tl.multiple_of((slot + 2 * first).to(tl.pointer_type(tl.uint8)), 16)
-        code = tl.load(plane + places, mask=is_channel, other=0).to(tl.int32)
-        above = tl.load(plane + tl.minimum(hidden - first, UNIT) + places // 4, mask=is_channel, other=0).to(tl.int32)
-        code = code | (((above >> ((places % 4) * 2)) & 3) << 8)
+        code = tl.load(plane + offsets, mask=is_channel, other=0).to(tl.int32)
+        above = tl.load(plane + tl.minimum(hidden - first, UNIT) + offsets // 4, mask=is_channel, other=0).to(tl.int32)
+        code = code | (((above >> ((offsets % 4) * 2)) & 3) << 8)
         step = tl.where(low < high, (high - low) / _STEPS, 1.0)
         spread = tl.zeros([GROUPS, _GROUP], tl.float32)
         steps = tl.reshape(spread + step[:, None], [UNIT])
@@ -101,5 +101,5 @@ def decode(slot, first, hidden, ranges_offset, UNIT: tl.constexpr):
         value = tl.where(code >= 512, -magnitude, magnitude)
     else:
         pointer = tl.multiple_of((slot + 2 * first).to(tl.pointer_type(tl.bfloat16)), 16)
-        value = tl.load(pointer + places, mask=is_channel, other=0.0).to(tl.float32)
+        value = tl.load(pointer + offsets, mask=is_channel, other=0.0).to(tl.float32)
     return value

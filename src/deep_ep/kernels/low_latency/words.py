@@ -12,7 +12,7 @@ and then come the slots and the dispatch sets. The last block of a *send* kernel
 between, waits for the peers. Behind a hook a kernel of one warp waits, and so it does across nodes, where something has
 to be carried before.
 
-Of a rank of another node there is a copy in this rank's own memory, which stands in for it (`carry.py`).
+Of a rank of another node there is a copy in this rank's own memory, which stands in for it (`remote_copy.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from .._triton import Launch, Variant, jit, next_power_of_2, prepare, tl, triton
-from ..exchange import LOW_LATENCY, STATE_FAILED, Places, fail, mask_of, must_stop, refuse
+from ..exchange import LOW_LATENCY, STATE_FAILED, Context, fail, mask_of, must_stop, refuse
 from ..primitives import clock_ns, load_acquire, store_release, tell_host, words_at
 
 NUM_KEPT = 8  # calls whose posts and tables are kept
@@ -43,7 +43,7 @@ MASKED, LOST = 1, 3
 SILENT, GONE_ON, TOLD = 0, 1, 2
 REASON_BITS = 2
 
-_ASTRAY, _DISAGREE, _TIMEOUT = tl.constexpr(5), tl.constexpr(2), tl.constexpr(1)
+_DESYNC, _DISAGREE, _TIMEOUT = tl.constexpr(5), tl.constexpr(2), tl.constexpr(1)
 _FAILED = tl.constexpr(STATE_FAILED)
 _LINE = tl.constexpr(8)
 _KEPT, _POST = tl.constexpr(NUM_KEPT), tl.constexpr(POST_WORDS)
@@ -63,20 +63,20 @@ _NUM_SLOTS, _NUM_SETS = tl.constexpr(3), tl.constexpr(4)
 
 
 @dataclass(frozen=True)
-class Spots:
+class LowLatencyContext:
     """Where a rank's low-latency words are. Made once for a buffer.
 
     Attributes:
-        places: Of the buffer: peers, failure, limit.
-        windows: [R] int64, addresses of the ranks' low-latency memory; of far ranks, of the copies of theirs.
-        state: [state_room(R)] int64, private.
+        buffer: Of the buffer: peers, failure, limit.
+        windows: [R] int64, addresses of the ranks' low-latency memory; of remote ranks, of the copies of theirs.
+        state: [num_state_words(R)] int64, private.
         mask: [R] int32, private: `MASKED` or `LOST` where a rank is masked.
         seen: [R, 2] int64, private: what the ranks said when they disagreed.
         host: [R + 1] int64 in memory that the host reads: the call in which a rank was masked, and why.
         max_experts: Room of a table.
     """
 
-    places: Places
+    buffer: Context
     windows: torch.Tensor
     state: torch.Tensor
     mask: torch.Tensor
@@ -90,43 +90,43 @@ class Spots:
         return 8 * 8 * num_ranks + NUM_KEPT * 8 * (POST_WORDS + max_experts)
 
     @staticmethod
-    def state_room(num_ranks: int) -> int:
+    def num_state_words(num_ranks: int) -> int:
         """Words of `state`."""
         return STATE_WORDS + 2 * num_ranks
 
     @functools.cached_property
     def num_lanes(self) -> int:
         """A lane for each rank."""
-        return next_power_of_2(self.places.num_ranks)
+        return next_power_of_2(self.buffer.num_ranks)
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """A call, for its kernels.
 
     Attributes:
         agreement: Two words that must be the same on all ranks.
-        quarter_bytes: As the plan of its sizes says.
+        region_bytes: As the plan of its sizes says.
         set_bytes: Likewise.
         operation: For the record of a failure.
         takes_slot: Its rows are in a slot, not in a dispatch set.
-        copy_set_bytes: As `set_bytes`, in copies of far ranks' memory; 0: there are none.
+        copy_set_bytes: As `set_bytes`, in copies of remote ranks' memory; 0: there are none.
     """
 
     agreement: tuple[int, int]
-    quarter_bytes: int
+    region_bytes: int
     set_bytes: int
     operation: int
     takes_slot: bool = True
     copy_set_bytes: int = 0
 
     @functools.cached_property
-    def numbers(self) -> tuple[int, ...]:
+    def kernel_args(self) -> tuple[int, ...]:
         """As a kernel takes them."""
-        return (*self.agreement, self.quarter_bytes, self.set_bytes)
+        return (*self.agreement, self.region_bytes, self.set_bytes)
 
 
-class Patience(NamedTuple):
+class WaitOptions(NamedTuple):
     """How a call is waited for.
 
     Attributes:
@@ -139,44 +139,44 @@ class Patience(NamedTuple):
     can_mask: bool = False
 
 
-def waiter(spots: Spots, call: Call, patience: Patience) -> Launch:
+def waiter(context: LowLatencyContext, call: KernelCall, wait_options: WaitOptions) -> Launch:
     """A kernel of one block that waits until every rank that is not masked has sent a call, and compares what they say.
 
     It takes what the nanoseconds waited are added to (or any tensor) and the age of the call: how many calls this rank
     has sent since.
 
     Args:
-        spots: The words.
+        context: The words.
         call: The call.
-        patience: How to wait.
+        wait_options: How to wait.
     """
-    variant = _wait_variant(patience.stats is not None, spots.num_lanes)
-    return Launch(variant, (None, None), _fixed(spots, call, patience))
+    variant = _wait_variant(wait_options.stats is not None, context.num_lanes)
+    return Launch(variant, (None, None), _fixed(context, call, wait_options))
 
 
-def wait_for(spots: Spots, call: Call, age: int, patience: Patience) -> None:
+def wait_for(context: LowLatencyContext, call: KernelCall, age: int, wait_options: WaitOptions) -> None:
     """As `waiter` says, once."""
-    stats = spots.state if patience.stats is None else patience.stats
-    waiter(spots, call, patience)(1, (stats,), (age,))
+    stats = context.state if wait_options.stats is None else wait_options.stats
+    waiter(context, call, wait_options)(1, (stats,), (age,))
 
 
-def _fixed(spots: Spots, call: Call, patience: Patience) -> tuple[torch.Tensor | int, ...]:
-    places = spots.places
-    words = (spots.windows, spots.state, places.state, *awaiting(spots, call, patience.can_mask))
-    return *words, places.num_ranks, places.rank, *call.agreement
+def _fixed(context: LowLatencyContext, call: KernelCall, wait_options: WaitOptions) -> tuple[torch.Tensor | int, ...]:
+    buffer = context.buffer
+    words = (context.windows, context.state, buffer.state, *awaiting(context, call, wait_options.can_mask))
+    return *words, buffer.num_ranks, buffer.rank, *call.agreement
 
 
-def awaiting(spots: Spots, call: Call, can_mask: bool) -> tuple[torch.Tensor | int, ...]:
+def awaiting(context: LowLatencyContext, call: KernelCall, can_mask: bool) -> tuple[torch.Tensor | int, ...]:
     """What `await_all` needs, as a kernel takes it."""
-    places = spots.places
+    buffer = context.buffer
     return (
-        spots.mask,
-        spots.seen,
-        spots.host,
-        places.windows,
-        places.homes,
-        places.host,
-        places.limit_ns,
+        context.mask,
+        context.seen,
+        context.host,
+        buffer.windows,
+        buffer.own_boards,
+        buffer.host,
+        buffer.limit_ns,
         call.operation,
         int(can_mask),
     )
@@ -188,14 +188,14 @@ def _wait_variant(has_stats: bool, lanes: int) -> Variant:
     return Variant(_wait_kernel, {"HAS_STATS": has_stats, "LANES": max(32, lanes)}, num_warps=1)
 
 
-def signal(spots: Spots, call: Call) -> None:
+def signal(context: LowLatencyContext, call: KernelCall) -> None:
     """Send a call that has no rows: a barrier's."""
-    _signal_variant(spots.num_lanes)(1, *_signal_arguments(spots, call))
+    _signal_variant(context.num_lanes)(1, *_signal_arguments(context, call))
 
 
-def _signal_arguments(spots: Spots, call: Call) -> tuple[torch.Tensor | int, ...]:
-    places = spots.places
-    return spots.windows, spots.state, places.state, spots.mask, places.num_ranks, places.rank, *call.agreement
+def _signal_arguments(context: LowLatencyContext, call: KernelCall) -> tuple[torch.Tensor | int, ...]:
+    buffer = context.buffer
+    return context.windows, context.state, buffer.state, context.mask, buffer.num_ranks, buffer.rank, *call.agreement
 
 
 @functools.cache
@@ -203,18 +203,18 @@ def _signal_variant(lanes: int) -> Variant:
     return Variant(_signal_all_kernel, {"LANES": lanes}, num_warps=1)
 
 
-def join(spots: Spots) -> None:
+def join(context: LowLatencyContext) -> None:
     """Have the next call get a number that all ranks agree on, none below what any of them would give it.
 
     Ranks that do not come within the limit are masked, as lost.
     """
-    _join_variant(spots.num_lanes)(1, *_join_arguments(spots))
+    _join_variant(context.num_lanes)(1, *_join_arguments(context))
 
 
-def _join_arguments(spots: Spots) -> tuple[torch.Tensor | int, ...]:
-    places = spots.places
-    words = (spots.windows, spots.state, places.state, spots.mask, spots.host)
-    return *words, places.limit_ns, places.num_ranks, places.rank
+def _join_arguments(context: LowLatencyContext) -> tuple[torch.Tensor | int, ...]:
+    buffer = context.buffer
+    words = (context.windows, context.state, buffer.state, context.mask, context.host)
+    return *words, buffer.limit_ns, buffer.num_ranks, buffer.rank
 
 
 @functools.cache
@@ -222,14 +222,14 @@ def _join_variant(lanes: int) -> Variant:
     return Variant(_join_kernel, {"LANES": max(32, lanes)}, num_warps=1)
 
 
-def prepare_all(spots: Spots) -> None:
+def prepare_all(context: LowLatencyContext) -> None:
     """Compile and load the kernels that wait, so that no peer's limit passes while one is compiled."""
-    call = Call((0, 0), 16, 16, 0)
+    call = KernelCall((0, 0), 16, 16, 0)
     for has_stats in (False, True):
-        _wait_variant(has_stats, spots.num_lanes).prepare(spots.state, 0, *_fixed(spots, call, Patience()))
-    _signal_variant(spots.num_lanes).prepare(*_signal_arguments(spots, call))
-    _join_variant(spots.num_lanes).prepare(*_join_arguments(spots))
-    refuse(spots.places, 0, LOW_LATENCY, spots.state, REFUSALS, spots.state, run=prepare)
+        _wait_variant(has_stats, context.num_lanes).prepare(context.state, 0, *_fixed(context, call, WaitOptions()))
+    _signal_variant(context.num_lanes).prepare(*_signal_arguments(context, call))
+    _join_variant(context.num_lanes).prepare(*_join_arguments(context))
+    refuse(context.buffer, 0, LOW_LATENCY, context.state, REFUSALS, context.state, run=prepare)
 
 
 # What kernels share --------------------------------------------------------------------------------------------------
@@ -257,21 +257,21 @@ def table_at(memory, num_ranks, number, max_experts):
 
 
 @triton.jit
-def set_offset(num_ranks, max_experts, number, quarter_bytes, set_bytes):
+def offset_of_set(num_ranks, max_experts, number, region_bytes, set_bytes):
     """Where the dispatch set of a call begins, behind the words and the slots."""
-    return slot_offset(num_ranks, max_experts, _NUM_SLOTS, quarter_bytes) + (number & (_NUM_SETS - 1)) * set_bytes
+    return slot_offset(num_ranks, max_experts, _NUM_SLOTS, region_bytes) + (number & (_NUM_SETS - 1)) * set_bytes
 
 
 @triton.jit
 def copy_set_offset(num_ranks, max_experts, number, set_bytes):
-    """Where the set of a call begins in a copy of a far rank's memory, behind the words."""
-    return sets_at(num_ranks, max_experts) + (number & (_NUM_SETS - 1)) * set_bytes
+    """Where the set of a call begins in a copy of a remote rank's memory, behind the words."""
+    return offset_of_sets(num_ranks, max_experts) + (number & (_NUM_SETS - 1)) * set_bytes
 
 
 @triton.jit
-def slot_offset(num_ranks, max_experts, slot, quarter_bytes):
+def slot_offset(num_ranks, max_experts, slot, region_bytes):
     """Where a slot begins, behind the words."""
-    return sets_at(num_ranks, max_experts) + slot * quarter_bytes
+    return offset_of_sets(num_ranks, max_experts) + slot * region_bytes
 
 
 @triton.jit
@@ -290,7 +290,7 @@ def use_slot(ll, slot, number):
 
 
 @triton.jit
-def sets_at(num_ranks, max_experts):
+def offset_of_sets(num_ranks, max_experts):
     """Where the first slot begins, or, in a copy, the first set."""
     return tl.zeros((), tl.int64) + 8 * (_LINE * num_ranks + _KEPT * (_POST + max_experts))
 
@@ -430,7 +430,7 @@ def _join_kernel(
 
 @jit(name="low_latency::wait")
 def _wait_kernel(
-    stats, age: tl.int32, windows, ll, state, ranks_mask, seen, ll_host, boards, homes, host, limit_ns: tl.int64,
+    stats, age: tl.int32, windows, ll, state, ranks_mask, seen, ll_host, boards, own_boards, host, limit_ns: tl.int64,
     operation: tl.int32, can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64,
     HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -439,14 +439,14 @@ def _wait_kernel(
     memories = memories_of(windows, num_ranks, LANES)
     if is_working(state):
         await_all(
-            memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation, can_mask,
-            num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
+            memories, ll, state, ranks_mask, seen, ll_host, stats, boards, own_boards, host, limit_ns, operation,
+            can_mask, num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
         )  # fmt: skip
 
 
 @triton.jit
 def await_all(
-    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, homes, host, limit_ns, operation, can_mask,
+    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, own_boards, host, limit_ns, operation, can_mask,
     num_ranks, rank, number, word_a, word_b, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Poll the words that the peers write here, until all have come, one has failed, or the limit has passed.
@@ -461,7 +461,7 @@ def await_all(
     # Lanes beyond the ranks look at the last rank's words: a load that acquires cannot be masked.
     peer = tl.minimum(lanes, num_ranks - 1)
     line = peer * _LINE
-    board = tl.load(homes + peer)
+    board = tl.load(own_boards + peer)
     words = words_at(one_of(memories, rank, LANES)) + line
     failures = words_at(board) + num_ranks * _LINE + line
     refused = tl.load(ll + _REFUSED + number % _KEPT)
@@ -492,8 +492,8 @@ def await_all(
         tl.store(stats + lanes, tl.load(stats + lanes, mask=is_awaited, other=0) + waited, mask=is_awaited)
     posts = post_at(memories, num_ranks, number)
     is_here = is_awaited & (sent >= number)
-    said_a = tl.load(posts + _A, mask=is_here, other=0)
-    said_b = tl.load(posts + _B, mask=is_here, other=0)
+    posted_a = tl.load(posts + _A, mask=is_here, other=0)
+    posted_b = tl.load(posts + _B, mask=is_here, other=0)
     # Whose post is of another call, or who has masked this rank, goes on without it; so does who is further ahead than
     # a peer can be that waits for this rank, and has written over the set of this call.
     said_number = tl.load(posts + _NUMBER, mask=is_here, other=0)
@@ -503,7 +503,7 @@ def await_all(
     is_silent = is_awaited & (sent < number)
     is_told = is_awaited & _is_told(posts, is_here & (has_gone_on == 0), LANES) & (lanes != rank)
     is_lost = is_silent | has_gone_on | is_told
-    differs = is_here & (is_lost == 0) & ((said_a != word_a) | (said_b != word_b))
+    differs = is_here & (is_lost == 0) & ((posted_a != word_a) | (posted_b != word_b))
     # Who has refused this call is masked like a silent rank, where ranks are masked.
     has_refused = must_stop(failed, refused, number, _LOW_LATENCY) & (sent < number) & (can_mask == 0)
     has_failed = is_awaited & ((failed == 1) | has_refused)
@@ -514,9 +514,9 @@ def await_all(
         # ranks it has seen in a copy of its own; what has not come here yet is taken for the same as this rank's.
         noticed = tl.load(record + 1)
         there = post_at(memories, num_ranks, noticed)
-        is_said = is_rank & ((board == one_of(board, rank, LANES)) | (sent >= noticed))
-        tl.store(seen + 2 * lanes, tl.load(there + _A, mask=is_said, other=word_a), mask=is_rank)
-        tl.store(seen + 2 * lanes + 1, tl.load(there + _B, mask=is_said, other=word_b), mask=is_rank)
+        is_posted = is_rank & ((board == one_of(board, rank, LANES)) | (sent >= noticed))
+        tl.store(seen + 2 * lanes, tl.load(there + _A, mask=is_posted, other=word_a), mask=is_rank)
+        tl.store(seen + 2 * lanes + 1, tl.load(there + _B, mask=is_posted, other=word_b), mask=is_rank)
         tl.debug_barrier()
         fail(
             boards, state, host, num_ranks, rank, tl.load(record), tl.load(record + 1), tl.load(record + 2),
@@ -529,12 +529,12 @@ def await_all(
             tl.store(ll_host + lanes, (number << _REASON_BITS) | reason, mask=is_lost)
             tell_host(ll_host + num_ranks, number)
         else:
-            code = tl.where(tl.sum(is_silent.to(tl.int32)) > 0, _TIMEOUT, _ASTRAY)
+            code = tl.where(tl.sum(is_silent.to(tl.int32)) > 0, _TIMEOUT, _DESYNC)
             subject = mask_of(is_lost, lanes)
             fail(boards, state, host, num_ranks, rank, code, number, operation, subject, 0, 0, rank, LANES)
     elif tl.sum(differs.to(tl.int32)) > 0:
-        tl.store(seen + 2 * lanes, said_a, mask=is_here)
-        tl.store(seen + 2 * lanes + 1, said_b, mask=is_here)
+        tl.store(seen + 2 * lanes, posted_a, mask=is_here)
+        tl.store(seen + 2 * lanes + 1, posted_b, mask=is_here)
         tl.debug_barrier()
         subject = mask_of(differs, lanes)
         fail(boards, state, host, num_ranks, rank, _DISAGREE, number, operation, subject, 0, 0, rank, LANES)

@@ -31,7 +31,7 @@ from ...errors import EPError
 from ...kernels.rows import as_bytes, rows_as
 from ...quant import per_token_cast_to_fp8
 from ..terminal import teller
-from .core import PRODUCT, PRODUCT_BF16, HostStopwatch, Measured, Variant, time_rounds
+from .core import PRODUCT, PRODUCT_BF16, BenchVariant, HostStopwatch, Measured, time_rounds
 from .inputs import Inputs, Setting, make_buffer, make_inputs
 from .peers import WarmPair, bytes_of_row, combine_peers, dispatch_pair, dispatch_peers
 
@@ -49,7 +49,7 @@ class Case:
     """
 
     num_bytes: int
-    variants: list[Variant]
+    variants: list[BenchVariant]
     same: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal
 
 
@@ -63,11 +63,11 @@ def dispatch_case(inputs: Inputs, buffer: Buffer, *, fp8: bool, cached: bool) ->
     if not cached:
         parts += [inputs.topk_idx, inputs.topk_weights]
     variants = [
-        Variant(PRODUCT, _product_dispatch(inputs, buffer, payload, cached), _dispatched),
+        BenchVariant(PRODUCT, _product_dispatch(inputs, buffer, payload, cached), _dispatched),
         *dispatch_peers(inputs, parts, not cached, dispatch_pair(inputs, parts)),
     ]
     if fp8:
-        variants.append(Variant(PRODUCT_BF16, _product_dispatch(inputs, buffer, inputs.x, cached)))
+        variants.append(BenchVariant(PRODUCT_BF16, _product_dispatch(inputs, buffer, inputs.x, cached)))
     return Case(inputs.routes.num_recv * sum(map(bytes_of_row, parts)), variants)
 
 
@@ -100,7 +100,7 @@ def combine_case(inputs: Inputs, buffer: Buffer, *, in_window: bool) -> Case:
     rows = buffer.get_combine_buffer(handle) if in_window else rows_as(pair.near(num_recv)[0], recv_x.dtype)
     # Another factor on each rank: a row summed from the wrong rank must show.
     torch.mul(recv_x, inputs.rank + 1, out=rows)
-    product = Variant(PRODUCT, partial(buffer.combine, rows, handle), lambda result: [result[0]])
+    product = BenchVariant(PRODUCT, partial(buffer.combine, rows, handle), lambda result: [result[0]])
     return Case(num_sent * row_bytes, [product, *combine_peers(inputs, rows, pair)], _same_sums)
 
 
@@ -119,17 +119,17 @@ def round_trip_case(inputs: Inputs, buffer: Buffer) -> Case:
 
     num_bytes = inputs.routes.num_recv * sum(map(bytes_of_row, parts)) + inputs.routes.num_sent * bytes_of_row(rows)
     peers = [_in_turn(one, other) for one, other in zip(there, back, strict=True)]
-    return Case(num_bytes, [Variant(PRODUCT, product, lambda sums: [sums]), *peers], _same_sums)
+    return Case(num_bytes, [BenchVariant(PRODUCT, product, lambda sums: [sums]), *peers], _same_sums)
 
 
-def _in_turn(there: Variant, back: Variant) -> Variant:
+def _in_turn(there: BenchVariant, back: BenchVariant) -> BenchVariant:
     """A dispatch and then a combine of the same peer, as one."""
 
     def call() -> Any:
         there.call()
         return back.call()
 
-    return Variant(back.name, call, back.outputs)
+    return BenchVariant(back.name, call, back.outputs)
 
 
 def _same_sums(one: torch.Tensor, other: torch.Tensor) -> bool:

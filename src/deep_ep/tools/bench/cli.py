@@ -296,7 +296,7 @@ def _choose_cases(args: argparse.Namespace, titles: Mapping[str, str]) -> None:
         raise ValueError(f"bench: {', '.join(unknown)} is no case here. On {args.device}: {', '.join(titles)}")
 
 
-def _leave(report: reports.Report, args: argparse.Namespace) -> None:
+def _leave(report: reports.BenchReport, args: argparse.Namespace) -> None:
     """Show a report, and write what was asked for."""
     results.show_table(reports.rich_table(report))
     for name, write in _WRITERS.items():

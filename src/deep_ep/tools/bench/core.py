@@ -42,7 +42,7 @@ RankTimes = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Variant:
+class BenchVariant:
     """One thing to time.
 
     Attributes:
@@ -151,7 +151,7 @@ class HostStopwatch:
 
 
 def time_rounds(
-    variants: Sequence[Variant],
+    variants: Sequence[BenchVariant],
     num_rounds: int,
     stopwatch: Stopwatch,
     *,
@@ -187,7 +187,7 @@ def time_rounds(
     return times
 
 
-def rotated(items: Sequence[Variant], by: int) -> list[Variant]:
+def rotated(items: Sequence[BenchVariant], by: int) -> list[BenchVariant]:
     """The same items in a circle, beginning with item `by`."""
     start = by % len(items)
     return [*items[start:], *items[:start]]

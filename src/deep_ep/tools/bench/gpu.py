@@ -20,7 +20,7 @@ from ...errors import EPUnsupported
 from ...launch import run_ranks
 from ..machine import find_machine
 from ..mps import shared_gpu
-from .core import ADD, FROM_IDLE, HOST, IN_A_ROW, PRODUCT, HostStopwatch, Stopwatch, Variant
+from .core import ADD, FROM_IDLE, HOST, IN_A_ROW, PRODUCT, BenchVariant, HostStopwatch, Stopwatch
 
 _AHEAD_CYCLES = 6_000_000  # about 3 ms that the device sleeps, so that the host has launched all before it is timed
 
@@ -165,7 +165,7 @@ class CallerClocks:
         self._barrier()
 
 
-def caller_variants(call: Callable[[], Any], num_in_row: int, device: torch.device) -> list[Variant]:
+def caller_variants(call: Callable[[], Any], num_in_row: int, device: torch.device) -> list[BenchVariant]:
     """The product by a caller's clocks, and an add of a small tensor beside it: the unit that these are shown in.
 
     Args:
@@ -176,7 +176,7 @@ def caller_variants(call: Callable[[], Any], num_in_row: int, device: torch.devi
     small = torch.zeros(4, device=device)
     clocks = CallerClocks(num_in_row, dist.barrier, _waiting_for(device))
     add = partial(torch.add, small, 1, out=small)
-    return [Variant(PRODUCT, call, stopwatch=clocks), Variant(ADD, add, stopwatch=clocks)]
+    return [BenchVariant(PRODUCT, call, stopwatch=clocks), BenchVariant(ADD, add, stopwatch=clocks)]
 
 
 def script_stopwatch(num_in_row: int, device: torch.device) -> Stopwatch:

@@ -39,7 +39,7 @@ from ...kernels.rows import as_bytes
 from ...quant import per_token_cast_to_fp8
 from ..terminal import teller
 from .cases import Note
-from .core import FLOOR, PRODUCT, Measured, Stopwatch, Variant, slowest_by_round, time_rounds
+from .core import FLOOR, PRODUCT, BenchVariant, Measured, Stopwatch, slowest_by_round, time_rounds
 from .gpu import caller_variants, device_stopwatch, enter_device, script_stopwatch
 from .inputs import Drawn, Setting, draw, find_layout, make_buffer
 from .peers import bytes_of_row
@@ -330,13 +330,13 @@ def make_work(setting: Setting, rank: int, buffer: Buffer) -> Work:
     return Work(setting, rank, buffer.group_size, buffer, drawn, find_layout(drawn, setting.num_experts, buffer))
 
 
-def copy_floor(copy_bytes: int, device: torch.device) -> Variant:
+def copy_floor(copy_bytes: int, device: torch.device) -> BenchVariant:
     """The copy that bandwidth is measured with."""
     pair = tuple(torch.ones(copy_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    return Variant(FLOOR, partial(pair[0].copy_, pair[1]))
+    return BenchVariant(FLOOR, partial(pair[0].copy_, pair[1]))
 
 
-def variants_of(case: GpuCase, work: Work, in_script_loop: bool) -> list[Variant]:
+def variants_of(case: GpuCase, work: Work, in_script_loop: bool) -> list[BenchVariant]:
     """The product by the device's clock and by those of a caller, with adds beside it; or in a loop like the script's.
 
     Args:
@@ -346,8 +346,8 @@ def variants_of(case: GpuCase, work: Work, in_script_loop: bool) -> list[Variant
     """
     num_in_row, device = work.setting.num_in_row, work.buffer.device
     if in_script_loop:
-        return [Variant(PRODUCT, case.call, stopwatch=script_stopwatch(num_in_row, device))]
-    return [Variant(PRODUCT, case.call), *caller_variants(case.call, num_in_row, device)]
+        return [BenchVariant(PRODUCT, case.call, stopwatch=script_stopwatch(num_in_row, device))]
+    return [BenchVariant(PRODUCT, case.call), *caller_variants(case.call, num_in_row, device)]
 
 
 def check_case(case: GpuCase, name: str, work: Work) -> None:
@@ -364,7 +364,7 @@ def check_case(case: GpuCase, name: str, work: Work) -> None:
 
 
 def time_case(
-    name: str, variants: Sequence[Variant], stopwatch: Stopwatch, work: Work, tell: Callable[[Note], object]
+    name: str, variants: Sequence[BenchVariant], stopwatch: Stopwatch, work: Work, tell: Callable[[Note], object]
 ) -> dict[str, list[float]]:
     """This rank's seconds of each variant; see `time_rounds`."""
     return time_rounds(

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from ...buffers.legacy import Buffer
 from ..terminal import teller
 from .cases import Note
-from .core import ONE_HOP, PRODUCT, Measured, Variant
+from .core import ONE_HOP, PRODUCT, BenchVariant, Measured
 from .crossing import Crossing, count_bytes, find_crossing
 from .gpu import device_stopwatch, enter_device
 from .gpu_cases import (
@@ -88,11 +88,11 @@ def hop_case(name: str, works: Works, crossing: Crossing) -> HopCase:
     two, one = (GPU_CASES[name].make(work) for work in works)
     for case, work in ((two, works.two), (one, works.one)):
         check_case(case, name, work)
-    sent, landed = crossing.num_out, crossing.num_in
+    sent, arrived = crossing.num_out, crossing.num_in
     if name.startswith("combine"):
-        sent, landed = landed, sent
-    landed_bytes = sum(crossing.to_others(landed, two.moved_bytes).values())
-    two = dataclasses.replace(two, memory_bytes=two.memory_bytes + 2 * landed_bytes)
+        sent, arrived = arrived, sent
+    arrived_bytes = sum(crossing.to_others(arrived, two.moved_bytes).values())
+    two = dataclasses.replace(two, memory_bytes=two.memory_bytes + 2 * arrived_bytes)
     return HopCase(two, one, sum(crossing.to_others(sent, two.row_bytes).values()))
 
 
@@ -140,13 +140,13 @@ def _run_case(
     works: Works,
     crossing: Crossing,
     gpu: int,
-    floor: Variant,
+    floor: BenchVariant,
     copy_bytes: int,
     tell: Callable[[Note], object],
 ) -> HopMeasured:
     two, one, needed_bytes = hop_case(name, works, crossing)
     traffic = {NEEDED: needed_bytes, **count_bytes(partial(_given_to_rail, works.two.buffer), two.call, num_calls=1)}
-    variants = [Variant(PRODUCT, two.call), Variant(ONE_HOP, one.call), floor]
+    variants = [BenchVariant(PRODUCT, two.call), BenchVariant(ONE_HOP, one.call), floor]
     # A barrier across nodes lets the nodes go at different times; through one memory all ranks start together.
     times = time_case(name, variants, device_stopwatch(works.one.buffer), works.two, tell)
     return HopMeasured(GpuMeasured(two.num_bytes, two.memory_bytes, gpu, copy_bytes, times), traffic)

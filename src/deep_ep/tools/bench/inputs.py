@@ -133,7 +133,7 @@ def route(setting: Setting, generator: torch.Generator) -> tuple[torch.Tensor, t
     return idx, weights
 
 
-class Routes(NamedTuple):
+class GlooRoutes(NamedTuple):
     """Where rows go, as gloo needs to know it.
 
     Attributes:
@@ -181,7 +181,7 @@ class Inputs:
     topk_weights: torch.Tensor
     is_token_in_rank: torch.Tensor
     layout: dict[str, Any]
-    routes: Routes
+    routes: GlooRoutes
 
 
 class Drawn(NamedTuple):
@@ -224,13 +224,13 @@ def make_inputs(setting: Setting, rank: int, num_ranks: int, buffer: Buffer) -> 
     return Inputs(setting, rank, num_ranks, *drawn, mask, layout, find_routes(mask))
 
 
-def find_routes(is_token_in_rank: torch.Tensor) -> Routes:
+def find_routes(is_token_in_rank: torch.Tensor) -> GlooRoutes:
     """Index by destination and exchange the counts."""
     by_rank = [column.nonzero().view(-1) for column in is_token_in_rank.t()]
     counts = torch.tensor([tokens.numel() for tokens in by_rank])
     recv_counts = torch.empty_like(counts)
     dist.all_to_all_single(recv_counts, counts)
-    return Routes(torch.cat(by_rank), counts.tolist(), recv_counts.tolist())
+    return GlooRoutes(torch.cat(by_rank), counts.tolist(), recv_counts.tolist())
 
 
 def make_buffer(setting: Setting, num_ranks: int) -> Buffer:

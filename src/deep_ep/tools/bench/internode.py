@@ -14,7 +14,7 @@ from .hop_cases import hop_titles
 from .inputs import Setting, reason_to_skip
 from .internode_cases import RAIL_CASES, join_rail_cases, run_rail_cases
 from .internode_gpu import measure_on_gpu
-from .report import Report
+from .report import BenchReport
 from .suite import Suite, measure_suite
 
 NAME = "internode"
@@ -35,7 +35,7 @@ def titles_of(setting: Setting) -> dict[str, str]:
     return {name: title for name, (title, _) in RAIL_CASES.items()}
 
 
-def measure(setting: Setting, num_ranks: int, names: Sequence[str], command: str) -> Report:
+def measure(setting: Setting, num_ranks: int, names: Sequence[str], command: str) -> BenchReport:
     """Run cases, and show progress on the way.
 
     Args:

@@ -29,7 +29,7 @@ from ...quant import per_token_cast_to_fp8
 from .. import namespaces
 from ..terminal import teller
 from .cases import Case, Note, check_outputs, combine_case, dispatch_case
-from .core import FLOOR, GLOO_AS_WRITTEN, PRODUCT, PRODUCT_BF16, HostStopwatch, Measured, Variant, time_rounds
+from .core import FLOOR, GLOO_AS_WRITTEN, PRODUCT, PRODUCT_BF16, BenchVariant, HostStopwatch, Measured, time_rounds
 from .crossing import Crossing, count_bytes, find_crossing
 from .inputs import Inputs, Setting, make_buffer, make_inputs
 from .peers import bytes_of_row
@@ -96,7 +96,7 @@ def _across(
     """
     there, back = (crossing.to_others(one, sent_bytes) for one in counts)
     variants = [one for one in case.variants if one.name not in (FLOOR, GLOO_AS_WRITTEN, PRODUCT_BF16)]
-    variants.append(Variant(FLOOR, sockets.copying(there, back)))
+    variants.append(BenchVariant(FLOOR, sockets.copying(there, back)))
     return RailCase(
         Case(case.num_bytes, variants, case.same),
         rdma_bytes=sum(crossing.num_out) * row_bytes,
@@ -117,7 +117,7 @@ RAIL_CASES: dict[str, tuple[str, Callable[[Inputs, Buffer, PlainSockets], RailCa
 # A rank's work -------------------------------------------------------------------------------------------------------
 
 
-class RankMeasured(NamedTuple):
+class RankTraffic(NamedTuple):
     """One rank's part of a case: bytes by what they are, and its seconds of each variant."""
 
     traffic: dict[str, int]
@@ -126,7 +126,7 @@ class RankMeasured(NamedTuple):
 
 def run_rail_cases(
     rank: int, num_ranks: int, setting: Setting, names: Sequence[str], news: Connection
-) -> list[RankMeasured]:
+) -> list[RankTraffic]:
     """Check, count and time cases, one after the other. Runs on every rank; see `cases.run_cases`."""
     tell = teller(rank, news)
     sockets, results = PlainSockets(), []
@@ -138,7 +138,7 @@ def run_rail_cases(
     return results
 
 
-def join_rail_cases(num_nodes: int, name: str, parts: Sequence[RankMeasured]) -> Measured:
+def join_rail_cases(num_nodes: int, name: str, parts: Sequence[RankTraffic]) -> Measured:
     """One case out of all ranks' parts of it."""
     times = {variant: [part.times[variant] for part in parts] for variant in parts[0].times}
     traffic = {kind: [part.traffic[kind] for part in parts] for kind in parts[0].traffic}
@@ -147,7 +147,7 @@ def join_rail_cases(num_nodes: int, name: str, parts: Sequence[RankMeasured]) ->
 
 def _run_case(
     rank: int, num_ranks: int, setting: Setting, name: str, sockets: PlainSockets, tell: Callable[[Note], object]
-) -> RankMeasured:
+) -> RankTraffic:
     buffer = make_buffer(setting, num_ranks)
     try:
         made = RAIL_CASES[name][1](make_inputs(setting, rank, num_ranks, buffer), buffer, sockets)
@@ -163,7 +163,7 @@ def _run_case(
         )
     finally:
         buffer.destroy()
-    return RankMeasured(traffic, times)
+    return RankTraffic(traffic, times)
 
 
 def _counters(buffer: Buffer, has_wire: bool) -> dict[str, int]:

@@ -11,11 +11,11 @@ from .gpu import gpu_machine
 from .hop_buffers import find_sizes
 from .hop_cases import hop_titles, join_hop_cases, run_hop_cases
 from .inputs import Setting, reason_to_skip
-from .report import Report
+from .report import BenchReport
 from .suite import Suite, measure_suite
 
 
-def measure_on_gpu(name: str, setting: Setting, num_ranks: int, names: Sequence[str], command: str) -> Report:
+def measure_on_gpu(name: str, setting: Setting, num_ranks: int, names: Sequence[str], command: str) -> BenchReport:
     """Run cases, and show progress on the way.
 
     Args:

@@ -13,13 +13,13 @@ from .gpu import gpu_machine
 from .gpu_cases import COPY_BYTES, join_gpu_cases
 from .inputs import CONTEXT_BYTES, Setting
 from .low_latency_cases import low_latency_titles, run_low_latency_cases
-from .report import Report
+from .report import BenchReport
 from .suite import Suite, measure_suite
 
 NAME = "low-latency"
 
 
-def measure(setting: Setting, group_sizes: Sequence[int], names: Sequence[str], command: str) -> Report:
+def measure(setting: Setting, group_sizes: Sequence[int], names: Sequence[str], command: str) -> BenchReport:
     """Run cases with each group size, and show progress on the way.
 
     Args:

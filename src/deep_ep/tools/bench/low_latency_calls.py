@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ...engine.low_latency.geometry import NUM_SLOTS
 from .core import Stopwatch
-from .low_latency_work import RowBytes, Sent, Work, is_combined, is_sent, valid_rows
+from .low_latency_work import Delivered, LowLatencyWork, RowBytes, is_combined, is_sent, valid_rows
 
 NUM_IN_GRAPH = 20
 
@@ -46,7 +46,7 @@ class Bytes(NamedTuple):
     receive: int
 
 
-def bytes_of(operation: str, work: Work) -> Bytes:
+def bytes_of(operation: str, work: LowLatencyWork) -> Bytes:
     """What an operation moves, with slots; the bytes that must be moved without any are fewer, in a dispatch."""
     if operation in _PARTS:
         return Bytes(*map(sum, zip(*(bytes_of(part, work) for part in _PARTS[operation]), strict=True)))
@@ -70,7 +70,7 @@ class Calls:
         work: What the rank brings.
     """
 
-    def __init__(self, work: Work):
+    def __init__(self, work: LowLatencyWork):
         self._work = work
         self._out = torch.empty_like(work.drawn.x)
         result = self.dispatch()
@@ -142,10 +142,10 @@ class Calls:
         return is_combined(self._work, result[0], is_lossy=operation == "combine-logfmt")
 
 
-def sent_of(result: tuple) -> Sent:
+def sent_of(result: tuple) -> Delivered:
     """What a dispatch of the product delivered."""
     (x, scales), _, handle, *_ = result
-    return Sent(x, scales, *handle[:2])
+    return Delivered(x, scales, *handle[:2])
 
 
 class Captured:

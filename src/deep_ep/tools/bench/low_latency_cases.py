@@ -25,7 +25,7 @@ from ...engine.cpu.engine import CpuEngine
 from ...errors import EPError
 from ..terminal import teller
 from .cases import Note, RankMeasured
-from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, PRODUCT, HostStopwatch, Stopwatch, Variant, time_rounds
+from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, PRODUCT, BenchVariant, HostStopwatch, Stopwatch, time_rounds
 from .gpu import caller_variants, device_stopwatch, enter_device
 from .gpu_cases import COPY_BYTES, GpuMeasured
 from .inputs import Setting
@@ -39,7 +39,7 @@ from .low_latency_calls import (
     of_send,
 )
 from .low_latency_peers import GlooExchange
-from .low_latency_work import Work, is_combined, is_sent, make_buffer, make_work
+from .low_latency_work import LowLatencyWork, is_combined, is_sent, make_buffer, make_work
 from .low_latency_written import WrittenExchange
 from .peers import WarmPair
 
@@ -73,7 +73,7 @@ class _Case:
 
     num_bytes: int
     memory_bytes: int
-    variants: list[Variant]
+    variants: list[BenchVariant]
     checks: list[Callable[[], bool]] = field(default_factory=list)
 
 
@@ -86,7 +86,7 @@ class _Rank:
         copy_bytes: Size of the copy that bandwidth is measured with, where kernels move rows.
     """
 
-    def __init__(self, work: Work, gpu: int, copy_bytes: int):
+    def __init__(self, work: LowLatencyWork, gpu: int, copy_bytes: int):
         self._work = work
         self._gpu, self._copy_bytes = gpu, copy_bytes
         self._calls = Calls(work)
@@ -94,7 +94,7 @@ class _Rank:
         self._stopwatch: Stopwatch
         if self._has_kernels:
             pair = [torch.ones(copy_bytes, dtype=torch.uint8, device=work.buffer.device) for _ in range(2)]
-            self._copy = Variant(FLOOR, partial(pair[0].copy_, pair[1]))
+            self._copy = BenchVariant(FLOOR, partial(pair[0].copy_, pair[1]))
             self._stopwatch = device_stopwatch(work.buffer)
         else:
             self._peers: dict[str, _Peer] = {GLOO: GlooExchange(work), GLOO_AS_WRITTEN: WrittenExchange(work)}
@@ -122,7 +122,7 @@ class _Rank:
             return RankMeasured(case.num_bytes, times)
         return GpuMeasured(case.num_bytes, case.memory_bytes, self._gpu, self._copy_bytes, times)
 
-    def _floor(self, case: _Case) -> list[Variant]:
+    def _floor(self, case: _Case) -> list[BenchVariant]:
         if self._has_kernels:
             return [self._copy] if case.memory_bytes else []
         return [WarmPair(1, [case.num_bytes]).floor(case.num_bytes)] if case.num_bytes else []
@@ -142,12 +142,12 @@ class _Rank:
 
     def _whole(self, operation: str, call: Callable[[], tuple], stopwatch: Stopwatch | None = None) -> _Case:
         moved = bytes_of(operation, self._work)
-        variants = [Variant(PRODUCT, call, stopwatch=stopwatch)]
+        variants = [BenchVariant(PRODUCT, call, stopwatch=stopwatch)]
         checks: list[Callable[[], bool]] = [partial(self._calls.is_right, operation, call)]
         if not self._has_kernels:
             for name, exchange in self._peers.items():
                 peer, is_right = self._peer(operation, exchange)
-                variants.append(Variant(name, peer))
+                variants.append(BenchVariant(name, peer))
                 checks.append(is_right)
         return _Case(moved.rows, moved.send + moved.receive, variants, checks)
 
@@ -163,7 +163,7 @@ class _Rank:
             return result
 
         is_right = partial(self._calls.is_right, operation, in_halves)
-        return _Case(0, memory_bytes, [Variant(PRODUCT, call, stopwatch=stopwatch)], [is_right])
+        return _Case(0, memory_bytes, [BenchVariant(PRODUCT, call, stopwatch=stopwatch)], [is_right])
 
     def _peer(self, operation: str, exchange: _Peer) -> tuple[Callable[[], object], Callable[[], bool]]:
         """The same by gloo, and whether it delivers what it must."""
@@ -207,7 +207,7 @@ def run_low_latency_cases(
 
 
 def _run_all(
-    work: Work, names: Sequence[str], tell: Callable[[Note], object], gpu: int, copy_bytes: int
+    work: LowLatencyWork, names: Sequence[str], tell: Callable[[Note], object], gpu: int, copy_bytes: int
 ) -> list[GpuMeasured | RankMeasured]:
     results, here = [], _Rank(work, gpu, copy_bytes)
     for name in names:

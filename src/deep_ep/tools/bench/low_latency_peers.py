@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...kernels import low_latency_rows as kernels
 from ...kernels.rows import widest_dtype
 from ...sizing import align, ceil_div
-from .low_latency_work import Sent, Work
+from .low_latency_work import Delivered, LowLatencyWork
 
 _ROW_ALIGNMENT = 8  # so that rows can be gathered in elements of 8 bytes
 
@@ -25,7 +25,7 @@ class GlooExchange:
         work: What the rank brings.
     """
 
-    def __init__(self, work: Work):
+    def __init__(self, work: LowLatencyWork):
         setting, x = work.setting, work.drawn.x
         num_tokens, hidden, num_groups = setting.num_tokens, setting.hidden, ceil_div(setting.hidden, 128)
         num_sent = work.num_selections
@@ -50,7 +50,7 @@ class GlooExchange:
 
     # Dispatch --------------------------------------------------------------------------------------------------------
 
-    def dispatch(self) -> Sent:
+    def dispatch(self) -> Delivered:
         """Cast, sort by expert, exchange counts and rows, and pack."""
         work, hidden = self._work, self._work.setting.hidden
         q = self._cast[:, :hidden].view(torch.float8_e4m3fn)
@@ -63,7 +63,7 @@ class GlooExchange:
         recv = self._exchange(send)
         blocks = kernels.Blocks.of(self._recv_counts.t().contiguous())
         self._unpack(recv, blocks)
-        return Sent(self._x, self._scales, self._src_info, blocks.layout_range())
+        return Delivered(self._x, self._scales, self._src_info, blocks.layout_range())
 
     def _exchange(self, send: torch.Tensor) -> torch.Tensor:
         """Counts, then rows. Returns the rows received, [m, W] uint8, by rank, then expert, then token."""
@@ -84,7 +84,7 @@ class GlooExchange:
         wide = widest_dtype(hidden, self._x.data_ptr())
         kernels.fetch_rows(self._x.view(wide), recv[:, :hidden].view(wide), arrived, counts)
         scales = recv[:, self._scales_at : self._token_at].view(torch.float32)
-        kernels.spread_rows(self._scales, scales.index_select(0, arrived), counts)
+        kernels.unpack_rows(self._scales, scales.index_select(0, arrived), counts)
         tokens = recv[:, self._token_at : self._token_at + 4].view(torch.int32)[:, 0]
         self._src_info.view(-1).index_copy_(0, self._rows, tokens)
 
@@ -105,8 +105,8 @@ class GlooExchange:
         dist.all_to_all_single(self._back, send, self._send_splits, self._recv_splits)
         _, topk_idx, weights = work.drawn
         starts = self._selections.counts.cumsum(0) - self._selections.counts
-        places = starts[topk_idx] + kernels.earlier_tokens(topk_idx, self._selections)
-        self._summer.sum(self._out, self._back, places, weights, torch.zeros_like(topk_idx, dtype=torch.bool))
+        grains = starts[topk_idx] + kernels.earlier_tokens(topk_idx, self._selections)
+        self._summer.sum(self._out, self._back, grains, weights, torch.zeros_like(topk_idx, dtype=torch.bool))
         return self._out
 
 

@@ -23,7 +23,7 @@ from .inputs import Drawn, Setting, draw
 _EXACT, _LOSSY = 2.0**-7, 0.05  # errors, as a part of what was summed: of rounding to BF16, of LogFMT
 
 
-class Sent(NamedTuple):
+class Delivered(NamedTuple):
     """What a dispatch delivered, by the product or by a peer.
 
     Attributes:
@@ -40,7 +40,7 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class LowLatencyWork:
     """What one rank brings to every case.
 
     Attributes:
@@ -76,7 +76,7 @@ class Work:
         """[E] bfloat16: what each expert multiplies by."""
         return (1 + torch.arange(self.setting.num_experts, device=self.buffer.device) % 3).bfloat16() / 64
 
-    def experts(self, sent: Sent) -> torch.Tensor:
+    def experts(self, sent: Delivered) -> torch.Tensor:
         """[L, R * M, H] bfloat16: what this rank's experts make of their rows. Only those are touched."""
         shape = (self.num_local, self.num_rows, self.setting.hidden)
         results = torch.empty(shape, dtype=torch.bfloat16, device=self.buffer.device)
@@ -93,12 +93,12 @@ def make_buffer(setting: Setting, num_ranks: int) -> Buffer:
     return Buffer(dist.group.WORLD, 0, num_bytes, low_latency_mode=True, explicitly_destroy=True, device=setting.device)
 
 
-def make_work(setting: Setting, rank: int, num_ranks: int, buffer: Buffer) -> Work:
+def make_work(setting: Setting, rank: int, num_ranks: int, buffer: Buffer) -> LowLatencyWork:
     """Draw rows and routes."""
-    return Work(setting, rank, num_ranks, buffer, draw(setting, rank, buffer.device))
+    return LowLatencyWork(setting, rank, num_ranks, buffer, draw(setting, rank, buffer.device))
 
 
-def valid_rows(sent: Sent) -> tuple[torch.Tensor, torch.Tensor]:
+def valid_rows(sent: Delivered) -> tuple[torch.Tensor, torch.Tensor]:
     """Which rows of a dispatch are there: their experts and their places, [n] int64 each."""
     counts = (sent.layout_range & 0xFFFFFFFF).sum(1, keepdim=True)
     is_valid = torch.arange(sent.x.size(1), device=counts.device) < counts
@@ -126,12 +126,12 @@ class RowBytes(NamedTuple):
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def is_sent(work: Work, sent: Sent) -> bool:
+def is_sent(work: LowLatencyWork, sent: Delivered) -> bool:
     """Whether the rows of all sources are there, in order, to the bit."""
     return all(_is_sent_from(work, source, sent) for source in range(work.num_ranks))
 
 
-def _is_sent_from(work: Work, source: int, sent: Sent) -> bool:
+def _is_sent_from(work: LowLatencyWork, source: int, sent: Delivered) -> bool:
     drawn = draw(work.setting, source, work.buffer.device)
     q, scales = cast_fp8(drawn.x)
     first_expert = work.rank * work.num_local
@@ -148,7 +148,7 @@ def _is_sent_from(work: Work, source: int, sent: Sent) -> bool:
     )
 
 
-def is_combined(work: Work, combined: torch.Tensor, is_lossy: bool = False) -> bool:
+def is_combined(work: LowLatencyWork, combined: torch.Tensor, is_lossy: bool = False) -> bool:
     """Whether the sums are right, as far as their format allows."""
     x, topk_idx, weights = work.drawn
     back, factors = per_token_cast_back(*cast_fp8(x)), work.factors()

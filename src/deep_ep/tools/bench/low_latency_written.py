@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...quant import cast_fp8
-from .low_latency_work import Sent, Work
+from .low_latency_work import Delivered, LowLatencyWork
 
 
 class _Routes(NamedTuple):
@@ -23,7 +23,7 @@ class _Routes(NamedTuple):
         recv_splits: R numbers of rows received.
         arrived: [m] int64, received rows by expert.
         experts: [m] int64, their experts.
-        places: [m] int64, where they lie at their experts.
+        expert_rows: [m] int64, where they lie at their experts.
     """
 
     order: torch.Tensor
@@ -31,7 +31,7 @@ class _Routes(NamedTuple):
     recv_splits: list[int]
     arrived: torch.Tensor
     experts: torch.Tensor
-    places: torch.Tensor
+    expert_rows: torch.Tensor
 
 
 class WrittenExchange:
@@ -41,11 +41,11 @@ class WrittenExchange:
         work: What the rank brings.
     """
 
-    def __init__(self, work: Work):
+    def __init__(self, work: LowLatencyWork):
         self._work = work
         self._routes: _Routes | None = None
 
-    def dispatch(self) -> Sent:
+    def dispatch(self) -> Delivered:
         """Cast, sort by expert, exchange counts and rows, and pack."""
         work, (x, topk_idx, _) = self._work, self._work.drawn
         q, scales = cast_fp8(x)
@@ -62,7 +62,7 @@ class WrittenExchange:
         firsts = recv_counts.cumsum(0) - recv_counts
         layout_range = (recv_counts | firsts << 32).t()
         packed = self._pack(rows).view(torch.float8_e4m3fn)
-        return Sent(packed, self._pack(recv_scales), self._pack(recv_tokens), layout_range)
+        return Delivered(packed, self._pack(recv_scales), self._pack(recv_tokens), layout_range)
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         """Give the experts' rows back and sum them, weighted; after a dispatch.
@@ -76,7 +76,7 @@ class WrittenExchange:
         assert self._routes is not None
         routes, (x, topk_idx, weights) = self._routes, self._work.drawn
         send = torch.empty(routes.arrived.numel(), x.size(1), dtype=rows.dtype)
-        send[routes.arrived] = rows[routes.experts, routes.places]
+        send[routes.arrived] = rows[routes.experts, routes.expert_rows]
         back = _exchange(send, routes.send_splits, routes.recv_splits)
         back = back.float() * weights.flatten()[routes.order].unsqueeze(1)
         sums = torch.zeros(x.shape).index_add_(0, routes.order // topk_idx.size(1), back)
@@ -86,7 +86,7 @@ class WrittenExchange:
         """Rows [m, ...] to their experts, [L, R * M, ...]."""
         assert self._routes is not None
         packed = torch.empty(self._work.num_local, self._work.num_rows, *rows.shape[1:], dtype=rows.dtype)
-        packed[self._routes.experts, self._routes.places] = rows[self._routes.arrived]
+        packed[self._routes.experts, self._routes.expert_rows] = rows[self._routes.arrived]
         return packed
 
 
@@ -96,9 +96,9 @@ def _find_routes(order: torch.Tensor, counts: torch.Tensor, recv_counts: torch.T
     arrived = experts.argsort(stable=True)
     per_expert = recv_counts.sum(0)
     firsts = per_expert.cumsum(0) - per_expert
-    places = torch.arange(arrived.numel()) - firsts[experts[arrived]]
+    expert_rows = torch.arange(arrived.numel()) - firsts[experts[arrived]]
     splits = (counts.sum(1).tolist(), recv_counts.sum(1).tolist())
-    return _Routes(order, *splits, arrived, experts[arrived], places)
+    return _Routes(order, *splits, arrived, experts[arrived], expert_rows)
 
 
 def _exchange(rows: torch.Tensor, recv_splits: list[int], send_splits: list[int]) -> torch.Tensor:

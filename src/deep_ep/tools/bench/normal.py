@@ -11,7 +11,7 @@ from .cases import CASES, join_cases, run_cases
 from .gpu import gpu_machine
 from .gpu_cases import gpu_titles, join_gpu_cases, run_gpu_cases
 from .inputs import Setting, reason_to_skip
-from .report import Report
+from .report import BenchReport
 from .suite import Suite, measure_suite
 
 NAME = "normal"
@@ -24,7 +24,7 @@ def titles_of(setting: Setting) -> dict[str, str]:
     return {name: title for name, (title, _) in CASES.items()}
 
 
-def measure(setting: Setting, group_sizes: Sequence[int], names: Sequence[str], command: str) -> Report:
+def measure(setting: Setting, group_sizes: Sequence[int], names: Sequence[str], command: str) -> BenchReport:
     """Run cases with each group size, and show progress on the way.
 
     Args:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ...kernels.rows import as_bytes, rows_as
-from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, Variant
-from .inputs import Inputs, Routes, find_routes
+from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, BenchVariant
+from .inputs import GlooRoutes, Inputs, find_routes
 
 _LINE_BYTES = 64
 
@@ -40,9 +40,9 @@ class WarmPair:
         """The same in the other."""
         return self._carve(self._far, num_rows)
 
-    def floor(self, num_bytes: int) -> Variant:
+    def floor(self, num_bytes: int) -> BenchVariant:
         """A plain copy of as many bytes."""
-        return Variant(FLOOR, partial(self._far[:num_bytes].copy_, self._near[:num_bytes]))
+        return BenchVariant(FLOOR, partial(self._far[:num_bytes].copy_, self._near[:num_bytes]))
 
     def _carve(self, memory: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
         """Matrices one after the other, each on a cache line of its own."""
@@ -67,7 +67,7 @@ def dispatch_pair(inputs: Inputs, parts: Sequence[torch.Tensor]) -> WarmPair:
     return WarmPair(num_rows, [bytes_of_row(part) for part in parts])
 
 
-def dispatch_peers(inputs: Inputs, parts: Sequence[torch.Tensor], has_topk: bool, pair: WarmPair) -> list[Variant]:
+def dispatch_peers(inputs: Inputs, parts: Sequence[torch.Tensor], has_topk: bool, pair: WarmPair) -> list[BenchVariant]:
     """What a dispatch is compared with.
 
     Args:
@@ -88,14 +88,14 @@ def dispatch_peers(inputs: Inputs, parts: Sequence[torch.Tensor], has_topk: bool
     )
     outputs = partial(_exchanged, inputs, has_topk)
     return [
-        Variant(GLOO, preallocated, outputs),
-        Variant(GLOO_AS_WRITTEN, partial(_exchange_as_written, parts, inputs.is_token_in_rank), outputs),
+        BenchVariant(GLOO, preallocated, outputs),
+        BenchVariant(GLOO_AS_WRITTEN, partial(_exchange_as_written, parts, inputs.is_token_in_rank), outputs),
         pair.floor(num_recv * sum(row_bytes)),
     ]
 
 
 def _exchange_preallocated(
-    parts: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor], routes: Routes
+    parts: Sequence[torch.Tensor], sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor], routes: GlooRoutes
 ) -> Sequence[torch.Tensor]:
     """Dispatch by gloo into memory that is there, along known routes.
 
@@ -151,7 +151,7 @@ def _exchanged(inputs: Inputs, has_topk: bool, received: Sequence[torch.Tensor])
 # Combine -------------------------------------------------------------------------------------------------------------
 
 
-def combine_peers(inputs: Inputs, rows: torch.Tensor, pair: WarmPair) -> list[Variant]:
+def combine_peers(inputs: Inputs, rows: torch.Tensor, pair: WarmPair) -> list[BenchVariant]:
     """What a combine is compared with.
 
     Args:
@@ -163,8 +163,8 @@ def combine_peers(inputs: Inputs, rows: torch.Tensor, pair: WarmPair) -> list[Va
     back = rows_as(pair.far(num_sent)[0], rows.dtype)
     as_written = partial(_combine_as_written, rows, inputs.routes, inputs.x.size(0))
     return [
-        Variant(GLOO, _PreallocatedCombine(rows, back, inputs), lambda sums: [sums]),
-        Variant(GLOO_AS_WRITTEN, as_written, lambda sums: [sums]),
+        BenchVariant(GLOO, _PreallocatedCombine(rows, back, inputs), lambda sums: [sums]),
+        BenchVariant(GLOO_AS_WRITTEN, as_written, lambda sums: [sums]),
         pair.floor(num_sent * bytes_of_row(rows)),
     ]
 
@@ -196,7 +196,7 @@ class _PreallocatedCombine:
         return self._out.copy_(self._sums)
 
 
-def _combine_as_written(rows: torch.Tensor, routes: Routes, num_tokens: int) -> torch.Tensor:
+def _combine_as_written(rows: torch.Tensor, routes: GlooRoutes, num_tokens: int) -> torch.Tensor:
     """Combine by gloo as users write it.
 
     Args:

@@ -10,7 +10,7 @@ from ..plotting import new_figure, write_png
 from ..terminal import counted
 from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, ONE_HOP, PRODUCT, PRODUCT_BF16, Measured, summarise
 from .figures import Unit, three_digits
-from .report import LABELS, Report
+from .report import LABELS, BenchReport
 
 # In the order of the bars of a case.
 _COLOURS = {
@@ -24,7 +24,7 @@ _COLOURS = {
 _GAP = 0.8  # between two cases; a bar takes 1
 
 
-def write_plot(report: Report, path: Path) -> None:
+def write_plot(report: BenchReport, path: Path) -> None:
     """Bars of the slowest rank's medians: a panel for each group size, a cluster for each case.
 
     Raises:

@@ -59,7 +59,7 @@ _CAPTION = (
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """A benchmark that has run.
 
     Attributes:
@@ -176,7 +176,7 @@ def marker_of(name: str, is_gpu: bool) -> str:
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
-def columns(report: Report) -> list[str]:
+def columns(report: BenchReport) -> list[str]:
     """The heads of the table; what no row has is left out."""
     unit = report.unit.name
     if any(ONE_HOP in row.times for row in report.rows):
@@ -192,7 +192,7 @@ def columns(report: Report) -> list[str]:
     return heads + [f"faster than {LABELS[name]}" for name in report.compared]
 
 
-def cells(report: Report, row: Measured) -> list[str]:
+def cells(report: BenchReport, row: Measured) -> list[str]:
     """One line of the table. A skipped case says why, in the place of its figures."""
     title, unit = report.titles[row.case], report.unit
     if row.skipped is not None:
@@ -229,7 +229,7 @@ def _tail(summary: Summary, unit: Unit) -> list[str]:
     return [DASH if secs is None else three_digits(secs * unit.per_sec) for secs in values]
 
 
-def rich_table(report: Report) -> Table:
+def rich_table(report: BenchReport) -> Table:
     """The table for a terminal."""
     table = Table(
         title="\n".join(report.header),
@@ -261,7 +261,7 @@ def _reasons(rows: Sequence[Measured]) -> list[str]:
     return list(dict.fromkeys(f"{row.num_ranks} ranks, skipped: {row.skipped}" for row in rows if row.skipped))
 
 
-def markdown_table(report: Report) -> str:
+def markdown_table(report: BenchReport) -> str:
     """The table for a README, with its machine and command above it."""
     machine, shape, command = report.header
     heads = columns(report)
@@ -280,7 +280,7 @@ def _markdown_line(items: Sequence[str]) -> str:
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def write_csv(report: Report, path: Path) -> None:
+def write_csv(report: BenchReport, path: Path) -> None:
     """One line a case: its summary, seconds and ratios by variant."""
     names = [name for name in LABELS if any(name in row.times for row in report.rows)]
     kinds = list(dict.fromkeys(kind for row in report.rows for kind in row.traffic))
@@ -325,7 +325,7 @@ def _csv_ratio(name: str, summary: Summary | None) -> dict[str, object]:
     return {key: median, f"{key}_q1": low, f"{key}_q3": high}
 
 
-def write_json(report: Report, path: Path) -> None:
+def write_json(report: BenchReport, path: Path) -> None:
     """Everything: machine, versions, command, setting, the summaries, and each rank's time of each round."""
     cases = []
     for row in report.rows:
@@ -343,7 +343,7 @@ def write_json(report: Report, path: Path) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def read_json(path: Path) -> Report:
+def read_json(path: Path) -> BenchReport:
     """The report that `write_json` wrote.
 
     Raises:
@@ -352,7 +352,7 @@ def read_json(path: Path) -> Report:
     try:
         content = json.loads(path.read_text())
         fields = [field.name for field in dataclasses.fields(Measured)]
-        return Report(
+        return BenchReport(
             name=content["bench"],
             command=content["command"],
             shape=content["shape"],
@@ -384,6 +384,6 @@ def replace_table(text: str, name: str, table: str) -> str:
     return f"{before}{first}\n\n{table}\n\n{last}{after}"
 
 
-def write_readme(report: Report, path: Path) -> None:
+def write_readme(report: BenchReport, path: Path) -> None:
     """Replace the table in a README; see `replace_table`."""
     path.write_text(replace_table(path.read_text(), report.marker, markdown_table(report)))

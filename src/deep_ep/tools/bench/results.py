@@ -12,14 +12,14 @@ from rich.table import Table
 
 from ..plotting import INSTALL, require_matplotlib
 from .plot import write_plot
-from .report import Report, read_json, write_json, write_readme
+from .report import BenchReport, read_json, write_json, write_readme
 
 FOLDER = Path("benchmarks/results")
 
 _PLAIN_WIDTH = 170  # of a table that goes into a file or a pipe, where there is no terminal to fit
 
 
-def file_name(report: Report, date: datetime.date) -> str:
+def file_name(report: BenchReport, date: datetime.date) -> str:
     """`2026-01-31-nvidia-h200-normal-8ranks.json`."""
     machine = slug(str(report.machine["gpu" if report.is_gpu else "cpu"]))
     sizes = "-".join(str(size) for size in dict.fromkeys(row.num_ranks for row in report.rows))
@@ -31,7 +31,7 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def save(report: Report, folder: Path) -> None:
+def save(report: BenchReport, folder: Path) -> None:
     """Write a results file and its picture; without matplotlib say that there is none."""
     path = folder / file_name(report, datetime.date.today())
     write_json(report, path)

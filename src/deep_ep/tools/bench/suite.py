@@ -10,7 +10,7 @@ from ...launch import run_ranks
 from .core import Measured
 from .inputs import Setting
 from .progress import showing_progress
-from .report import Report
+from .report import BenchReport
 
 _LIMIT_SECS = 3600.0  # for one group size; the default settings take minutes
 
@@ -44,7 +44,7 @@ def measure_suite(
     names: Sequence[str],
     command: str,
     machine: Mapping[str, Any],
-) -> Report:
+) -> BenchReport:
     """Run cases with each group size, and show progress on the way.
 
     Args:
@@ -71,7 +71,7 @@ def measure_suite(
             where, limit = suite.env, _LIMIT_SECS
             results = run_ranks(suite.run, num_ranks, *work, limit_secs=limit, env=where, enter=suite.enter)
             rows += [suite.join(name, [result[index] for result in results]) for index, name in enumerate(names)]
-    return Report(
+    return BenchReport(
         name=suite.name,
         command=command,
         shape=_shape(setting),

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...engine.cuda.shapes import Shapes
-from ...kernels.put import Shape
+from ...kernels.put import LaunchShape
 from ..terminal import teller
-from .core import Variant, time_rounds
+from .core import BenchVariant, time_rounds
 from .gpu import device_stopwatch, enter_device, streamed
 from .gpu_cases import Work
 from .inputs import Setting, draw, find_layout, make_buffer
@@ -49,7 +49,7 @@ class TuneNote(NamedTuple):
 _ALL_REGISTERS = 65536  # of a multiprocessor: with few blocks, one has it for itself
 
 
-def candidates(field: str, num_sms: int) -> list[Shape]:
+def candidates(field: str, num_sms: int) -> list[LaunchShape]:
     """The shapes to try for a field of `Shapes`: always the default one, and first.
 
     Args:
@@ -58,25 +58,25 @@ def candidates(field: str, num_sms: int) -> list[Shape]:
     """
     is_bounded = field.startswith("bounded_")
     most_words = _MOST_WORDS_TO_SUM if field.endswith("pull") else _MOST_WORDS
-    default: Shape = getattr(Shapes(), field)
+    default: LaunchShape = getattr(Shapes(), field)
     shapes = [dataclasses.replace(default, num_blocks=num_sms) if is_bounded else default]
     for num_blocks in (num_sms,) if is_bounded else _BLOCKS:
         for words in _WORDS:
             shapes += [
-                Shape(num_blocks, words, num_warps, _ALL_REGISTERS // (32 * num_warps) if is_bounded else 0)
+                LaunchShape(num_blocks, words, num_warps, _ALL_REGISTERS // (32 * num_warps) if is_bounded else 0)
                 for num_warps in _WARPS
                 if _LEAST_WORDS <= words // (32 * num_warps) <= most_words
             ]
     return list(dict.fromkeys(shapes))
 
 
-def shape_name(shape: Shape) -> str:
+def shape_name(shape: LaunchShape) -> str:
     """`64 x 4096 x 32`."""
     return f"{shape.num_blocks} x {shape.words} x {shape.num_warps}"
 
 
 def tune_rank(
-    rank: int, num_ranks: int, setting: Setting, plan: dict[str, Sequence[Shape]], news: Connection
+    rank: int, num_ranks: int, setting: Setting, plan: dict[str, Sequence[LaunchShape]], news: Connection
 ) -> dict[str, dict[str, list[float]]]:
     """Time candidates. Runs on every rank.
 
@@ -104,12 +104,12 @@ def tune_rank(
 
 
 def _time_field(
-    work: Work, field: str, shapes: Sequence[Shape], tell: Callable[[TuneNote], object]
+    work: Work, field: str, shapes: Sequence[LaunchShape], tell: Callable[[TuneNote], object]
 ) -> dict[str, list[float]]:
     engine, call, watch = streamed(work.buffer), _call_of(work, field), device_stopwatch(work.buffer)
     usual = engine.shapes
 
-    def call_with(shape: Shape) -> Any:
+    def call_with(shape: LaunchShape) -> Any:
         engine.shapes = dataclasses.replace(usual, **{field: shape})
         return call()
 
@@ -118,7 +118,7 @@ def _time_field(
         tell(TuneNote(field))
         return secs
 
-    variants = [Variant(shape_name(shape), partial(call_with, shape)) for shape in shapes]
+    variants = [BenchVariant(shape_name(shape), partial(call_with, shape)) for shape in shapes]
     try:
         return time_rounds(variants, work.setting.num_rounds, told)
     finally:

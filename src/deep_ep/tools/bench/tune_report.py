@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ... import env
-from ...kernels.put import Shape
+from ...kernels.put import LaunchShape
 from ...launch import run_ranks
 from ..terminal import hearing_ranks, only_on_terminal
 from .core import slowest_by_round
@@ -45,7 +45,7 @@ class Tried:
     """
 
     field: str
-    shapes: Sequence[Shape]
+    shapes: Sequence[LaunchShape]
     secs: Sequence[float]
 
     @property
@@ -54,7 +54,7 @@ class Tried:
         return sorted(range(len(self.shapes)), key=lambda index: self.secs[index])
 
     @property
-    def best(self) -> Shape:
+    def best(self) -> LaunchShape:
         """The fastest."""
         return self.shapes[self.ranking[0]]
 
@@ -100,7 +100,7 @@ def _try_all(setting: Setting, num_ranks: int) -> list[Tried]:
     return [judge(field, shapes, [result[field] for result in results]) for field, shapes in plan.items()]
 
 
-def judge(field: str, shapes: Sequence[Shape], times: Sequence[Mapping[str, Sequence[float]]]) -> Tried:
+def judge(field: str, shapes: Sequence[LaunchShape], times: Sequence[Mapping[str, Sequence[float]]]) -> Tried:
     """All ranks' times of the candidates of a shape, as one number each.
 
     Args:

@@ -18,7 +18,7 @@ from ... import __version__
 from ..terminal import only_on_terminal
 from .checks import look_at_machine, look_at_software, look_at_variables
 from .hardware import look_at_hardware
-from .report import Report
+from .report import DoctorReport
 from .round_trip import try_round_trip
 from .shared_memory import look_at_shared_memory
 from .show import show_report
@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def examine() -> Report:
+def examine() -> DoctorReport:
     """Look at everything. The round trip takes a few seconds, most of it for starting processes."""
     findings = [*look_at_software(), *look_at_machine(), *look_at_shared_memory()]
     gpus, nics = look_at_hardware()
     transports, round_trip = look_at_transports(), try_round_trip()
-    return Report(__version__, round_trip.ok, findings, gpus, nics, look_at_variables(), transports, round_trip)
+    return DoctorReport(__version__, round_trip.ok, findings, gpus, nics, look_at_variables(), transports, round_trip)

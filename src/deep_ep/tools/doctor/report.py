@@ -109,7 +109,7 @@ class RoundTrip:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """All that doctor found."""
 
     version: str

@@ -11,12 +11,12 @@ from rich.text import Text
 
 from ..terminal import plain_table
 from .hardware_tables import show_hardware
-from .report import NOTE, OK, PROBLEM, Report, RoundTrip, TransportReport, VariableReport
+from .report import NOTE, OK, PROBLEM, DoctorReport, RoundTrip, TransportReport, VariableReport
 
 _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
 
 
-def show_report(console: Console, report: Report) -> None:
+def show_report(console: Console, report: DoctorReport) -> None:
     """Print all of it, and at the end what to do."""
     console.print(f"[bold]deep_ep {report.version} doctor[/]")
     console.print("\n[bold]What is here[/]")
@@ -70,7 +70,7 @@ def _round_trip_text(trip: RoundTrip) -> Text:
     )
 
 
-def _show_advice(console: Console, report: Report) -> None:
+def _show_advice(console: Console, report: DoctorReport) -> None:
     advice = [(finding.status, finding.name, finding.advice) for finding in report.findings if finding.advice]
     if report.round_trip.advice:
         advice.append((PROBLEM, "round trip", report.round_trip.advice))

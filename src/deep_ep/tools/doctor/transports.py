@@ -19,7 +19,7 @@ from .report import TransportReport
 _SOME_RANKS = 2  # what holds for two holds for more
 
 
-class Way(NamedTuple):
+class TransportProbe(NamedTuple):
     """A transport, as it is asked.
 
     Attributes:
@@ -41,7 +41,7 @@ def look_at_transports() -> list[TransportReport]:
         return [_look(way, group) for way in WAYS]
 
 
-def _look(way: Way, group: dist.ProcessGroup | None) -> TransportReport:
+def _look(way: TransportProbe, group: dist.ProcessGroup | None) -> TransportReport:
     try:
         reason = way.why_not(group)
         return TransportReport(way.name, way.serves, reason is None, way.how() if reason is None else reason)
@@ -103,10 +103,10 @@ def _why_not_nvshmem(group: dist.ProcessGroup | None) -> str | None:
     return nvshmem.why_not(group, _SOME_RANKS)
 
 
-WAYS: tuple[Way, ...] = (
-    Way("solo", "a group of one rank", lambda _: None),
-    Way("shm", "CPU ranks of one host", _why_not_shm),
-    Way("symm", "GPU ranks of one host", _why_not_symm),
-    Way(NVSHMEM, "GPU ranks of different hosts", _why_not_nvshmem),
-    Way(MESSAGE, "ranks of different hosts, over TCP", _why_not_message, _own_addresses),
+WAYS: tuple[TransportProbe, ...] = (
+    TransportProbe("solo", "a group of one rank", lambda _: None),
+    TransportProbe("shm", "CPU ranks of one host", _why_not_shm),
+    TransportProbe("symm", "GPU ranks of one host", _why_not_symm),
+    TransportProbe(NVSHMEM, "GPU ranks of different hosts", _why_not_nvshmem),
+    TransportProbe(MESSAGE, "ranks of different hosts, over TCP", _why_not_message, _own_addresses),
 )

@@ -19,7 +19,7 @@ from ...planner.table import Table, fit_table, prepare
 from ..bench import internode, low_latency, normal
 from ..bench.core import PRODUCT, slowest_median
 from ..bench.inputs import Setting
-from ..bench.report import Report, read_json
+from ..bench.report import BenchReport, read_json
 
 SYSTEM = "deep_ep"
 _CPU = "CPU"
@@ -65,7 +65,7 @@ class Trial(NamedTuple):
     high_us: float
 
 
-def measure_here(device: str, sizes: Sequence[int]) -> list[Report]:
+def measure_here(device: str, sizes: Sequence[int]) -> list[BenchReport]:
     """Short benches on this machine, some minutes."""
     reports = []
     for num_tokens in _SHORT:
@@ -80,7 +80,7 @@ def measure_here(device: str, sizes: Sequence[int]) -> list[Report]:
     return reports
 
 
-def measure_nodes(layouts: Iterable[tuple[int, int]], link: str) -> list[Report]:
+def measure_nodes(layouts: Iterable[tuple[int, int]], link: str) -> list[BenchReport]:
     """Short benches between network namespaces; needs root.
 
     Args:
@@ -104,12 +104,12 @@ def measure_nodes(layouts: Iterable[tuple[int, int]], link: str) -> list[Report]
     return reports
 
 
-def read_results(paths: Sequence[Path]) -> list[Report]:
+def read_results(paths: Sequence[Path]) -> list[BenchReport]:
     """Reports that `bench --json` or `--save` wrote."""
     return [read_json(path) for path in paths]
 
 
-def points_of(reports: Iterable[Report]) -> list[Point]:
+def points_of(reports: Iterable[BenchReport]) -> list[Point]:
     """The measured calls of reports."""
     points = []
     for report in reports:
@@ -122,7 +122,7 @@ def points_of(reports: Iterable[Report]) -> list[Point]:
     return points
 
 
-def _call_of(report: Report, setting: Setting, case: str, num_ranks: int, copy_gbs: float | None) -> Call:
+def _call_of(report: BenchReport, setting: Setting, case: str, num_ranks: int, copy_gbs: float | None) -> Call:
     op, dtype = _CASES[case]
     is_gpu = setting.device == "cuda"
     per_node = num_ranks // setting.num_nodes

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from ...trace import CALL, WAIT
-from .load import LoadedTrace, RankFile, Slice, is_comm
+from .load import LoadedSlice, LoadedTrace, RankFile, is_comm
 
 Matrix = list[list[float]]
 
@@ -161,7 +161,7 @@ def _count_file(file: RankFile, figures: Figures, mine: RankFigures, kinds: dict
                 figures.waited_us[file.rank][rank] += one.dur_us / len(last)
 
 
-def _count_rows(one: Slice, rank: int, figures: Figures, present: set[int]) -> float:
+def _count_rows(one: LoadedSlice, rank: int, figures: Figures, present: set[int]) -> float:
     """Add the rows of a call to the matrices: who sends counts them, or, where there is no word of it, who receives."""
     row_bytes, rows_to, rows_from = (one.args.get(name) for name in ("row_bytes", "rows_to", "rows_from"))
     if row_bytes is None or len(rows_to or rows_from or []) != figures.num_ranks:

@@ -15,7 +15,7 @@ _PATTERN = "rank*.json"
 
 
 @dataclass
-class Slice:
+class LoadedSlice:
     """Something that began and ended.
 
     Attributes:
@@ -59,7 +59,7 @@ class RankFile:
     facts: dict[str, Any]
     events: list[Event]
     is_whole: bool
-    slices: list[Slice] = field(default_factory=list)
+    slices: list[LoadedSlice] = field(default_factory=list)
     tracks: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -167,9 +167,9 @@ def _read_json(text: str) -> Any:
     return json.loads(text, parse_constant=lambda _: None)
 
 
-def _slices_of(file: RankFile) -> list[Slice]:
-    slices: list[Slice] = []
-    open_slices: dict[int, list[Slice]] = {}
+def _slices_of(file: RankFile) -> list[LoadedSlice]:
+    slices: list[LoadedSlice] = []
+    open_slices: dict[int, list[LoadedSlice]] = {}
     for event in file.events:
         phase, track = event.get("ph"), event.get("tid", 0)
         if phase == "M" and event.get("name") == "thread_name":
@@ -177,7 +177,7 @@ def _slices_of(file: RankFile) -> list[Slice]:
         elif phase in ("X", "B"):
             name, kind = str(event.get("name", "")), str(event.get("cat", ""))
             dur_us = float(event.get("dur", 0.0))
-            one = Slice(name, kind, track, float(event["ts"]), dur_us, event.get("args", {}), phase == "B")
+            one = LoadedSlice(name, kind, track, float(event["ts"]), dur_us, event.get("args", {}), phase == "B")
             slices.append(one)
             if phase == "B":
                 open_slices.setdefault(track, []).append(one)
@@ -231,6 +231,6 @@ def _close_open(files: list[RankFile]) -> None:
                 one.dur_us = max(0.0, end_us - one.begin_us)
 
 
-def is_comm(one: Slice) -> bool:
+def is_comm(one: LoadedSlice) -> bool:
     """Whether a slice belongs to communication itself, not to a caller or to a link."""
     return COMM <= one.track < COMM + 2

@@ -6,7 +6,7 @@ import html
 
 from .figures import Figures, Matrix
 from .parts import MOST_WORDS, section
-from .text import Unit, bytes_text, bytes_unit, share_text, time_text, time_unit
+from .text import TableUnit, bytes_text, bytes_unit, share_text, time_text, time_unit
 
 
 def traffic(figures: Figures) -> str:
@@ -51,7 +51,7 @@ def _verdict(waited: Matrix) -> str:
 
 def _matrix(
     values: Matrix,
-    unit: Unit,
+    unit: TableUnit,
     tips: list[list[str]],
     axes: tuple[str, str],
     sums: tuple[str, str],
@@ -76,13 +76,13 @@ def _matrix(
     )
 
 
-def _cell(value: float, least: float, most: float, unit: Unit, tip: str, has_words: bool) -> str:
+def _cell(value: float, least: float, most: float, unit: TableUnit, tip: str, has_words: bool) -> str:
     share = (value - least) / (most - least) if most > least else 0.5 * (most > 0)
     word = unit.text(value) if has_words and value else ""
     strong = " class=strong" if share > 0.68 else ""
     return f'<td{strong} style="--v:{100 * share:.0f}%" title="{html.escape(tip)}">{word}</td>'
 
 
-def _scale(least: float, most: float, unit: Unit, colour: str) -> str:
+def _scale(least: float, most: float, unit: TableUnit, colour: str) -> str:
     ends = f"<span>{unit.text(least)}</span><i></i><span>{unit.text(most)} {unit.name}</span>"
     return f'<div class="scale {colour}" aria-hidden="true">{ends}</div>'

@@ -10,7 +10,7 @@ _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 _MICROSECONDS = ((1e6, "s"), (1e3, "ms"), (1.0, "µs"))
 
 
-class Unit(NamedTuple):
+class TableUnit(NamedTuple):
     """A unit that fits a whole table.
 
     Attributes:
@@ -26,18 +26,18 @@ class Unit(NamedTuple):
         return digits(value / self.size)
 
 
-def bytes_unit(most: float) -> Unit:
+def bytes_unit(most: float) -> TableUnit:
     """For bytes up to `most`."""
     return _unit(_BYTES, most)
 
 
-def time_unit(most_us: float) -> Unit:
+def time_unit(most_us: float) -> TableUnit:
     """For times up to `most_us`."""
     return _unit(_MICROSECONDS, most_us)
 
 
-def _unit(units: tuple[tuple[float, str], ...], most: float) -> Unit:
-    return next((Unit(size, name) for size, name in units if most >= size), Unit(*units[-1]))
+def _unit(units: tuple[tuple[float, str], ...], most: float) -> TableUnit:
+    return next((TableUnit(size, name) for size, name in units if most >= size), TableUnit(*units[-1]))
 
 
 def digits(value: float) -> str:

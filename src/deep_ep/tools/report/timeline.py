@@ -6,7 +6,7 @@ from typing import Any
 
 from ...trace import CALL, COMM, DEVICE, NETWORK, RECEIVE, SEND, WAIT
 from .figures import Figures
-from .load import LoadedTrace, RankFile, Slice
+from .load import LoadedSlice, LoadedTrace, RankFile
 from .text import bytes_text, time_text
 
 MOST_SLICES = 40_000
@@ -71,7 +71,7 @@ def _name_of(file: RankFile, files: list[RankFile]) -> str:
     return f"rank {file.rank}" if len(mates) == 1 else f"rank {file.rank} ({mates.index(file) + 1})"
 
 
-def _depth(one: Slice) -> int:
+def _depth(one: LoadedSlice) -> int:
     """Calls are one row, what happens in them is another."""
     return int(one.kind != CALL)
 
@@ -89,7 +89,7 @@ def _height(track: int, depth: int) -> str:
     return "thick" if depth else "plain"
 
 
-def _packed(one: Slice, begin_us: float, names: Names) -> list[float]:
+def _packed(one: LoadedSlice, begin_us: float, names: Names) -> list[float]:
     remark = _remark(one)
     return [
         round(one.begin_us - begin_us, 1),
@@ -100,7 +100,7 @@ def _packed(one: Slice, begin_us: float, names: Names) -> list[float]:
     ]
 
 
-def _kind(one: Slice) -> int:
+def _kind(one: LoadedSlice) -> int:
     if "error" in one.args or one.is_open:
         return KINDS.index("error")
     if one.kind == CALL:
@@ -108,7 +108,7 @@ def _kind(one: Slice) -> int:
     return KINDS.index(one.kind) if one.kind in KINDS else 2
 
 
-def _remark(one: Slice) -> str:
+def _remark(one: LoadedSlice) -> str:
     """What a reader wants to know of a slice, in a few lines."""
     args, lines = one.args, []
     if one.is_open:

@@ -32,12 +32,12 @@ from . import fault_runs, files, returns, show
 from .data import Limits
 from .parent import run_soak, shrink_outcome
 from .plan import Goal
-from .plans import TOPOLOGIES, Plan, draw_plans
+from .plans import TOPOLOGIES, FaultPlan, draw_plans
 from .play import play
-from .state import Report
+from .state import SoakReport
 from .states import command as states
 
-__all__ = ["Limits", "Report", "add_arguments", "play", "run", "soak_rank"]
+__all__ = ["Limits", "SoakReport", "add_arguments", "play", "run", "soak_rank"]
 
 _DEFAULT_MINUTES = 1.0
 _DEFAULT_RANKS = 4
@@ -51,7 +51,7 @@ def soak_rank(
     seed: int,
     num_calls: int,
     limits: Limits = Limits(),  # noqa: B008 - it is frozen
-) -> Report:
+) -> SoakReport:
     """Play calls on one rank of the default group, undisturbed and with one buffer; `run_ranks` calls it."""
     buffer = Buffer(dist.group.WORLD, num_nvl_bytes=0, explicitly_destroy=True)
     report = play(buffer, seed, num_calls, limits)
@@ -210,11 +210,11 @@ def _run_histories(args: argparse.Namespace) -> int:
     return 1 if any(one.error for one in results) else 0
 
 
-def _plans_of(args: argparse.Namespace) -> list[Plan]:
+def _plans_of(args: argparse.Namespace) -> list[FaultPlan]:
     if hasattr(args, "plan"):
         if hasattr(args, "faults"):
             raise ValueError("soak: --plan plays one plan; leave --faults out")
-        return [Plan.parse(args.plan)]
+        return [FaultPlan.parse(args.plan)]
     if args.faults < 1:
         raise ValueError(f"soak: --faults must be at least 1, got {args.faults}")
     ranks, per_node = getattr(args, "ranks", 0), args.ranks_per_node

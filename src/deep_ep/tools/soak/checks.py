@@ -17,7 +17,7 @@ from ... import reaper
 _NAME = "deep_ep"  # threads and memfds of ours begin with it
 _MEMFD = f"/memfd:{_NAME}"
 _LEFT_SECS = 6.0  # for what is about to go: a gather that a stopped rank joins late, say
-_PATIENCE_SECS = 5.0  # for a thread that is about to end, on a machine that is busy with other things
+_TIMEOUT_SECS = 5.0  # for a thread that is about to end, on a machine that is busy with other things
 
 
 class Mismatch(AssertionError):
@@ -107,7 +107,7 @@ def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 def threads_left() -> list[str]:
     """Names of our threads that are still there, but for the reaper's, after a moment for those about to end."""
-    deadline = time.monotonic() + _PATIENCE_SECS
+    deadline = time.monotonic() + _TIMEOUT_SECS
     while True:
         names = [thread.name for thread in threading.enumerate()]
         names = [name for name in names if name.startswith(_NAME) and name != reaper.THREAD]

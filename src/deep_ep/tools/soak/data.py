@@ -110,7 +110,7 @@ class Limits:
     has_subnormals: bool = True
 
 
-class Payload(NamedTuple):
+class RankPayload(NamedTuple):
     """What a rank sends.
 
     Attributes:
@@ -123,7 +123,7 @@ class Payload(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
+class PayloadForm:
     """What the payloads of all ranks are like.
 
     Attributes:
@@ -143,7 +143,7 @@ class Form:
     scale_layout: str = "rows"
 
 
-class Routing(NamedTuple):
+class GroupRouting(NamedTuple):
     """Where the tokens of all ranks go; each list has an item for each rank.
 
     Attributes:
@@ -157,7 +157,7 @@ class Routing(NamedTuple):
     num_experts: int
     ids: list[torch.Tensor]
     weights: list[torch.Tensor]
-    layouts: list[oracle.Layout]
+    layouts: list[oracle.TokenLayout]
     masks: list[torch.Tensor]
 
 
@@ -241,35 +241,35 @@ class Data:
 
     # Payloads --------------------------------------------------------------------------------------------------------
 
-    def form(self) -> Form:
+    def form(self) -> PayloadForm:
         """What payloads are like."""
         draw = self.draw
         palette = self.limits.palette
         dtype, hidden = draw.choice(PAYLOADS if palette is None else palette.dtypes), self.hidden()
         x_layout = draw.choice(X_LAYOUTS)
         if draw.random() < 0.6:
-            return Form(dtype, hidden, x_layout)
+            return PayloadForm(dtype, hidden, x_layout)
         if palette is not None:
             scale_dtype, columns, layouts = palette.scales
-            return Form(dtype, hidden, x_layout, scale_dtype, columns, draw.choice(layouts))
+            return PayloadForm(dtype, hidden, x_layout, scale_dtype, columns, draw.choice(layouts))
         columns = draw.randint(1, self.limits.scales)
-        return Form(dtype, hidden, x_layout, draw.choice(_SCALE_DTYPES), columns, draw.choice(SCALE_LAYOUTS))
+        return PayloadForm(dtype, hidden, x_layout, draw.choice(_SCALE_DTYPES), columns, draw.choice(SCALE_LAYOUTS))
 
-    def payload(self, form: Form, num_tokens: int, rank: int) -> Payload:
+    def payload(self, form: PayloadForm, num_tokens: int, rank: int) -> RankPayload:
         """What a rank sends."""
         values = self.bits((num_tokens, form.hidden), form.dtype, rank, X)
         if form.x_layout == "lazy":
             values = resolved(without_nan(values))
         if form.scale_dtype is None:
-            return Payload(values, None)
+            return RankPayload(values, None)
         scales = self.bits((num_tokens, form.num_scales), form.scale_dtype, rank, SCALES)
         if form.scale_layout == "expanded" and num_tokens:
             scales = integers_of(scales)[:1].expand(num_tokens, -1).contiguous().view(form.scale_dtype)
-        return Payload(values, scales)
+        return RankPayload(values, scales)
 
     # Routing ---------------------------------------------------------------------------------------------------------
 
-    def routing(self, num_tokens: list[int]) -> Routing:
+    def routing(self, num_tokens: list[int]) -> GroupRouting:
         """Ids with duplicates, negative ones, ones beyond the experts, and now and then the extremes of their dtype."""
         draw = self.draw
         num_experts, num_topk = self.num_experts(), self.num_topk()
@@ -285,7 +285,9 @@ class Data:
             weights.append(self.bits(shape, torch.float32, rank, WEIGHTS))
             masks.append(self.bits((count, self.num_ranks), torch.bool, rank, MASK))
         layouts = [oracle.layout(one, num_experts, self.num_ranks, self.num_nodes) for one in ids]
-        return Routing(num_experts, ids, weights, layouts, masks if has_free_mask else [one.mask for one in layouts])
+        return GroupRouting(
+            num_experts, ids, weights, layouts, masks if has_free_mask else [one.mask for one in layouts]
+        )
 
 
 def _ids(

@@ -28,7 +28,7 @@ from ...event import EventHandle, EventOverlap
 from .checks import Mismatch, held, left_since, same
 from .faults import Fault
 from .low_latency import check_packed
-from .plans import HANG_SECS, POINT_NAMES, Plan
+from .plans import HANG_SECS, POINT_NAMES, FaultPlan
 
 _TOKENS, _HIDDEN, _TOPK, _EXPERTS_PER_RANK = 8, 256, 2, 2
 _GROWTH_HIDDEN = 1 << 16  # a call receives more than a segment of the arena holds, and the program keeps it
@@ -74,7 +74,7 @@ class LostResultError(Exception):
 # The calls -----------------------------------------------------------------------------------------------------------
 
 
-class Routing(NamedTuple):
+class RankRouting(NamedTuple):
     """Where the tokens of a rank go."""
 
     topk_idx: torch.Tensor
@@ -83,13 +83,13 @@ class Routing(NamedTuple):
 
 
 @cache
-def routing_of(rank: int, num_ranks: int) -> Routing:
+def routing_of(rank: int, num_ranks: int) -> RankRouting:
     """The routing of a rank, which is that of all its calls."""
     generator = torch.Generator().manual_seed(rank)
     num_experts = _EXPERTS_PER_RANK * num_ranks
     topk_idx = torch.rand(_TOKENS, num_experts, generator=generator).topk(_TOPK).indices
     mask = torch.stack([(topk_idx // _EXPERTS_PER_RANK == one).any(1) for one in range(num_ranks)], 1)
-    return Routing(topk_idx, num_experts, mask)
+    return RankRouting(topk_idx, num_experts, mask)
 
 
 def tokens_of(rank: int, step: int, hidden: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ def tokens_of(rank: int, step: int, hidden: int) -> torch.Tensor:
     return torch.randint(-8, 8, (_TOKENS, hidden), generator=generator).float() + _STEP_VALUE * step
 
 
-class Program:
+class FaultProgram:
     """The calls of one rank over one buffer, with what must come of them.
 
     Args:
@@ -279,7 +279,7 @@ def _wait(event: EventOverlap, hook: Callable[[], None] | None = None) -> None:
 # A rank --------------------------------------------------------------------------------------------------------------
 
 
-def play_plan(rank: int, num_ranks: int, plan: Plan, news: Connection, folder: str) -> Account:
+def play_plan(rank: int, num_ranks: int, plan: FaultPlan, news: Connection, folder: str) -> Account:
     """Play a plan on one rank of the default group; `run_ranks` calls it.
 
     Args:
@@ -299,7 +299,7 @@ def play_plan(rank: int, num_ranks: int, plan: Plan, news: Connection, folder: s
             faulthandler.cancel_dump_traceback_later()
 
 
-def _play(rank: int, plan: Plan, fault: Fault) -> Account:
+def _play(rank: int, plan: FaultPlan, fault: Fault) -> Account:
     # A group of its own for those that go on: a collective of the other one may be left half way.
     group = dist.new_group(plan.survivors, timeout=timedelta(seconds=_GO_ON_LIMIT_SECS))
     dist.barrier()
@@ -315,7 +315,7 @@ def _play(rank: int, plan: Plan, fault: Fault) -> Account:
     return account
 
 
-def _use_buffer(plan: Plan, fault: Fault, account: Account) -> None:
+def _use_buffer(plan: FaultPlan, fault: Fault, account: Account) -> None:
     """Construct, call, destroy. Nothing of the buffer is held when this returns."""
     try:
         with fault.interruptible(), fault.in_construction():
@@ -323,7 +323,7 @@ def _use_buffer(plan: Plan, fault: Fault, account: Account) -> None:
     except (Exception, KeyboardInterrupt) as error:
         account.fail(error)
         return
-    program = Program(buffer, plan.op, plan.way, fault.is_mine)
+    program = FaultProgram(buffer, plan.op, plan.way, fault.is_mine)
     _make_calls(program, plan, fault, account, buffer)
     _check_kept(program, account, "before destroy()")
     if account.error:
@@ -346,7 +346,7 @@ def _make_buffer(group: Any, limit_secs: float, is_low_latency: bool) -> Buffer:
     )
 
 
-def _make_calls(program: Program, plan: Plan, fault: Fault, account: Account, buffer: Buffer) -> None:
+def _make_calls(program: FaultProgram, plan: FaultPlan, fault: Fault, account: Account, buffer: Buffer) -> None:
     """Make the calls before, during and after the fault, until one fails."""
     name = POINT_NAMES.get(plan.op, plan.op)
     is_armed = False
@@ -378,7 +378,7 @@ def _make_calls(program: Program, plan: Plan, fault: Fault, account: Account, bu
         account.fail(error)
 
 
-def _make_step(program: Program, step: int, fault: Fault, wait: bool) -> None:
+def _make_step(program: FaultProgram, step: int, fault: Fault, wait: bool) -> None:
     """Make the calls of a step. After an interruption, make those that have not been made."""
     num_before, done = program.num_made(), 0
     while True:
@@ -395,7 +395,7 @@ def _make_step(program: Program, step: int, fault: Fault, wait: bool) -> None:
             done = remaining
 
 
-def _refusal_of(program: Program) -> str:
+def _refusal_of(program: FaultProgram) -> str:
     try:
         program.step(0)()
     except Exception as error:
@@ -416,7 +416,7 @@ def _close(buffer: Buffer, fault: Fault, account: Account) -> None:
     fault.reach("destroy", "after")
 
 
-def _check_kept(program: Program, account: Account, when: str) -> None:
+def _check_kept(program: FaultProgram, account: Account, when: str) -> None:
     try:
         program.check_kept()
     except Mismatch as error:
@@ -428,7 +428,7 @@ def _go_on(group: Any) -> None:
     os.environ[env.RANKS_PER_NODE.name] = "0"  # the ranks that are left may not make whole nodes
     buffer = _make_buffer(group, _GO_ON_LIMIT_SECS, False)
     try:
-        program = Program(buffer, "combine", "sync")
+        program = FaultProgram(buffer, "combine", "sync")
         for step in range(2):
             program.step(step)()
     finally:

@@ -22,7 +22,7 @@ from ...launch import RankFailed, run_ranks
 from ..terminal import counted, hearing_ranks, plain_table
 from .fault_program import Account, play_plan
 from .faults import Fired, send_signal
-from .plans import HANG_SECS, Expectation, Plan
+from .plans import HANG_SECS, Expectation, FaultPlan
 
 _ACCOUNTS = re.compile(" (?:failed|reported): ")
 _ME = re.compile(r"\(rank \d+/\d+\)")  # who writes, at the end of a message
@@ -30,7 +30,7 @@ _RANKS = re.compile(r"\branks? (\d+(?:, \d+)*)")
 
 
 @dataclass
-class Result:
+class PlanResult:
     """What came of a plan.
 
     Attributes:
@@ -40,13 +40,15 @@ class Result:
         secs: How long it took.
     """
 
-    plan: Plan
+    plan: FaultPlan
     wrong: list[str]
     stacks: str = ""
     secs: float = 0.0
 
 
-def run_plans(plans: Sequence[Plan], on_result: Callable[[Result], object] = lambda _: None) -> list[Result]:
+def run_plans(
+    plans: Sequence[FaultPlan], on_result: Callable[[PlanResult], object] = lambda _: None
+) -> list[PlanResult]:
     """Play plans. `on_result` is told of each."""
     if __name__ not in launch.PRELOADED:
         launch.PRELOADED.append(__name__)  # ranks would spend more time on importing it than on the plan
@@ -57,7 +59,7 @@ def run_plans(plans: Sequence[Plan], on_result: Callable[[Result], object] = lam
     return results
 
 
-def run_plan(plan: Plan) -> Result:
+def run_plan(plan: FaultPlan) -> PlanResult:
     """Play one plan in processes of its own, and compare what they saw with what must hold."""
     fired: list[Fired] = []
 
@@ -88,7 +90,7 @@ def run_plan(plan: Plan) -> Result:
         wrong.append("the fault never came")
     elif not wrong:
         wrong = verdict(plan, fired[0].at_secs, accounts)
-    return Result(plan, wrong, stacks, time.monotonic() - begin)
+    return PlanResult(plan, wrong, stacks, time.monotonic() - begin)
 
 
 def _resume(pidfd: int) -> None:
@@ -99,7 +101,7 @@ def _resume(pidfd: int) -> None:
 # What must hold ------------------------------------------------------------------------------------------------------
 
 
-def verdict(plan: Plan, fired_secs: float, accounts: Sequence[Account | None]) -> list[str]:
+def verdict(plan: FaultPlan, fired_secs: float, accounts: Sequence[Account | None]) -> list[str]:
     """What does not hold.
 
     Args:
@@ -144,7 +146,7 @@ def _wrong_numbers(
     return []
 
 
-def _wrong_error(rank: int, account: Account, plan: Plan, fired_secs: float | None) -> list[str]:
+def _wrong_error(rank: int, account: Account, plan: FaultPlan, fired_secs: float | None) -> list[str]:
     """What is wrong with the error of a rank: its kind, the ranks that it names, its time."""
     if not account.error:
         return [f"rank {rank} did not raise"]
@@ -176,7 +178,7 @@ def accused(text: str) -> set[int]:
 # What is told --------------------------------------------------------------------------------------------------------
 
 
-def show_results(console: Console, results: Sequence[Result]) -> None:
+def show_results(console: Console, results: Sequence[PlanResult]) -> None:
     """Print plans by kind, the failures with the lines that replay them, and the verdict."""
     table = plain_table(header_style="bold")
     table.add_column("fault", no_wrap=True, min_width=28)
@@ -196,7 +198,7 @@ def show_results(console: Console, results: Sequence[Result]) -> None:
     console.print(f"\n{word}: {counted(len(results), 'fault plan')}, {num_failed} failed, {secs:.1f} s")
 
 
-def as_json(results: Sequence[Result]) -> str:
+def as_json(results: Sequence[PlanResult]) -> str:
     """The same as JSON."""
     content: dict[str, Any] = {
         "num_plans": len(results),
@@ -215,7 +217,7 @@ def as_json(results: Sequence[Result]) -> str:
     return json.dumps(content, indent=1)
 
 
-def _by_kind(results: Sequence[Result]) -> dict[str, tuple[int, int]]:
+def _by_kind(results: Sequence[PlanResult]) -> dict[str, tuple[int, int]]:
     """Plans of each kind, and those that passed."""
     all_plans = Counter(result.plan.kind for result in results)
     passed = Counter(result.plan.kind for result in results if not result.wrong)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...control import Control
-from .plans import Plan
+from .plans import FaultPlan
 
 _DELAY_SECS, _LONG_DELAY_SECS, _LONG_SHARE = 0.002, 0.05, 0.02
 _PAUSE_SECS = (0.05, 1.0)  # between two stops
@@ -131,7 +131,7 @@ class Fault:
         news: Where the rank tells that the fault comes.
     """
 
-    def __init__(self, plan: Plan, rank: int, news: Connection):
+    def __init__(self, plan: FaultPlan, rank: int, news: Connection):
         self.is_mine = rank == plan.rank
         self._plan, self._moment, self._news = plan, plan.moment, news
         self._has_fired = False

@@ -45,8 +45,8 @@ def laid_out_x(values: torch.Tensor, layout: str, device: torch.device) -> torch
         x = resolved(values).to(device, copy=True)  # twice is not at all
         return x.conj() if values.dtype.is_complex else torch._neg_view(x)
     if layout == "offset" and values.numel():
-        room = torch.empty(values.numel() + 3, dtype=values.dtype, device=device)
-        x = room[3:].view(values.shape)
+        memory = torch.empty(values.numel() + 3, dtype=values.dtype, device=device)
+        x = memory[3:].view(values.shape)
         x.copy_(values)
         return x
     x = values.to(device, copy=True)
@@ -69,16 +69,16 @@ def laid_out_scales(values: torch.Tensor, layout: str, device: torch.device) -> 
     num_rows, num_columns = bits.shape
     if layout == "expanded" and num_rows:
         return bits[:1].to(device, copy=True).expand(num_rows, -1).view(values.dtype)
-    room: torch.Tensor
+    memory: torch.Tensor
     if layout == "columns":
-        room = torch.empty(num_columns, num_rows, dtype=bits.dtype, device=device).t()
+        memory = torch.empty(num_columns, num_rows, dtype=bits.dtype, device=device).t()
     elif layout == "padded columns":
-        room = torch.empty(num_columns, num_rows + 3, dtype=bits.dtype, device=device).t()[:num_rows]
+        memory = torch.empty(num_columns, num_rows + 3, dtype=bits.dtype, device=device).t()[:num_rows]
     elif layout == "gaps":
-        room = torch.empty(num_rows, 2 * num_columns, dtype=bits.dtype, device=device)[:, ::2]
+        memory = torch.empty(num_rows, 2 * num_columns, dtype=bits.dtype, device=device)[:, ::2]
     elif layout == "offset":
-        room = torch.empty(bits.numel() + 1, dtype=bits.dtype, device=device)[1:].view(bits.shape)
+        memory = torch.empty(bits.numel() + 1, dtype=bits.dtype, device=device)[1:].view(bits.shape)
     else:
-        room = torch.empty(bits.shape, dtype=bits.dtype, device=device)
-    room.copy_(bits)
-    return room.view(values.dtype)
+        memory = torch.empty(bits.shape, dtype=bits.dtype, device=device)
+    memory.copy_(bits)
+    return memory.view(values.dtype)

@@ -19,7 +19,7 @@ from ...event import EventOverlap
 from . import oracle
 from .checks import Mismatch, same, scribble_input
 from .data import EXPERTS, IDS, TOKENS, WEIGHTS, Data, Palette, X
-from .program import MASKED, MICRO_BATCHES, ROUND, Call
+from .program import MASKED, MICRO_BATCHES, ROUND, ProgramCall
 from .state import State
 
 _MOST_TOKENS, _MOST_HIDDEN, _MOST_EXPERTS_PER_RANK, _MOST_TOPK = 12, 300, 4, 32
@@ -139,7 +139,7 @@ class Round:
         args = (count, self._handle, sent, sent_scales, self._ids, self.state.rank, self.masked)
         check_packed(recv_x, scales, *args)
 
-    def _packed(self, local: int) -> oracle.Packed:
+    def _packed(self, local: int) -> oracle.PackedExpert:
         return oracle.packed(self._ids, self.state.rank * self.sizes.num_local + local, self.masked)
 
     # Combine ---------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def check_packed(
             same("recv_scales", scales[local, :num_rows].contiguous(), _rows_at(sent_scales, want))
 
 
-def _rows_at(parts: list[torch.Tensor], want: oracle.Packed) -> torch.Tensor:
+def _rows_at(parts: list[torch.Tensor], want: oracle.PackedExpert) -> torch.Tensor:
     """The rows of an expert's tokens, out of [T, ...] tensors of all ranks."""
     return torch.cat([part[want.tokens[want.sources == source]] for source, part in enumerate(parts)])
 
@@ -296,7 +296,7 @@ def _draw_way(draw: random.Random) -> dict[str, Any]:
     return {} if way == "plain" else {way: True}
 
 
-def play_round(state: State, call: Call) -> None:
+def play_round(state: State, call: ProgramCall) -> None:
     """A dispatch, new rows from every expert, and a combine."""
     data = state.data(call)
     sizes = Sizes(data.draw, state.num_ranks, state.limits.palette)
@@ -312,7 +312,7 @@ def _play(one: Round) -> None:
         one.settle()
 
 
-def micro_batches(state: State, call: Call) -> None:
+def micro_batches(state: State, call: ProgramCall) -> None:
     """Two rounds at once, as engines have them: halves in any order, of one size or of two.
 
     Where the memory is too small for so many results, the call is refused on all ranks alike; then the oldest result is
@@ -352,14 +352,14 @@ def micro_batches(state: State, call: Call) -> None:
                 break
 
 
-def masked_rounds(state: State, call: Call) -> None:
+def masked_rounds(state: State, call: ProgramCall) -> None:
     """One rank and the others mask each other, go on apart, and come together again."""
     data = state.data(call)
     draw, buffer = data.draw, state.buffer
     alone = draw.randrange(state.num_ranks)
     masked = [rank for rank in range(state.num_ranks) if (rank == alone) != (state.rank == alone)]
     state.settle()
-    state.meet()  # whoever is masked must have read what it was sent
+    state.barrier()  # whoever is masked must have read what it was sent
     for rank in masked:
         buffer.low_latency_update_mask_buffer(rank, True)
     for index in range(draw.randint(1, 3)):
@@ -367,16 +367,16 @@ def masked_rounds(state: State, call: Call) -> None:
             warnings.simplefilter("error")  # nobody else is masked
             warnings.filterwarnings("ignore", module="triton")  # its interpreter warns of the logarithm of 0
             _play(Round(state, data, Sizes(draw, state.num_ranks, state.limits.palette), index, masked))
-    state.meet()  # until all have made as many calls
+    state.barrier()  # until all have made as many calls
     buffer.low_latency_clean_mask_buffer()
     status = torch.ones(state.num_ranks, dtype=torch.int32, device=buffer.device)
     buffer.low_latency_query_mask_buffer(status)
     same("mask_status", status, torch.zeros(state.num_ranks, dtype=torch.int32))
-    state.meet()  # until nobody is masked
+    state.barrier()  # until nobody is masked
     _play(Round(state, data, Sizes(draw, state.num_ranks, state.limits.palette), 3))
 
 
-PLAYERS: dict[str, Callable[[State, Call], None]] = {
+PLAYERS: dict[str, Callable[[State, ProgramCall], None]] = {
     ROUND: play_round,
     MICRO_BATCHES: micro_batches,
     MASKED: masked_rounds,

@@ -10,11 +10,11 @@ import torch
 from ...errors import EPError
 from .checks import Mismatch
 from .normal import dispatch
-from .program import LEFT, OVERFLOW, REFUSED, Call
+from .program import LEFT, OVERFLOW, REFUSED, ProgramCall
 from .state import State
 
 
-def overflow(state: State, call: Call) -> None:
+def overflow(state: State, call: ProgramCall) -> None:
     """A dispatch for which one rank has made too little room: all ranks raise, and go on."""
     data = state.data(call)
     victim = data.draw.randrange(state.num_ranks)
@@ -22,7 +22,7 @@ def overflow(state: State, call: Call) -> None:
     dispatch(state, call, data, spare)
 
 
-def refused(state: State, call: Call) -> None:
+def refused(state: State, call: ProgramCall) -> None:
     """The same mistake on all ranks: it is refused, nothing is sent, and the buffer goes on."""
     draw, buffer = state.data(call).draw, state.buffer
     ids = torch.zeros(2, 1, dtype=torch.int64, device=buffer.device)
@@ -55,12 +55,12 @@ class _Left(KeyboardInterrupt):
     """What a caller leaves a call by: as with Ctrl-C, nobody catches it on the way."""
 
 
-def left(state: State, call: Call) -> None:
+def left(state: State, call: ProgramCall) -> None:
     """An exception comes out of one rank's call, at one of its signals: all ranks fail, and name that rank."""
     draw = state.data(call).draw
     leaver, num_points = draw.randrange(state.num_ranks), draw.randint(0, 1)
     state.settle()
-    state.meet()  # a rank that is still in an earlier call would fail there
+    state.barrier()  # a rank that is still in an earlier call would fail there
     state.report.past_stats.append(state.buffer.stats())
     points: list[str] = []
 
@@ -86,8 +86,8 @@ def left(state: State, call: Call) -> None:
             raise Mismatch(f"rank {leaver} left a call by an exception, and this one was told: {error}") from None
     else:
         raise Mismatch(f"rank {leaver} left a call by an exception, and two calls went well")
-    state.meet()  # a rank that closes its buffer must not be what another one hears of
+    state.barrier()  # a rank that closes its buffer must not be what another one hears of
     state.renew()
 
 
-PLAYERS: dict[str, Callable[[State, Call], None]] = {OVERFLOW: overflow, REFUSED: refused, LEFT: left}
+PLAYERS: dict[str, Callable[[State, ProgramCall], None]] = {OVERFLOW: overflow, REFUSED: refused, LEFT: left}

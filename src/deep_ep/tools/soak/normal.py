@@ -11,28 +11,28 @@ from ...errors import EPOverflow
 from ...event import EventOverlap
 from . import oracle
 from .checks import Mismatch, padded, rows_as_bytes, same, same_sums, scribble, scribble_input
-from .data import BIAS, ROW_WEIGHTS, ROWS, SECOND_BIAS, Data, Form, Payload, Routing
+from .data import BIAS, ROW_WEIGHTS, ROWS, SECOND_BIAS, Data, GroupRouting, PayloadForm, RankPayload
 from .layouts import SUMMABLE, laid_out_scales, laid_out_x
-from .program import CACHED, COMBINE, DISPATCH, OVERFLOW, WORST_CASE, Call
-from .state import Dispatched, State
+from .program import CACHED, COMBINE, DISPATCH, OVERFLOW, WORST_CASE, ProgramCall
+from .state import KnownDispatch, State
 
 # Dispatch ------------------------------------------------------------------------------------------------------------
 
 
-def full_dispatch(state: State, call: Call) -> None:
+def full_dispatch(state: State, call: ProgramCall) -> None:
     """A dispatch that makes room for what comes."""
     data = state.data(call)
     dispatch(state, call, data, None)
 
 
-def worst_case_dispatch(state: State, call: Call) -> None:
+def worst_case_dispatch(state: State, call: ProgramCall) -> None:
     """A dispatch with room made beforehand: exactly what is needed, or more."""
     data = state.data(call)
     spare = [data.draw.choice((0, 0, data.draw.randint(1, 5))) for _ in range(state.num_ranks)]
     dispatch(state, call, data, spare)
 
 
-def dispatch(state: State, call: Call, data: Data, spare: list[int] | None) -> None:
+def dispatch(state: State, call: ProgramCall, data: Data, spare: list[int] | None) -> None:
     """A dispatch along new routes.
 
     Args:
@@ -48,10 +48,10 @@ def dispatch(state: State, call: Call, data: Data, spare: list[int] | None) -> N
     alignment = draw.choice((1, 4, 128))
     payloads = [data.payload(form, count, source) for source, count in enumerate(num_tokens)]
     num_rows = [oracle.num_received(routing.masks, one) for one in range(state.num_ranks)]
-    room = num_rows if spare is None else [max(1, rows + more) for rows, more in zip(num_rows, spare, strict=True)]
+    capacity = num_rows if spare is None else [max(1, rows + more) for rows, more in zip(num_rows, spare, strict=True)]
     if spare is not None and state.has_relays:
-        room = [max(room)] * state.num_ranks  # from which ranks take how many rows they may have to relay
-    is_overflow = any(had < needed for had, needed in zip(room, num_rows, strict=True))
+        capacity = [max(capacity)] * state.num_ranks  # from which ranks take how many rows they may have to relay
+    is_overflow = any(had < needed for had, needed in zip(capacity, num_rows, strict=True))
     arguments, event = _layout_arguments(state, data, routing)
     x = _sent(payloads[rank], form, state.buffer.device)
     arguments |= state.stream_arguments(draw, event)
@@ -59,15 +59,17 @@ def dispatch(state: State, call: Call, data: Data, spare: list[int] | None) -> N
         arguments["topk_idx"] = routing.ids[rank].to(state.buffer.device, copy=True)
         arguments["topk_weights"] = routing.weights[rank].to(state.buffer.device, copy=True)
     if spare is not None:
-        arguments["num_worst_tokens"] = room[rank]
+        arguments["num_worst_tokens"] = capacity[rank]
     if is_overflow:
-        expect_overflow(state, room[rank], lambda: state.buffer.dispatch(x, expert_alignment=alignment, **arguments))
+        expect_overflow(
+            state, capacity[rank], lambda: state.buffer.dispatch(x, expert_alignment=alignment, **arguments)
+        )
         return
     result = state.buffer.dispatch(x, expert_alignment=alignment, **arguments)
     recv, *_, handle, event = result
     assert handle is not None
     recv_x = recv[0] if isinstance(recv, tuple) else recv
-    known = Dispatched(handle, routing.masks, room, payloads[rank].values, recv_x)
+    known = KnownDispatch(handle, routing.masks, capacity, payloads[rank].values, recv_x)
     if call.kind != OVERFLOW:
         state.known[call.number] = known
 
@@ -87,7 +89,7 @@ def dispatch(state: State, call: Call, data: Data, spare: list[int] | None) -> N
     state.made(draw, event, check, {"recv_x": recv_x})
 
 
-def _layout_arguments(state: State, data: Data, routing: Routing) -> tuple[dict[str, Any], EventOverlap | None]:
+def _layout_arguments(state: State, data: Data, routing: GroupRouting) -> tuple[dict[str, Any], EventOverlap | None]:
     """The layout of a dispatch, from the oracle or, checked, from the buffer, and the event to wait for."""
     rank, device = state.rank, state.buffer.device
     layout, mask = routing.layouts[rank], routing.masks[rank]
@@ -103,7 +105,7 @@ def _layout_arguments(state: State, data: Data, routing: Routing) -> tuple[dict[
             overlap.current_stream_wait()
             event = overlap
         expected = (layout.per_rank, layout.per_node if state.num_nodes > 1 else None, layout.per_expert, layout.mask)
-        for name, one, other in zip(oracle.Layout._fields, got, expected, strict=True):
+        for name, one, other in zip(oracle.TokenLayout._fields, got, expected, strict=True):
             same(f"layout, {name}", one, other)
     arguments = {
         "num_tokens_per_rank": per_rank.to(device, copy=True),
@@ -114,7 +116,7 @@ def _layout_arguments(state: State, data: Data, routing: Routing) -> tuple[dict[
     return arguments, event
 
 
-def _sent(payload: Payload, form: Form, device: torch.device) -> Any:
+def _sent(payload: RankPayload, form: PayloadForm, device: torch.device) -> Any:
     """The `x` of a dispatch."""
     x = laid_out_x(payload.values, form.x_layout, device)
     if payload.scales is None:
@@ -122,7 +124,9 @@ def _sent(payload: Payload, form: Form, device: torch.device) -> Any:
     return x, laid_out_scales(payload.scales, form.scale_layout, device)
 
 
-def _check_rows(recv: Any, payloads: list[Payload], form: Form, masks: list[torch.Tensor], rank: int) -> None:
+def _check_rows(
+    recv: Any, payloads: list[RankPayload], form: PayloadForm, masks: list[torch.Tensor], rank: int
+) -> None:
     """Compare received rows and scales."""
     recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
     _check_part("recv_x", recv_x, [one.values for one in payloads], masks, rank)
@@ -138,7 +142,7 @@ def _check_part(name: str, got: torch.Tensor, parts: list[torch.Tensor], masks: 
     same(name, got[: expected.size(0)], expected.view(parts[0].dtype))
 
 
-def _check_records(got: tuple, routing: Routing | None, num_rows: int, rank: int) -> None:
+def _check_records(got: tuple, routing: GroupRouting | None, num_rows: int, rank: int) -> None:
     """Compare received ids and weights; behind the rows there are none."""
     idx, weights = got
     if routing is None:
@@ -161,7 +165,7 @@ def _source_idx(handle: tuple) -> torch.Tensor:
     return handle[7].view(torch.int32)[:, 1].clone(memory_format=torch.contiguous_format)
 
 
-def cached_dispatch(state: State, call: Call) -> None:
+def cached_dispatch(state: State, call: ProgramCall) -> None:
     """A dispatch along the routes of an earlier one."""
     assert call.source is not None
     data, known, rank = state.data(call), state.known[call.source], state.rank
@@ -201,7 +205,7 @@ def expect_overflow(state: State, num_rows: int, dispatch: Callable[[], tuple]) 
 # Combine -------------------------------------------------------------------------------------------------------------
 
 
-def combine(state: State, call: Call) -> None:
+def combine(state: State, call: ProgramCall) -> None:
     """A combine of rows that lie in the window or elsewhere, with and without weights and biases."""
     assert call.source is not None
     data, known, rank = state.data(call), state.known[call.source], state.rank
@@ -259,7 +263,7 @@ def _moved(bias: Any, device: torch.device) -> Any:
 
 
 def _given_back(
-    data: Data, known: Dispatched, like: tuple[int, torch.dtype], purpose: int, rank: int
+    data: Data, known: KnownDispatch, like: tuple[int, torch.dtype], purpose: int, rank: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """What ranks give back, of so many columns and such a dtype.
 
@@ -282,7 +286,7 @@ def _rows_for(given: torch.Tensor, masks: list[torch.Tensor], source: int, rank:
     return given[oracle.rows_of_tokens(masks, source, rank).clamp(max=given.size(0) - 1)]
 
 
-PLAYERS: dict[str, Callable[[State, Call], None]] = {
+PLAYERS: dict[str, Callable[[State, ProgramCall], None]] = {
     DISPATCH: full_dispatch,
     WORST_CASE: worst_case_dispatch,
     CACHED: cached_dispatch,

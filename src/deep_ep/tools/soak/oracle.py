@@ -21,7 +21,7 @@ _FP8_MAX, _LEAST_MAGNITUDE, _GROUP = 448.0, 1e-4, 128
 # Layout --------------------------------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
+class TokenLayout(NamedTuple):
     """Where the tokens of one rank go.
 
     Attributes:
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
     mask: torch.Tensor
 
 
-def layout(ids: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> Layout:
+def layout(ids: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> TokenLayout:
     """Count the selections of each expert by each token, [T, E], and add up."""
     ids = ids.long()
     # Ids that select nothing are counted in a column of their own, which is dropped.
@@ -47,7 +47,7 @@ def layout(ids: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int) 
     selections = selections[:, :num_experts]
     mask = selections.view(-1, num_ranks, num_experts // num_ranks).amax(2) > 0
     node_mask = mask.view(-1, num_nodes, num_ranks // num_nodes).any(2)
-    return Layout(
+    return TokenLayout(
         mask.sum(0, dtype=torch.int32),
         node_mask.sum(0, dtype=torch.int32),
         selections.sum(0, dtype=torch.int32),
@@ -132,7 +132,7 @@ def combined(
 # Low latency ---------------------------------------------------------------------------------------------------------
 
 
-class Packed(NamedTuple):
+class PackedExpert(NamedTuple):
     """What one expert of a rank receives.
 
     Attributes:
@@ -146,14 +146,16 @@ class Packed(NamedTuple):
     counts: list[int]
 
 
-def packed(ids: Sequence[torch.Tensor], expert: int, masked: Collection[int]) -> Packed:
+def packed(ids: Sequence[torch.Tensor], expert: int, masked: Collection[int]) -> PackedExpert:
     """The tokens that name an expert, by source rank, then by token. Each names it once, however often it does so."""
     tokens = [
         (one == expert).any(1).nonzero()[:, 0] if source not in masked else torch.empty(0, dtype=torch.int64)
         for source, one in enumerate(ids)
     ]
     counts = [one.numel() for one in tokens]
-    return Packed(torch.repeat_interleave(torch.arange(len(ids)), torch.tensor(counts)), torch.cat(tokens), counts)
+    return PackedExpert(
+        torch.repeat_interleave(torch.arange(len(ids)), torch.tensor(counts)), torch.cat(tokens), counts
+    )
 
 
 def fp8(x: torch.Tensor, round_scale: bool, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:

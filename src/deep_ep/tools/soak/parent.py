@@ -13,7 +13,7 @@ from ..terminal import hearing_ranks
 from .faults import Stops
 from .memory import Growth, growth_of
 from .plan import Goal
-from .rank import Failure, Note, RankReport, play_rank
+from .rank import RankReport, SoakFailure, SoakNote, play_rank
 from .seeds import mixed
 from .shrink import Shrunk, shrink
 
@@ -39,7 +39,7 @@ class Outcome:
 
     goal: Goal
     reports: list[RankReport] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[SoakFailure] = field(default_factory=list)
     crash: str | None = None
     last_segment: int = 0
     num_stops: int = 0
@@ -79,7 +79,7 @@ class Outcome:
         return None
 
 
-def run_soak(goal: Goal, on_note: Callable[[Note, int], object]) -> Outcome:
+def run_soak(goal: Goal, on_note: Callable[[SoakNote, int], object]) -> Outcome:
     """Run a soak.
 
     Args:
@@ -88,10 +88,10 @@ def run_soak(goal: Goal, on_note: Callable[[Note, int], object]) -> Outcome:
     """
     outcome, begin = Outcome(goal, last_segment=goal.segment or 0), time.monotonic()
     # By rank: a crash leaves no reports, but what was said before.
-    said: dict[int, Failure] = {}
+    said: dict[int, SoakFailure] = {}
     stops = Stops(mixed(goal.seed))
 
-    def hear(note: Note) -> None:
+    def hear(note: SoakNote) -> None:
         stops.add(note.pid)
         outcome.last_segment = max(outcome.last_segment, note.segment)
         if note.failure is not None:

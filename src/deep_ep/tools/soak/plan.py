@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, replace
 
 from .data import Limits, Palette
-from .program import Call, Features, draw_program, kept
+from .program import Features, ProgramCall, draw_program, kept
 from .seeds import mixed
 
 _FEWEST_CALLS, _MOST_CALLS = 100, 300
@@ -34,7 +34,7 @@ _ARENAS = ("free", "tiny", "one page", "uneven")
 
 
 @dataclass(frozen=True)
-class Segment:
+class PlanSegment:
     """Calls over one set of buffers.
 
     Attributes:
@@ -119,7 +119,7 @@ class Goal:
         return line if num_calls is None else f"{line} --calls {num_calls}"
 
 
-def plan_segment(goal: Goal, number: int) -> Segment:
+def plan_segment(goal: Goal, number: int) -> PlanSegment:
     """Segment `number` of a soak. It depends on the seed and the number of ranks only."""
     seed = mixed(goal.seed, number)
     draw = random.Random(seed)
@@ -135,7 +135,7 @@ def plan_segment(goal: Goal, number: int) -> Segment:
         "uneven": [draw.choice(_UNEVEN) for _ in range(goal.num_ranks)],
     }[arena]
     sizes = {"cpu": _LIMITS, "cuda": _GPU_LIMITS, "interpreter": _INTERPRETED_LIMITS}[goal.device]
-    return Segment(
+    return PlanSegment(
         number=number,
         seed=seed,
         num_calls=num_calls,
@@ -155,7 +155,7 @@ def _draw_posted(draw: random.Random, num_ranks: int) -> tuple[int, ...]:
     return tuple(draw.choice(choices) for _ in range(num_ranks))
 
 
-def plan_calls(goal: Goal, segment: Segment, num_calls: int) -> list[Call]:
+def plan_calls(goal: Goal, segment: PlanSegment, num_calls: int) -> list[ProgramCall]:
     """The calls of a segment, as far as they are to be made."""
     features = Features(
         has_normal=not goal.only_low_latency,
@@ -168,7 +168,7 @@ def plan_calls(goal: Goal, segment: Segment, num_calls: int) -> list[Call]:
     return calls if goal.only is None else kept(calls, goal.only)
 
 
-def calls_to_play(goal: Goal, segment: Segment, num_done: int, secs: float) -> int:
+def calls_to_play(goal: Goal, segment: PlanSegment, num_done: int, secs: float) -> int:
     """How many calls of a segment there is still time for; 0 ends the soak.
 
     Args:

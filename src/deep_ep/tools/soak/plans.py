@@ -34,7 +34,7 @@ _STEPS = {
     "worst-case": ("offered", "ready"),
     "combine": ("ready", "taken"),
 }
-_LOW_LATENCY_POINTS = ("before-sent", "near-sent", "after-sent", "before-receive")
+_LOW_LATENCY_POINTS = ("before-sent", "local-sent", "after-sent", "before-receive")
 POINT_NAMES = {  # as `Window.fault` is told of the operations
     "growth": "dispatch",
     "cached": "cached dispatch",
@@ -46,7 +46,7 @@ _MOST_CONSTRUCTION_STEPS = 6
 
 # A killed rank must be named long before the limit, so plans that kill have one that is far away. The others are about
 # the limit, or may reach it.
-_FAR_LIMIT_SECS, _NEAR_LIMIT_SECS = 12.0, 2.5
+_REMOTE_LIMIT_SECS, _LOCAL_LIMIT_SECS = 12.0, 2.5
 PAUSE_SECS = 0.6
 _GRACE_SHARE = 0.5  # a wait that crosses nodes has so much more than the limit
 _SLACK_SECS = 4.0  # for a machine that is busy with other things
@@ -99,7 +99,7 @@ class Expectation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class FaultPlan:
     """One fault, and the program that it comes into.
 
     Attributes:
@@ -147,7 +147,7 @@ class Plan:
             raise ValueError(f"a call of op={self.op} path={self.path} has the points {points}, got {moment.point}")
 
     @classmethod
-    def parse(cls, text: str) -> Plan:
+    def parse(cls, text: str) -> FaultPlan:
         """The plan of a line.
 
         Raises:
@@ -168,7 +168,7 @@ class Plan:
         try:
             return cls(signal, **values)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
-            raise ValueError(f"soak: --plan: {str(error).removeprefix('Plan.__init__() ')}") from None
+            raise ValueError(f"soak: --plan: {str(error).removeprefix('FaultPlan.__init__() ')}") from None
 
     def __str__(self) -> str:
         values = [f"{field.name}={getattr(self, field.name)}" for field in fields(self)[1:]]
@@ -208,7 +208,7 @@ class Plan:
     @property
     def limit_secs(self) -> float:
         """The buffer's limit of a wait for a peer."""
-        return _FAR_LIMIT_SECS if self.is_deadly or self.signal == "RAISE" else _NEAR_LIMIT_SECS
+        return _REMOTE_LIMIT_SECS if self.is_deadly or self.signal == "RAISE" else _LOCAL_LIMIT_SECS
 
     @property
     def stopped_secs(self) -> float:
@@ -252,7 +252,7 @@ def points_of(op: str, path: str) -> list[str]:
 
 def draw_plans(
     num_plans: int, seed: int, topologies: Sequence[tuple[int, int]] = TOPOLOGIES, only_low_latency: bool = False
-) -> list[Plan]:
+) -> list[FaultPlan]:
     """Random plans. Signals, phases and topologies come in turns, so that few plans have seen most of them.
 
     Args:
@@ -276,7 +276,7 @@ def draw_plans(
 
 def _draw_plan(
     draw: random.Random, signal: str, phase: str, topologies: Sequence[tuple[int, int]], only_low_latency: bool
-) -> Plan:
+) -> FaultPlan:
     ranks, per_node = draw.choice(topologies)
     ops = LOW_LATENCY_OPERATIONS if only_low_latency else OPERATIONS[:-1]
     op = "growth" if phase == "growth" and not only_low_latency else draw.choice(ops)
@@ -296,4 +296,4 @@ def _draw_plan(
     else:
         has_point, point, most_ms = phase == "call", draw.choice(points_of(op, path)), 60
     at = f"{phase}:{point}" if has_point else f"{phase}+{draw.randint(0, most_ms)}ms"
-    return Plan(signal, draw.randrange(ranks), at, op, way, path, draw.randint(1, 3), ranks, per_node)
+    return FaultPlan(signal, draw.randrange(ranks), at, op, way, path, draw.randint(1, 3), ranks, per_node)

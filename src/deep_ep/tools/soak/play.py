@@ -9,10 +9,14 @@ from ...buffers.legacy import Buffer
 from . import low_latency, mistakes, normal
 from .checks import Mismatch
 from .data import Limits, Palette
-from .program import CACHED, COMBINE, Call, Features, draw_program
-from .state import Report, State, is_direct
+from .program import CACHED, COMBINE, Features, ProgramCall, draw_program
+from .state import SoakReport, State, is_direct
 
-_PLAYERS: dict[str, Callable[[State, Call], None]] = {**normal.PLAYERS, **mistakes.PLAYERS, **low_latency.PLAYERS}
+_PLAYERS: dict[str, Callable[[State, ProgramCall], None]] = {
+    **normal.PLAYERS,
+    **mistakes.PLAYERS,
+    **low_latency.PLAYERS,
+}
 
 
 def features_of(buffer: Buffer, has_exceptions: bool = False) -> Features:
@@ -30,7 +34,7 @@ def features_of(buffer: Buffer, has_exceptions: bool = False) -> Features:
     )
 
 
-def play_calls(state: State, calls: list[Call]) -> Iterator[Call]:
+def play_calls(state: State, calls: list[ProgramCall]) -> Iterator[ProgramCall]:
     """Make calls, and check them; all but the last checks are done. Yields each call before it is made.
 
     Raises:
@@ -51,7 +55,7 @@ def play_calls(state: State, calls: list[Call]) -> Iterator[Call]:
         state.report.calls[call.kind] += 1
 
 
-def play(buffer: Buffer, seed: int, num_calls: int, limits: Limits = Limits()) -> Report:  # noqa: B008 - it is frozen
+def play(buffer: Buffer, seed: int, num_calls: int, limits: Limits = Limits()) -> SoakReport:  # noqa: B008 - it is frozen
     """Make `num_calls` calls of one buffer, check them all, drop everything.
 
     Args:

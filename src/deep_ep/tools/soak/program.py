@@ -30,7 +30,7 @@ _MOST_SOURCES = 5  # dispatches whose handles are kept
 
 
 @dataclass(frozen=True)
-class Call:
+class ProgramCall:
     """One call, which all ranks make together.
 
     Attributes:
@@ -63,15 +63,15 @@ class Features:
     has_exceptions: bool = False
 
 
-def draw_program(seed: int, num_calls: int, num_ranks: int, features: Features) -> list[Call]:
+def draw_program(seed: int, num_calls: int, num_ranks: int, features: Features) -> list[ProgramCall]:
     """The calls of a segment. The first calls of a longer program are those of a shorter one."""
-    calls: list[Call] = []
+    calls: list[ProgramCall] = []
     sources: list[int] = []
     for number in range(1, num_calls + 1):
         draw = random.Random(mixed(seed, number, 0))
         kind = _draw_kind(draw, num_ranks, features, bool(sources))
         source = draw.choice(sources) if kind in (CACHED, COMBINE) else None
-        calls.append(Call(number, kind, source))
+        calls.append(ProgramCall(number, kind, source))
         if kind in _SOURCES:
             sources = [*sources, number][-_MOST_SOURCES:]
         elif kind == LEFT:
@@ -94,7 +94,7 @@ def _draw_kind(draw: random.Random, num_ranks: int, features: Features, has_sour
     return draw.choices(list(weights), list(weights.values()))[0]
 
 
-def kept(calls: list[Call], numbers: Collection[int]) -> list[Call]:
+def kept(calls: list[ProgramCall], numbers: Collection[int]) -> list[ProgramCall]:
     """The calls with these numbers, without those whose dispatch is not among them."""
     chosen = set(numbers)
     return [call for call in calls if call.number in chosen and (call.source is None or call.source in chosen)]

@@ -22,18 +22,18 @@ from . import low_latency
 from .checks import Mismatch, memfds_left, require_nothing_left, threads_left
 from .faults import Delays
 from .memory import Sample, private_bytes
-from .plan import Goal, Segment, calls_to_play, plan_calls, plan_segment
+from .plan import Goal, PlanSegment, calls_to_play, plan_calls, plan_segment
 from .play import play_calls
 from .seeds import mixed
 from .state import State
 
-_FAR_BYTES = {"cpu": 0, "interpreter": 4 << 20, "cuda": 128 << 20}  # for rows between nodes, where kernels send them
+_REMOTE_BYTES = {"cpu": 0, "interpreter": 4 << 20, "cuda": 128 << 20}  # for rows between nodes, where kernels send them
 _SAMPLE_SECS, _MOST_SAMPLES = 0.5, 1000
 _MOST_TEXT = 2000  # a note must fit into PIPE_BUF (4 KB): all ranks write into one pipe, and so each note stays whole
 
 
 @dataclass(frozen=True)
-class Failure:
+class SoakFailure:
     """What went wrong on a rank.
 
     Attributes:
@@ -54,7 +54,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Note:
+class SoakNote:
     """What a rank tells while it runs."""
 
     rank: int
@@ -62,7 +62,7 @@ class Note:
     segment: int
     num_bytes: int
     sample: Sample
-    failure: Failure | None = None
+    failure: SoakFailure | None = None
 
 
 @dataclass
@@ -93,7 +93,7 @@ class RankReport:
     arena_used_bytes: int = 0
     threads_left: list[str] = field(default_factory=list)
     memfds_left: int = 0
-    failure: Failure | None = None
+    failure: SoakFailure | None = None
 
 
 def play_rank(rank: int, num_ranks: int, goal: Goal, news: Connection) -> RankReport:
@@ -134,7 +134,7 @@ class _Player:
         self.report.threads_left, self.report.memfds_left = threads_left(), memfds_left()
         return self.report
 
-    def next_segment(self) -> Segment:
+    def next_segment(self) -> PlanSegment:
         return plan_segment(self.goal, (self.goal.segment or 0) + self.report.num_segments)
 
     def agree(self) -> int:
@@ -155,19 +155,19 @@ class _Player:
         dist.all_gather_object(answers, (self.report.failure is None, wanted))
         return answers[0][1] if all(is_well for is_well, _ in answers) else 0
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks in the middle of a segment. One that has failed meets the others in `agree` instead."""
         if not self.gather(1):
             self.is_over = True
             raise EPError("soak: another rank has failed")
 
-    def play_segment(self, segment: Segment, num_calls: int) -> None:
+    def play_segment(self, segment: PlanSegment, num_calls: int) -> None:
         os.environ[env.ARENA_BYTES.name] = str(segment.arena_limits[self.rank])
         os.environ[env.POSTED_BYTES.name] = str(segment.posted_limits[self.rank])
         delays = Delays(segment.delay_share, mixed(segment.seed, self.rank))
         make_buffer = functools.partial(self.make_buffer, segment, delays)
         state = State(make_buffer(), segment.seed, segment.limits, make_buffer)
-        state.fault, state.meet = delays, self.meet
+        state.fault, state.barrier = delays, self.barrier
         try:
             self.make_calls(state, segment, num_calls, delays)
         finally:
@@ -175,11 +175,11 @@ class _Player:
         del state
         require_nothing_left()
 
-    def make_buffer(self, segment: Segment, delays: Delays) -> Buffer:
+    def make_buffer(self, segment: PlanSegment, delays: Delays) -> Buffer:
         has_low_latency = self.goal.has_low_latency
         num_rdma_bytes = low_latency.hint(self.goal.num_ranks) if has_low_latency else 0
         if self.goal.ranks_per_node:
-            num_rdma_bytes += _FAR_BYTES[self.goal.device]
+            num_rdma_bytes += _REMOTE_BYTES[self.goal.device]
         buffer = Buffer(
             dist.group.WORLD,
             segment.num_nvl_bytes,
@@ -194,7 +194,7 @@ class _Player:
         buffer.set_fault_hook(delays)
         return buffer
 
-    def make_calls(self, state: State, segment: Segment, num_calls: int, delays: Delays) -> None:
+    def make_calls(self, state: State, segment: PlanSegment, num_calls: int, delays: Delays) -> None:
         self.next_sample_secs = 0.0  # each segment is told of at once
         try:
             for call in play_calls(state, plan_calls(self.goal, segment, num_calls)):
@@ -229,7 +229,7 @@ class _Player:
             committed_bytes = stats["arena"]["committed"]
         sample = Sample(self.secs(), num_calls, private_bytes(), committed_bytes)
         self.report.samples.append(sample)
-        self.news.send(Note(self.rank, os.getpid(), self.segment, num_bytes, sample))
+        self.news.send(SoakNote(self.rank, os.getpid(), self.segment, num_bytes, sample))
         self.next_sample_secs = self.secs() + self.pause_secs
 
     def fail(self, error: Exception, num_calls: int | None) -> None:
@@ -238,9 +238,9 @@ class _Player:
         # Of a traceback the end says most.
         text = f"{type(error).__name__}: {error}"[:_MOST_TEXT] if is_known else traceback.format_exc()[-_MOST_TEXT:]
         is_cause = not isinstance(error, EPError)
-        failure = Failure(self.rank, self.segment, self.call_idx, num_calls, is_cause, text)
+        failure = SoakFailure(self.rank, self.segment, self.call_idx, num_calls, is_cause, text)
         self.report.failure = failure
-        self.news.send(Note(self.rank, os.getpid(), self.segment, 0, self.report.samples[-1], failure))
+        self.news.send(SoakNote(self.rank, os.getpid(), self.segment, 0, self.report.samples[-1], failure))
 
     def secs(self) -> float:
         return time.monotonic() - self.begin

@@ -27,13 +27,13 @@ from ...launch import RankFailed, run_ranks
 from ...transport import Window
 from .data import Limits
 from .low_latency import Round, Sizes, hint
-from .program import Call
+from .program import ProgramCall
 from .state import State
 
 STOP, RAISE, LATE, KILL = "is stopped", "raises", "is late", "is killed"
 TOPOLOGIES = ((2, 0), (3, 0), (4, 0), (2, 1), (4, 2))  # ranks, ranks per node; 0: one node
 LIMIT_SECS = 1.0
-_POINTS = ("before sent", "near sent", "after sent", "before receive")
+_POINTS = ("before sent", "local sent", "after sent", "before receive")
 _OPERATIONS = ("low-latency dispatch", "low-latency combine")
 _MOST_TRIES = 3  # of a return, on a machine that is too busy for the limit
 _MEETING_SECS = 60.0
@@ -230,7 +230,7 @@ class _Rank:
         self.num_degraded += bool(one.masked)
 
     def _new_round(self, index: int) -> _LiveRound:
-        data = self._state.data(Call(index, "round"))
+        data = self._state.data(ProgramCall(index, "round"))
         return _LiveRound(self._state, data, Sizes(data.draw, self._history.num_ranks, None))
 
     # Signs -----------------------------------------------------------------------------------------------------------

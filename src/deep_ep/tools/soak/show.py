@@ -13,10 +13,10 @@ from rich.table import Table
 
 from ... import __version__
 from ..terminal import counted, only_on_terminal, plain_table
-from .fault_runs import Result
+from .fault_runs import PlanResult
 from .parent import Outcome
 from .plan import Goal, plan_segment
-from .rank import Note
+from .rank import SoakNote
 from .returns import Played
 from .shrink import Shrunk
 
@@ -41,7 +41,7 @@ def show_title(console: Console, goal: Goal) -> None:
     console.print(", ".join(parts))
 
 
-class Progress:
+class SoakProgress:
     """The latest of every rank: a line that changes on a terminal, else a line now and then. On stderr."""
 
     def __init__(self, goal: Goal):
@@ -50,10 +50,10 @@ class Progress:
         self._goal = goal
         self._begin = time.monotonic()
         self._next_line = 0.0
-        self._notes: dict[int, Note] = {}
+        self._notes: dict[int, SoakNote] = {}
         self._failed: set[int] = set()
 
-    def hear(self, note: Note, num_stops: int) -> None:
+    def hear(self, note: SoakNote, num_stops: int) -> None:
         """Show what a rank told."""
         self._notes[note.rank] = note
         if note.failure is not None and note.rank not in self._failed:
@@ -84,20 +84,20 @@ class Progress:
 
 
 @contextmanager
-def showing_progress(goal: Goal) -> Iterator[Progress]:
+def showing_progress(goal: Goal) -> Iterator[SoakProgress]:
     """Show progress on stderr."""
-    progress = Progress(goal)
+    progress = SoakProgress(goal)
     with only_on_terminal(progress.console, progress.status):
         yield progress
 
 
 @contextmanager
-def showing_plans(console: Console, num_plans: int) -> Iterator[Callable[[Result], None]]:
+def showing_plans(console: Console, num_plans: int) -> Iterator[Callable[[PlanResult], None]]:
     """Show how many fault plans have been played. Yields what is to be told of each result."""
     status = Status("starting the ranks", console=console, refresh_per_second=2)
-    results: list[Result] = []
+    results: list[PlanResult] = []
 
-    def hear(result: Result) -> None:
+    def hear(result: PlanResult) -> None:
         results.append(result)
         num_failed = sum(bool(one.wrong) for one in results)
         status.update(f"{len(results)} of {counted(num_plans, 'fault plan')}, {num_failed} failed")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .plan import Goal, plan_calls, plan_segment
-from .program import Call
+from .program import ProgramCall
 
 _NUM_TRIES = 2  # of each subset: a failure may depend on timing
 _LIMIT_SECS = 10.0  # of a wait for a peer; the failure may be a hang
@@ -28,7 +28,7 @@ class Shrunk:
     """
 
     num_before: int
-    calls: tuple[Call, ...]
+    calls: tuple[ProgramCall, ...]
     num_played: int
 
     @property
@@ -54,7 +54,7 @@ def shrink(goal: Goal, segment: int, last_call: int, fails: Callable[[Goal], boo
     every = plan_calls(goal, plan_segment(goal, segment), last_call)
     num_played = 0
 
-    def is_failing(calls: list[Call]) -> bool:
+    def is_failing(calls: list[ProgramCall]) -> bool:
         nonlocal num_played
         numbers = tuple(call.number for call in calls)
         subset = replace(goal, segment=segment, only=numbers, secs=None, num_calls=None, limit_secs=_LIMIT_SECS)
@@ -79,7 +79,7 @@ def shrink(goal: Goal, segment: int, last_call: int, fails: Callable[[Goal], boo
     return Shrunk(len(every), tuple(calls), num_played)
 
 
-def without(calls: list[Call], dropped: list[Call]) -> list[Call]:
+def without(calls: list[ProgramCall], dropped: list[ProgramCall]) -> list[ProgramCall]:
     """The calls but for some, and for those that go back to one of these."""
     numbers = {call.number for call in dropped}
     return [call for call in calls if call.number not in numbers and call.source not in numbers]

@@ -19,15 +19,15 @@ from ...errors import EPError
 from ...event import EventOverlap
 from .checks import Mismatch, same
 from .data import Data, Limits
-from .program import Call
+from .program import ProgramCall
 
-_PATIENCE_SECS = 5.0
+_TIMEOUT_SECS = 5.0
 _MOST_CALLS_LATER = 5  # an asynchronous call is checked at most so many calls later
 _MOST_CALLS_KEPT = 12  # a result is watched for at most so many calls
 
 
 @dataclass
-class Dispatched:
+class KnownDispatch:
     """A dispatch that later calls go back to.
 
     Attributes:
@@ -48,7 +48,7 @@ class Dispatched:
 
 
 @dataclass
-class Report:
+class SoakReport:
     """What random calls did.
 
     Attributes:
@@ -98,7 +98,7 @@ class State:
         has_relays: Kernels relay rows between nodes.
         known: Dispatches by the number of their call.
         fault: Told of fault points of the soak's own.
-        meet: Waits until all ranks are there, outside of the buffer.
+        barrier: Waits until all ranks are there, outside of the buffer.
     """
 
     def __init__(self, buffer: Buffer, seed: int, limits: Limits, make_buffer: Callable[[], Buffer] | None = None):
@@ -108,17 +108,17 @@ class State:
         self.num_nodes = buffer.runtime.get_num_rdma_ranks() if buffer.runtime is not None else 1
         self.has_relays = self.num_nodes > 1 and not is_direct(buffer)
         self.limits = limits
-        self.call = Call(0, "")
-        self.report = Report()
-        self.known: dict[int, Dispatched] = {}
+        self.call = ProgramCall(0, "")
+        self.report = SoakReport()
+        self.known: dict[int, KnownDispatch] = {}
         self.fault: Callable[[str], None] = lambda point: None  # noqa: ARG005 - nothing happens unless asked for
-        self.meet: Callable[[], object] = dist.barrier
+        self.barrier: Callable[[], object] = dist.barrier
         self.make_buffer = make_buffer
         self._seed = seed
         self._watched: list[_Watched] = []
         self._pending: deque[_Pending] = deque()
 
-    def data(self, call: Call) -> Data:
+    def data(self, call: ProgramCall) -> Data:
         """The data of a call."""
         return Data(self._seed, call.number, self.num_ranks, self.num_nodes, self.limits)
 
@@ -185,7 +185,7 @@ class State:
 
     # Between calls ---------------------------------------------------------------------------------------------------
 
-    def go_on(self, call: Call, needed: set[int]) -> None:
+    def go_on(self, call: ProgramCall, needed: set[int]) -> None:
         """Before a call: check what is due, and drop what nobody needs any more.
 
         Args:
@@ -222,7 +222,7 @@ class State:
         self.settle()
         self._look_at_watched()
         self.known.clear()
-        deadline = time.monotonic() + _PATIENCE_SECS
+        deadline = time.monotonic() + _TIMEOUT_SECS
         while True:
             gc.collect()
             self.report.stats = self.buffer.stats()

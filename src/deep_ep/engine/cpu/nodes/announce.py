@@ -13,7 +13,7 @@ from ....errors import EPError
 from ....sizing import ceil_div
 from ....transport.links import ANNOUNCE, Frame
 from ....transport.message import Rail, Wait
-from ...parcel import Routing
+from ...payload import Routing
 from ...protocol import Agreement, disagreement
 from ..call import Call
 
@@ -48,14 +48,14 @@ def announcement_to(routing: Routing, node: int, num_nodes: int) -> Announcement
     return Announcement(mask.size(0), num_tokens, selected, mask)
 
 
-def send_announcement(rail: Rail, call: Call, node: int, said: Announcement) -> None:
+def send_announcement(rail: Rail, call: Call, node: int, announcement: Announcement) -> None:
     """Tell one node what comes."""
     parts = []
-    if said.num_tokens is not None and said.num_selected is not None and said.mask is not None:
-        numbers = torch.cat([said.num_tokens, said.num_selected])
-        parts = [numbers.view(torch.uint8), layout.pack_bits(said.mask).flatten()]
+    if announcement.num_tokens is not None and announcement.num_selected is not None and announcement.mask is not None:
+        numbers = torch.cat([announcement.num_tokens, announcement.num_selected])
+        parts = [numbers.view(torch.uint8), layout.pack_bits(announcement.mask).flatten()]
     page = rail.pool.take(_WORDS.size + sum(part.numel() for part in parts))
-    page.view()[: _WORDS.size] = _WORDS.pack(*call.header.agreement.words(), said.num_rows)
+    page.view()[: _WORDS.size] = _WORDS.pack(*call.header.agreement.words(), announcement.num_rows)
     if parts:
         torch.cat(parts, out=page.tensor()[_WORDS.size :])
     rail.send(node, ANNOUNCE, call.epoch, page)
@@ -76,7 +76,7 @@ def receive_announcements(
     Raises:
         EPError: A rank makes another call; it says in what it differs.
     """
-    heard, clashes = {}, []
+    announcements, clashes = {}, []
     mine = call.header.agreement
     for node in rail.nodes:
         frame = rail.receive(node, wait)
@@ -88,14 +88,14 @@ def receive_announcements(
             clashes.append((rail.name(node), mine, Agreement.from_words(words)))
             continue
         data = frame.page.tensor()[_WORDS.size :].clone()
-        said = _parse(data, words[_NUM_AGREED], num_local_ranks, num_experts)
-        if said is None:
+        announcement = _parse(data, words[_NUM_AGREED], num_local_ranks, num_experts)
+        if announcement is None:
             raise spoiled(call, rail, node, f"an announcement of {words[_NUM_AGREED]} rows whose counts do not add up")
-        heard[node] = said
+        announcements[node] = announcement
         rail.pool.give(frame.page)
     if clashes:
         raise disagreement(str(call), call.window.me(), clashes)
-    return heard
+    return announcements
 
 
 def _parse(data: torch.Tensor, num_rows: int, num_local_ranks: int, num_experts: int) -> Announcement | None:
@@ -108,9 +108,9 @@ def _parse(data: torch.Tensor, num_rows: int, num_local_ranks: int, num_experts:
         return Announcement(num_rows)
     numbers = data[:num_bytes].view(torch.int32)
     mask = layout.unpack_bits(data[num_bytes:].view(num_rows, width), num_local_ranks)
-    said = Announcement(num_rows, numbers[:num_local_ranks], numbers[num_local_ranks:], mask)
+    announcement = Announcement(num_rows, numbers[:num_local_ranks], numbers[num_local_ranks:], mask)
     adds_up = torch.equal(mask.sum(0, dtype=torch.int32), numbers[:num_local_ranks]) and bool(mask.any(1).all())
-    return said if adds_up and int(numbers.min()) >= 0 else None
+    return announcement if adds_up and int(numbers.min()) >= 0 else None
 
 
 def spoiled(call: Call, rail: Rail, node: int, what: str) -> EPError:
@@ -121,16 +121,16 @@ def spoiled(call: Call, rail: Rail, node: int, what: str) -> EPError:
     )
 
 
-def require_rows(call: Call, rail: Rail, heard: dict[int, Announcement], expected: Sequence[int]) -> None:
+def require_rows(call: Call, rail: Rail, announcements: dict[int, Announcement], expected: Sequence[int]) -> None:
     """Check that the handles of both ends count the same rows.
 
     Raises:
         EPError: They do not.
     """
-    for node, said in heard.items():
-        if said.num_rows != expected[node]:
+    for node, announcement in announcements.items():
+        if announcement.num_rows != expected[node]:
             raise EPError(
-                f"{call}: {rail.name(node)} sends {said.num_rows} rows, the handle counts {expected[node]} "
+                f"{call}: {rail.name(node)} sends {announcement.num_rows} rows, the handle counts {expected[node]} "
                 f"({call.window.me()}). Pass the handle as dispatch returned it"
             )
 

@@ -20,19 +20,19 @@ from ....transport.links import Page
 from ...protocol import OFFERED, READY, TAKEN, Agreement, Header, Offer
 from ...staging import Staging
 from ..call import Call
-from ..combine import Combine
+from ..combine import CpuCombine
 from ..scope import CpuScope
 from .announce import Announcement, receive_announcements, require_rows, send_announcement
 from .chain import RailChain
-from .rounds import copy_out, lane_of, num_rounds, passed_on, read_passed_on, rows_by_source, staged_slots
-from .routes import Routes
+from .rounds import copy_out, forwarded, num_rounds, read_forwarded, round_rows, rows_by_source, staged_slots
+from .routes import RailRoutes
 from .totals import Totals
 from .traffic import ChunkForm, Chunks, Traffic
 
 _TILES = 4  # that are summed before the network is looked after again
 
 
-class RailsCombine(Combine):
+class RailsCombine(CpuCombine):
     """One combine of one rank, over two hops.
 
     Args:
@@ -56,7 +56,7 @@ class RailsCombine(Combine):
         self._topology = chain.topology
         self._config = config
 
-        self._routes: Routes | None = None
+        self._routes: RailRoutes | None = None
 
     def _check_rows(self, handle: Any) -> None:
         check_rail_rows(handle, "combine")
@@ -65,32 +65,32 @@ class RailsCombine(Combine):
         """Announce the combine, to the rail and to the node, and offer this rank's rows."""
         require_filled(self._handle, "combine")
         call = scope.begin(Header(self._agreement(), self._handle.num_tokens))
-        routes, rail = Routes(self._handle, self._topology), self._rails.rail
+        routes, rail = RailRoutes(self._handle, self._topology), self._rails.rail
         self._routes = routes
         for node in rail.nodes:
             send_announcement(rail, call, node, Announcement(routes.num_in[node]))
-        call.post_header(passed_on(self._handle))
-        with call.slice("supply rows", SEND):
-            supply = self._supply = self._find_rows(self._handle.recv_gbl_rank_prefix_sum.tolist()[-1])
-        call.post_offer(supply.offer)
+        call.post_header(forwarded(self._handle))
+        with call.slice("provide rows", SEND):
+            source = self._source = self._find_rows(self._handle.recv_gbl_rank_prefix_sum.tolist()[-1])
+        call.post_offer(source.offer)
         # Rows that lie ready need no second signal; staged ones come when all offers, and so the rounds, are known.
-        call.signal(READY if supply.staging is None else OFFERED)
+        call.signal(READY if source.staging is None else OFFERED)
 
     def _sum_rows(self, scope: CpuScope) -> None:
         """Sum the rows of the rail's tokens, send the sums, add up what comes back."""
-        assert self._supply is not None
+        assert self._source is not None
         assert self._routes is not None
-        call, routes, supply, rail = scope.call, self._routes, self._supply, self._rails.rail
+        call, routes, source, rail = scope.call, self._routes, self._source, self._rails.rail
         wait, size = self._rails.waiting(call), self._topology.ranks_per_node
         require_rows(call, rail, receive_announcements(rail, wait, call, size), routes.num_out)
         call.wait(OFFERED)
         call.headers()
-        tables, rounds = self._collect(call, routes, supply.staging)
+        tables, rounds = self._collect(call, routes, source.staging)
         # Rows that were pulled are read until the sums are made: one step after the rounds.
         self._sum_nodes(call, routes, tables, TAKEN + 2 * rounds)
         call.wait(TAKEN + 2 * rounds)
         bytes_each = sum(row_bytes(part) for part in self._sections())
-        self._chain.stats.count("combine", supply.path, max(1, rounds), routes.rows_got, routes.rows_put, bytes_each)
+        self._chain.stats.count("combine", source.path, max(1, rounds), routes.rows_got, routes.rows_put, bytes_each)
 
     def _agreement(self) -> Agreement:
         weights = self._topk_weights
@@ -102,7 +102,7 @@ class RailsCombine(Combine):
             handle=int(self._handle.recv_rdma_channel_prefix_matrix[0, 0]),
         )
 
-    def _collect(self, call: Call, routes: Routes, staging: Staging | None) -> tuple[list[list[torch.Tensor]], int]:
+    def _collect(self, call: Call, routes: RailRoutes, staging: Staging | None) -> tuple[list[list[torch.Tensor]], int]:
         """Where the rows of the node's ranks lie, for each section: theirs, or, of staged ranks, copies made in rounds.
 
         Returns:
@@ -113,7 +113,7 @@ class RailsCombine(Combine):
         is_staged = [offer.is_staged for offer in offers]
         if not any(is_staged):
             return tables, 0
-        counts = read_passed_on(call)
+        counts = read_forwarded(call)
         slots, numbers = staged_slots(self._handle, is_staged)
         routes.blocks = list(torch.maximum(slots, numbers).split(routes.num_in))
         copies = {
@@ -129,7 +129,7 @@ class RailsCombine(Combine):
                 call.signal(READY + 2 * index)
             call.wait(READY + 2 * index)
             for local, rows in copies.items():
-                self._copy_lane(offers[local], index, rows, [table[local] for table in tables])
+                self._copy_staged(offers[local], index, rows, [table[local] for table in tables])
             call.signal(TAKEN + 2 * index)
             call.wait(TAKEN + 2 * index)
         return [
@@ -137,15 +137,15 @@ class RailsCombine(Combine):
             for section, table in enumerate(tables)
         ], rounds
 
-    def _copy_lane(self, offer: Offer, index: int, copies: list[torch.Tensor], staged: list[torch.Tensor]) -> None:
+    def _copy_staged(self, offer: Offer, index: int, copies: list[torch.Tensor], staged: list[torch.Tensor]) -> None:
         """Take this rank's lane of a staged rank."""
         size = self._topology.ranks_per_node
-        start = self._window.rank * offer.lane_rows(size)
-        for rows, lanes in zip(copies, staged, strict=True):
-            first, last = lane_of(offer, rows.size(0), index, size)
-            rows[first:last].copy_(lanes[start : start + last - first])
+        start = self._window.rank * offer.rows_per_source(size)
+        for rows, theirs in zip(copies, staged, strict=True):
+            first, last = round_rows(offer, rows.size(0), index, size)
+            rows[first:last].copy_(theirs[start : start + last - first])
 
-    def _sum_nodes(self, call: Call, routes: Routes, tables: list[list[torch.Tensor]], taken: int) -> None:
+    def _sum_nodes(self, call: Call, routes: RailRoutes, tables: list[list[torch.Tensor]], taken: int) -> None:
         """Sum inside the node for every node, exchange the sums, add them up. `taken` is the step of having read."""
         sections, shifts = self._sections(), [0] * self._topology.ranks_per_node
         scratch = Scratch()
@@ -168,13 +168,13 @@ class RailsCombine(Combine):
             own, count = self._topology.node, _TILES * tile
             for first in range(0, routes.num_in[own], count):
                 last = min(first + count, routes.num_in[own])
-                for sums, out in zip(blocks[own], totals.room(own, first, last), strict=True):
+                for sums, out in zip(blocks[own], totals.target(own, first, last), strict=True):
                     sums.sum(out, first)
                 totals.has(own, last)
                 yield
 
         def take(node: int, first: int, last: int, views: list[torch.Tensor]) -> None:
-            for view, out in zip(views, totals.room(node, first, last), strict=True):
+            for view, out in zip(views, totals.target(node, first, last), strict=True):
                 out.copy_(view)
             totals.has(node, last)
 
@@ -186,6 +186,6 @@ class RailsCombine(Combine):
         with call.slice("add up the rest", RECEIVE):
             totals.finish()
 
-    def _totals(self, routes: Routes, scratch: Scratch) -> Totals:
+    def _totals(self, routes: RailRoutes, scratch: Scratch) -> Totals:
         sections = list(zip(self._sums, (self._biases, ()), strict=False))
         return Totals(self._chain, routes, self._handle.send_rdma_head, sections, scratch)

@@ -15,14 +15,14 @@ from .... import layout
 from ....config import Config
 from ....errors import EPOverflow
 from ....handle import RailHandle, check_rail_rows, require_filled
-from ....kernels.rows import Lane, Section, put_rows, row_bytes, rows_as, widest_dtype
+from ....kernels.rows import Section, SlotRange, put_rows, row_bytes, rows_as, widest_dtype
 from ....trace import RECEIVE, SEND
 from ....transport.links import VERDICT, Pieces
 from ...ops import Counts, Sections
-from ...parcel import Payload, Routing, Unpacked, agreement_of, outgoing_parts, section_columns, unpack_records
+from ...payload import Payload, Routing, Unpacked, agreement_of, outgoing_parts, section_columns, unpack_records
 from ...protocol import ANNOUNCED, OFFERED, READY, TAKEN, Header, Offer
 from ..call import Call
-from ..dispatch import Dispatch
+from ..dispatch import CpuDispatch
 from ..scope import CpuScope
 from .announce import (
     Announcement,
@@ -35,8 +35,8 @@ from .announce import (
 )
 from .chain import RailChain
 from .hops import FanOut, Packer
-from .rounds import copy_out, lane_of, num_rounds, passed_on, read_passed_on, rows_by_source, staged_slots
-from .routes import Routes
+from .rounds import copy_out, forwarded, num_rounds, read_forwarded, round_rows, rows_by_source, staged_slots
+from .routes import RailRoutes
 from .traffic import ChunkForm, Chunks, Traffic
 
 _TILES = 4  # that are put before the network is looked after again
@@ -44,7 +44,7 @@ _TILE_BYTES = 1 << 19  # of rows: read once from memory, then from a core's cach
 _OVERFLOW = struct.Struct("<3q")  # rank, rows, num_worst_tokens
 
 
-class RailsDispatch(Dispatch):
+class RailsDispatch(CpuDispatch):
     """One dispatch of one rank, over two hops.
 
     Args:
@@ -67,13 +67,13 @@ class RailsDispatch(Dispatch):
         self._rails = chain
         self._topology = chain.topology
         self._config = config
-        self._routes: Routes | None = None
+        self._routes: RailRoutes | None = None
         self._prefix: torch.Tensor | None = None  # [R, P] int32, what this node's ranks receive
         self._tables: list[list[torch.Tensor]] = []
         self._fan_outs: dict[int, FanOut] = {}  # by node, its block
         self._held: list[torch.Tensor] = []  # where somebody is staged: the rows to pass on, for each section
         self._numbers: torch.Tensor | None = None
-        self._said: dict[int, Announcement] = {}  # by node, what its rank of the rail sends to this node
+        self._announcements: dict[int, Announcement] = {}  # by node, what its rank of the rail sends to this node
         self._returned_head: torch.Tensor | None = None  # the caller's `send_nvl_head`
 
     # By the caller ---------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class RailsDispatch(Dispatch):
     def unpack(
         self, scope: CpuScope, routing: Routing, routes: None, sections: Sections, num_channels: int
     ) -> Unpacked:
-        """Take the records apart, see `Dispatch`."""
+        """Take the records apart, see `CpuDispatch`."""
         unpacked = super().unpack(scope, routing, routes, sections, num_channels)
         self._returned_head = unpacked.handle.send_nvl_head
         return unpacked
@@ -105,11 +105,11 @@ class RailsDispatch(Dispatch):
             recv_src_meta=new(num_rows, 8, dtype=torch.uint8),
             send_rdma_head=new(mask.size(0), num_nodes, dtype=torch.int32),
             # Of a size that the counts tell. A worst-case dispatch makes its handle before it knows them.
-            send_nvl_head=new(self._num_passed_on(), topology.ranks_per_node, dtype=torch.int32),
+            send_nvl_head=new(self._num_forwarded(), topology.ranks_per_node, dtype=torch.int32),
         )
 
-    def _num_passed_on(self) -> int:
-        return sum(said.num_rows for said in self._said.values())
+    def _num_forwarded(self) -> int:
+        return sum(announcement.num_rows for announcement in self._announcements.values())
 
     # On the comm stream ----------------------------------------------------------------------------------------------
 
@@ -150,9 +150,9 @@ class RailsDispatch(Dispatch):
         if self._routing is not None:
             with call.slice("find slots", SEND):
                 self._fill_rail_handle(call)
-        routes = self._routes = Routes(self._handle, self._topology)
+        routes = self._routes = RailRoutes(self._handle, self._topology)
         if self._routing is None:
-            require_rows(call, self._rails.rail, self._said, routes.num_in)
+            require_rows(call, self._rails.rail, self._announcements, routes.num_in)
         outgoing = outgoing_parts(self._payload, self._routing)
         traffic = self._traffic(call, routes, outgoing)
         traffic.start()
@@ -161,7 +161,7 @@ class RailsDispatch(Dispatch):
         offers = call.offers()
         self._open(call, offers, outgoing, routes)
         traffic.finish()
-        rounds = self._put_in_lanes(call, offers, sections) if self._held else 0
+        rounds = self._put_staged(call, offers, sections) if self._held else 0
         if not rounds:
             call.signal(READY)
             call.wait(READY)
@@ -182,30 +182,30 @@ class RailsDispatch(Dispatch):
         call = scope.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens))
         for node in [*rail.nodes, topology.node]:
             if self._routing is not None:
-                said = announcement_to(self._routing, node, topology.num_nodes)
+                announcement = announcement_to(self._routing, node, topology.num_nodes)
             else:
-                said = Announcement(num_out[node])
+                announcement = Announcement(num_out[node])
             if node == topology.node:
-                self._said[node] = said
+                self._announcements[node] = announcement
             else:
-                send_announcement(rail, call, node, said)
-        self._hear(call)
+                send_announcement(rail, call, node, announcement)
+        self._receive_all(call)
         self._post_header(call)
 
-    def _hear(self, call: Call) -> None:
+    def _receive_all(self, call: Call) -> None:
         """What the rail sends to this node."""
         num_experts = self._routing.num_experts // self._topology.num_nodes if self._routing is not None else 0
         wait, size = self._rails.waiting(call), self._topology.ranks_per_node
-        self._said.update(receive_announcements(self._rails.rail, wait, call, size, num_experts))
+        self._announcements.update(receive_announcements(self._rails.rail, wait, call, size, num_experts))
 
     def _post_header(self, call: Call) -> None:
         """Tell the node, too: what this rank will pass on, and what the rail selected of the node's experts."""
         if self._routing is None:
-            call.post_header(passed_on(self._handle))
+            call.post_header(forwarded(self._handle))
             return
-        said = [self._said[node] for node in range(self._topology.num_nodes)]
-        counts = [one.num_tokens for one in said if one.num_tokens is not None]
-        selected = [one.num_selected for one in said if one.num_selected is not None]
+        announcements = [self._announcements[node] for node in range(self._topology.num_nodes)]
+        counts = [one.num_tokens for one in announcements if one.num_tokens is not None]
+        selected = [one.num_selected for one in announcements if one.num_selected is not None]
         call.post_header(torch.cat(counts), torch.stack(selected).sum(0, dtype=torch.int32))
 
     def _read_counts(self, call: Call) -> torch.Tensor:
@@ -225,7 +225,7 @@ class RailsDispatch(Dispatch):
 
     def _agreed_counts(self, call: Call) -> torch.Tensor:
         """The counts of a worst-case dispatch, if they fit everywhere: all nodes tell each other."""
-        headers, first = call.headers(), self._window.place.first_rank
+        headers, first = call.headers(), self._window.group_ranks.first_rank
         prefix = self._read_counts(call)
         rows = zip(headers, prefix.tolist()[-1], strict=True)
         seen = [
@@ -260,21 +260,21 @@ class RailsDispatch(Dispatch):
         handle, prefix, topology = self._handle, self._prefix, self._topology
         assert isinstance(handle, RailHandle)
         size, mask = topology.ranks_per_node, self._routing.is_token_in_rank
-        said = [self._said[node] for node in range(topology.num_nodes)]
+        announcements = [self._announcements[node] for node in range(topology.num_nodes)]
         slots = [
             layout.token_slots(one.mask, prefix, node * size + topology.local_rank)
-            for node, one in enumerate(said)
+            for node, one in enumerate(announcements)
             if one.mask is not None
         ]
-        passed_on = torch.cat(slots)
-        if passed_on.shape == handle.send_nvl_head.shape:
-            handle.send_nvl_head.copy_(passed_on)
+        forwarded = torch.cat(slots)
+        if forwarded.shape == handle.send_nvl_head.shape:
+            handle.send_nvl_head.copy_(forwarded)
         else:  # a worst-case dispatch, whose caller may have the handle already: it stays the caller's tensor
             assert self._returned_head is not None
-            _replace(self._returned_head, passed_on)
-            handle = self._handle = handle._replace(send_nvl_head=passed_on)
+            _replace(self._returned_head, forwarded)
+            handle = self._handle = handle._replace(send_nvl_head=forwarded)
         handle.recv_rdma_channel_prefix_matrix.fill_(self._rails.mark(call.epoch))
-        handle.recv_rdma_rank_prefix_sum.copy_(prefix.new_tensor([one.num_rows for one in said]).cumsum(0))
+        handle.recv_rdma_rank_prefix_sum.copy_(prefix.new_tensor([one.num_rows for one in announcements]).cumsum(0))
         received = prefix[:, topology.local_rank]
         handle.recv_gbl_rank_prefix_sum.copy_(received)
         in_node = mask.unflatten(1, (topology.num_nodes, size)).any(2)
@@ -287,9 +287,9 @@ class RailsDispatch(Dispatch):
 
     # Rows ------------------------------------------------------------------------------------------------------------
 
-    def _traffic(self, call: Call, routes: Routes, outgoing: Sequence[torch.Tensor]) -> Traffic:
+    def _traffic(self, call: Call, routes: RailRoutes, outgoing: Sequence[torch.Tensor]) -> Traffic:
         rail = self._rails.rail
-        rows = [rows_as(part, widest_dtype(row_bytes(part), _place(part), part.data_ptr())) for part in outgoing]
+        rows = [rows_as(part, widest_dtype(row_bytes(part), _byte_offset(part), part.data_ptr())) for part in outgoing]
         tokens = {node: routes.tokens_to(node) for node in rail.nodes}
         names = {node: one.tolist() for node, one in tokens.items()}
         form = ChunkForm([(part.size(1), part.dtype) for part in rows])
@@ -308,25 +308,25 @@ class RailsDispatch(Dispatch):
         spare, sizes = self._put_own(outgoing, routes), (routes.num_out, routes.num_in)
         return Traffic(rail, wait, call.epoch, form, chunks, *sizes, pack, take, spare, "fan out")
 
-    def _open(self, call: Call, offers: list[Offer], outgoing: Sequence[torch.Tensor], routes: Routes) -> None:
+    def _open(self, call: Call, offers: list[Offer], outgoing: Sequence[torch.Tensor], routes: RailRoutes) -> None:
         """Look where the ranks of the node take rows: tensors for each section, in the widest elements that fit."""
         self._tables = []
         for index, part in enumerate(outgoing):
             width = row_bytes(part)
             offsets = [base.offset for offer in offers if (base := offer.bases[index]) is not None]
-            dtype = widest_dtype(width, _place(part), part.data_ptr(), *offsets)
+            dtype = widest_dtype(width, _byte_offset(part), part.data_ptr(), *offsets)
             self._tables.append(call.peer_rows(offers, index, width // dtype.itemsize, dtype))
         is_staged = [offer.is_staged for offer in offers]
         if any(is_staged):
             slots, self._numbers = staged_slots(self._handle, is_staged)
             routes.blocks = list(slots.split(routes.num_in))
-            # All rows that this rank passes on, until the lanes have taken them.
+            # All rows that this rank forwards, until the lanes have taken them.
             shapes = [(slots.size(0), table[0].size(1), table[0].dtype) for table in self._tables]
             self._held = [self._chain.result((count, columns), dtype) for count, columns, dtype in shapes]
         rank = self._window.rank
         self._fan_outs = {node: FanOut(routes.blocks[node], self._tables, rank) for node in self._rails.rail.nodes}
 
-    def _put_own(self, outgoing: Sequence[torch.Tensor], routes: Routes) -> Iterator[None]:
+    def _put_own(self, outgoing: Sequence[torch.Tensor], routes: RailRoutes) -> Iterator[None]:
         """Write this rank's rows to the ranks of its own node, a tile at a time."""
         own = self._topology.node
         tokens = routes.tokens_to(own)
@@ -340,7 +340,7 @@ class RailsDispatch(Dispatch):
         for held, part in zip(self._held, outgoing, strict=False):
             torch.index_select(rows_as(part, held.dtype), 0, tokens, out=held[first : first + tokens.numel()])
 
-    def _put_in_lanes(self, call: Call, offers: list[Offer], sections: Sections) -> int:
+    def _put_staged(self, call: Call, offers: list[Offer], sections: Sections) -> int:
         """Every round: put what goes to staged ranks, tell, wait, copy out. Returns the number of rounds."""
         assert self._numbers is not None
         size, rank, staging = len(offers), self._window.rank, self._staging
@@ -349,12 +349,12 @@ class RailsDispatch(Dispatch):
         sources = rows_by_source(self._handle, self._topology)
         rounds = num_rounds(counts, offers)
         for index in range(rounds):
-            lanes = []
+            ranges = []
             for local, offer in enumerate(offers):
-                first, last = lane_of(offer, counts[rank][local], index, size) if offer.is_staged else (0, 0)
-                lanes.append(Lane(first, last, rank * offer.lane_rows(size) - first if last > first else 0))
+                first, last = round_rows(offer, counts[rank][local], index, size) if offer.is_staged else (0, 0)
+                ranges.append(SlotRange(first, last, rank * offer.rows_per_source(size) - first if last > first else 0))
             with call.slice("put rows", SEND, round=index):
-                put_rows(held, self._numbers, lanes, first_peer=rank)
+                put_rows(held, self._numbers, ranges, first_peer=rank)
             call.signal(READY + 2 * index)
             call.wait(READY + 2 * index)
             if staging is not None:
@@ -366,9 +366,9 @@ class RailsDispatch(Dispatch):
         return rounds
 
     def _counts_by_source(self, call: Call) -> list[list[int]]:
-        """`[i][d]` rows that local rank i passes on to local rank d."""
+        """`[i][d]` rows that local rank i forwards to local rank d."""
         if self._prefix is None:
-            return read_passed_on(call)
+            return read_forwarded(call)
         counts = self._prefix.diff(dim=0, prepend=self._prefix.new_zeros(1, self._prefix.size(1)))
         size = self._topology.ranks_per_node
         return counts.view(-1, size, size).sum(0).tolist()
@@ -393,7 +393,7 @@ class RailsDispatch(Dispatch):
         assert self._routes is not None
         columns, routes = section_columns(self._payload, self._routing), self._routes
         bytes_each = sum(count * dtype.itemsize for count, dtype in columns)
-        path = "staged" if sections.lane_rows else "direct"
+        path = "staged" if sections.rows_per_source else "direct"
         self._chain.stats.count("dispatch", path, self._num_rounds, routes.rows_put, routes.rows_got, bytes_each)
 
 
@@ -403,5 +403,5 @@ def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data = torch.empty_like(value).copy_(value)
 
 
-def _place(part: torch.Tensor) -> int:
+def _byte_offset(part: torch.Tensor) -> int:
     return int(part.storage_offset()) * part.element_size()

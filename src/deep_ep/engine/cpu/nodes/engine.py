@@ -16,8 +16,8 @@ from ....trace import Trace
 from ....transport import Window
 from ....transport.mesh import Mesh
 from ....transport.message import Rail
-from ...ops import Order
-from ...parcel import Payload, Routing
+from ...ops import CallOrder
+from ...payload import Payload, Routing
 from ..engine import CpuEngine, count_layout
 from .chain import RailChain
 from .combine import RailsCombine
@@ -53,7 +53,7 @@ class RailsEngine(CpuEngine):
         self._config: Config | None = None
 
     def layout(
-        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: Order
+        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: CallOrder
     ) -> tuple[layout.DispatchLayout, EventHandle | None]:
         """Count where this rank's tokens go. Local: it is queued only behind an event that is still to come."""
         return count_layout(self.stream, topk_idx, num_experts, self._topology.num_ranks, num_nodes, order)
@@ -67,18 +67,18 @@ class RailsEngine(CpuEngine):
         super().start_trace(trace)
         self.rail.start_trace(trace)
 
-    def numbers(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What was counted so far."""
-        wait_secs, first = [0.0] * self._topology.num_ranks, self.window.place.first_rank
+        wait_secs, first = [0.0] * self._topology.num_ranks, self.window.group_ranks.first_rank
         for node, link in self.rail.links.items():
             wait_secs[self.rail.rank_of(node)] = link.wait_secs
         for peer in self.window.peers:
             wait_secs[first + peer.rank] = peer.wait_secs
-        numbers = {**super().numbers(), "wait_secs": wait_secs, "rail": self.rail.numbers()}
+        numbers = {**super().stats(), "wait_secs": wait_secs, "rail": self.rail.stats()}
         if self.mesh is not None:
             for rank, sender in self.mesh.senders.items():
                 wait_secs[rank] += sender.link.wait_secs
-            numbers["mesh"] = self.mesh.numbers()
+            numbers["mesh"] = self.mesh.stats()
         return numbers
 
     def stop(self) -> None:

@@ -1,6 +1,6 @@
 """Rounds inside a node, for calls across nodes whose rows some rank's arena cannot hold.
 
-A staged rank has a lane of its scratch for each rank of its node. What one rank passes on to another is numbered
+A staged rank has a lane of its scratch for each rank of its node. What one rank forwards to another is numbered
 through, over all blocks: these numbers stand for slots, and a round moves a lane's worth of them.
 """
 
@@ -18,16 +18,16 @@ from ...protocol import Offer
 from ...staging import Staging
 from ..call import Call
 
-Counts = list[list[int]]  # `[i][d]` rows that local rank i passes on to local rank d
+Counts = list[list[int]]  # `[i][d]` rows that local rank i forwards to local rank d
 
 
-def passed_on(handle: RailHandle) -> torch.Tensor:
-    """[P] int32, rows that this rank passes on to each rank of its node."""
+def forwarded(handle: RailHandle) -> torch.Tensor:
+    """[P] int32, rows that this rank forwards to each rank of its node."""
     return (handle.send_nvl_head >= 0).sum(0, dtype=torch.int32)
 
 
-def read_passed_on(call: Call) -> Counts:
-    """What every rank of the node has posted as `passed_on`."""
+def read_forwarded(call: Call) -> Counts:
+    """What every rank of the node has posted as `forwarded`."""
     peers = call.window.peers
     return [peer.board.read_values(call.epoch, 0, len(peers)) for peer in peers]
 
@@ -38,13 +38,13 @@ def num_rounds(counts: Counts, offers: Sequence[Offer]) -> int:
     for local, offer in enumerate(offers):
         if offer.is_staged:
             largest = max(row[local] for row in counts)
-            rounds = max(rounds, 1, -(-largest // offer.lane_rows(len(offers))))
+            rounds = max(rounds, 1, -(-largest // offer.rows_per_source(len(offers))))
     return rounds
 
 
-def lane_of(offer: Offer, count: int, index: int, num_ranks: int) -> tuple[int, int]:
+def round_rows(offer: Offer, count: int, index: int, num_ranks: int) -> tuple[int, int]:
     """Which of a rank's `count` rows go through its lane in round `index`: [first, last)."""
-    rows = offer.lane_rows(num_ranks)
+    rows = offer.rows_per_source(num_ranks)
     return min(index * rows, count), min((index + 1) * rows, count)
 
 
@@ -61,7 +61,7 @@ def staged_slots(handle: RailHandle, is_staged: Sequence[bool]) -> tuple[torch.T
 
 
 def rows_by_source(handle: RailHandle, topology: Topology) -> list[torch.Tensor]:
-    """For each rank of the node, the rows of this one that it passes on, in the order of their numbers; int64."""
+    """For each rank of the node, the rows of this one that it forwards, in the order of their numbers; int64."""
     ends, size = handle.recv_gbl_rank_prefix_sum.tolist(), topology.ranks_per_node
     spans = [torch.arange(start, end, device=handle.send_nvl_head.device) for start, end in pairwise([0, *ends])]
     return [torch.cat(spans[local::size]) for local in range(size)]
@@ -79,11 +79,11 @@ def copy_out(
         index: The round.
         reverse: From their places to the lanes.
     """
-    lane = staging.offer.lane_rows(len(sources))
+    per_source = staging.offer.rows_per_source(len(sources))
     for source, rows in enumerate(sources):
-        first, last = lane_of(staging.offer, rows.numel(), index, len(sources))
+        first, last = round_rows(staging.offer, rows.numel(), index, len(sources))
         for part, staged in zip(parts, staging.sections, strict=True):
-            there = staged[source * lane : source * lane + last - first]
+            there = staged[source * per_source : source * per_source + last - first]
             if reverse:
                 there.copy_(as_bytes(part)[rows[first:last]])
             else:

@@ -14,7 +14,7 @@ from ....handle import RailHandle
 from ....topology import Topology
 
 
-class Routes:
+class RailRoutes:
     """The rows of a call, by hop.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 
 from ....kernels.reduce import RowSums, Scratch, tile_tokens
 from ..call import Chain
-from .routes import Routes
+from .routes import RailRoutes
 
 _LEAST_TILES = 2  # worth adding up at once
 
@@ -27,7 +27,7 @@ class Totals:
     def __init__(
         self,
         chain: Chain,
-        routes: Routes,
+        routes: RailRoutes,
         slots: torch.Tensor,
         sections: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
         scratch: Scratch,
@@ -44,7 +44,7 @@ class Totals:
         ]
         self._tile = tile_tokens(sections[0][0])
 
-    def room(self, node: int, first: int, last: int) -> list[torch.Tensor]:
+    def target(self, node: int, first: int, last: int) -> list[torch.Tensor]:
         """Where sums [first, last) of a node go, for each section."""
         return [sums[first:last] for sums in self._sums[node]]
 

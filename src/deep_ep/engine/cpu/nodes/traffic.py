@@ -215,7 +215,7 @@ class Traffic:
 
     def _rows_of(self, node: int, frame: Frame) -> tuple[int, int]:
         """Which rows a chunk holds. What does not fit the call is refused before anything is written."""
-        first, count = frame.place >> _COUNT_BITS, frame.place & ((1 << _COUNT_BITS) - 1)
+        first, count = frame.tag >> _COUNT_BITS, frame.tag & ((1 << _COUNT_BITS) - 1)
         is_next = frame.topic == ROWS and frame.epoch == self._epoch and first == self._taken[node]
         fits = first + count <= self._num_in[node] and frame.page.num_bytes == self._form.num_bytes(count)
         if not (is_next and fits and count):

@@ -1,6 +1,6 @@
 """Routes across nodes on a GPU: which token goes to which node, and where the rows that a rank relays go.
 
-Letters: R ranks are N nodes of P; T tokens, n rows received, F rows that this rank passes on inside its node.
+Letters: R ranks are N nodes of P; T tokens, n rows received, F rows that this rank forwards inside its node.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import torch
 from ....handle import RailHandle
 from ....kernels.exchange import PLAN_WORDS
 from ....kernels.notify import Nodes
-from ....kernels.steer import Course
+from ....kernels.route import TokenRoutes
 from ....topology import Topology
-from ...parcel import Routing
+from ...payload import Routing
 from ..memory import Memory
-from ..scope import Scope
+from ..scope import CudaScope
 
 
 @dataclass(frozen=True)
-class Routes:
+class TwoHopRoutes:
     """Who sends what, as a dispatch finds it or a handle has it.
 
     Attributes:
-        course: Which way this rank's tokens go.
-        prefix: [R, R] int32, rows by source and destination, written by the meeting; None: there is a handle.
+        token_routes: Which way this rank's tokens go.
+        prefix: [R, R] int32, rows by source and destination, written by the handshake; None: there is a handle.
         nodes: What ranks of different nodes tell each other.
     """
 
-    course: Course
+    token_routes: TokenRoutes
     prefix: torch.Tensor | None
     nodes: Nodes
 
-    def with_passed_on(self, passed_on: torch.Tensor) -> Routes:
-        """The same with other memory for the rows that are passed on."""
-        return replace(self, course=self.course._replace(passed_on=passed_on))
+    def with_forwarded(self, forwarded: torch.Tensor) -> TwoHopRoutes:
+        """The same with other memory for the rows that are forwarded."""
+        return replace(self, token_routes=self.token_routes._replace(forwarded=forwarded))
 
 
 class Router:
@@ -48,19 +48,19 @@ class Router:
 
     Attributes:
         plan: [N, PLAN_WORDS] int64, of the call that is being made.
-        near: The ranks of this node.
+        local: The ranks of this node.
     """
 
     def __init__(self, topology: Topology, memory: Memory, device: torch.device):
-        num_nodes, num_near = topology.num_nodes, topology.ranks_per_node
-        first = topology.node * num_near
+        num_nodes, ranks_per_node = topology.num_nodes, topology.ranks_per_node
+        first = topology.node * ranks_per_node
         self._topology = topology
         self._memory = memory
-        self.near = slice(first, first + num_near)
+        self.local = slice(first, first + ranks_per_node)
         self.plan = torch.zeros(num_nodes, PLAN_WORDS, dtype=torch.int64, device=device)
         self._prefix = torch.zeros(num_nodes, dtype=torch.int32, device=device)  # of calls that need none
 
-    def of_routing(self, scope: Scope, routing: Routing, num_channels: int, num_passed_on: int) -> Routes:
+    def of_routing(self, scope: CudaScope, routing: Routing, num_channels: int, num_forwarded: int) -> TwoHopRoutes:
         """Memory for the routes of a dispatch, with room for so many relayed rows; its handshake fills them."""
         mask, num_nodes = routing.is_token_in_rank, self._topology.num_nodes
         with scope.outputs:
@@ -70,28 +70,28 @@ class Router:
             node_prefix = node_slots.new_empty(num_nodes)
             prefix = node_slots.new_empty(mask.size(1), mask.size(1))
         numbers = mask.new_empty(mask.shape, dtype=torch.int32)
-        passed_on = self.empty_passed_on(scope, mask, num_passed_on)
-        course = Course(node_slots, numbers, passed_on, torch.empty_like(numbers))
-        return Routes(course, prefix, Nodes(node_tokens, self.plan, node_prefix, mark))
+        forwarded = self.empty_forwarded(scope, mask, num_forwarded)
+        token_routes = TokenRoutes(node_slots, numbers, forwarded, torch.empty_like(numbers))
+        return TwoHopRoutes(token_routes, prefix, Nodes(node_tokens, self.plan, node_prefix, mark))
 
-    def empty_passed_on(self, scope: Scope, is_token_in_rank: torch.Tensor, num_passed_on: int) -> torch.Tensor:
+    def empty_forwarded(self, scope: CudaScope, is_token_in_rank: torch.Tensor, num_forwarded: int) -> torch.Tensor:
         """Room for the slots of so many relayed rows, and of as many as this rank may send: one bound serves both."""
-        num_rows = max(num_passed_on, is_token_in_rank.size(0) * self._topology.num_nodes)
+        num_rows = max(num_forwarded, is_token_in_rank.size(0) * self._topology.num_nodes)
         with scope.outputs:
             return is_token_in_rank.new_empty(num_rows, self._topology.ranks_per_node, dtype=torch.int32)
 
-    def of_handle(self, handle: RailHandle) -> Routes:
+    def of_handle(self, handle: RailHandle) -> TwoHopRoutes:
         """The routes that a handle has."""
-        node_slots, passed_on = handle.send_rdma_head.contiguous(), handle.send_nvl_head.contiguous()
+        node_slots, forwarded = handle.send_rdma_head.contiguous(), handle.send_nvl_head.contiguous()
         slots = node_slots.new_empty(handle.num_tokens, self._topology.num_ranks)
-        return Routes(Course(node_slots, None, passed_on, slots), None, self.nodes_of(handle))
+        return TwoHopRoutes(TokenRoutes(node_slots, None, forwarded, slots), None, self.nodes_of(handle))
 
     def nodes_of(self, handle: RailHandle) -> Nodes:
         """What a rank says of nodes that follows a handle."""
         node_tokens, mark = handle.rdma_channel_prefix_matrix, handle.recv_rdma_channel_prefix_matrix
         return Nodes(node_tokens, self.plan, self._prefix, mark.contiguous())
 
-    def empty_handle(self, routing: Routing, routes: Routes, num_rows: int, num_channels: int) -> RailHandle:
+    def empty_handle(self, routing: Routing, routes: TwoHopRoutes, num_rows: int, num_channels: int) -> RailHandle:
         """A handle, of which `unpack` is to fill what tells where rows came from."""
         mask, num_ranks, nodes = routing.is_token_in_rank, self._topology.num_ranks, routes.nodes
         nothing = self._memory.no_channels(num_channels)
@@ -104,6 +104,6 @@ class Router:
             recv_gbl_channel_prefix_matrix=nothing,
             recv_gbl_rank_prefix_sum=mask.new_empty(num_ranks, dtype=torch.int32),
             recv_src_meta=mask.new_empty(num_rows, 8, dtype=torch.uint8),
-            send_rdma_head=routes.course.node_slots,
-            send_nvl_head=routes.course.passed_on,
+            send_rdma_head=routes.token_routes.node_slots,
+            send_nvl_head=routes.token_routes.forwarded,
         )

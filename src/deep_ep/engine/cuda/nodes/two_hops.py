@@ -4,15 +4,15 @@ A token that goes to another node crosses once, to the rank of this rank's rail 
 its node; on the way back it sums what they have. A call is
 
     dispatch   notify (all ranks of all nodes)
-               steer, put (this node's ranks, and the outbox for others)
-               for each chunk: ring                           | the courier carries
-               for each chunk: wait for it to land, forward   | or: meet the rail, forward
+               route, put (this node's ranks, and the outbox for others)
+               for each chunk: ring                           | the proxy carries
+               for each chunk: wait for it to land, forward   | or: rail handshake, forward
                finish (this node), unpack
     combine    copy in unless the rows lie in the window, notify
-               for each chunk: sum this node's rows, ring     | the courier carries, or: meet the rail
+               for each chunk: sum this node's rows, ring     | the proxy carries, or: rail handshake
                wait for all chunks, sum what the nodes have, finish (this node)
 
-Letters: R ranks are N nodes of P; T tokens, n rows received, F rows that this rank passes on inside its node.
+Letters: R ranks are N nodes of P; T tokens, n rows received, F rows that this rank forwards inside its node.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from typing import Any
 import torch
 
 from ....handle import RailHandle
-from ....kernels import notify, relay, relay_sums, staging, steer
+from ....kernels import notify, relay, relay_sums, route, staging
 from ....kernels.exchange import STATE_RAIL_BYTES
-from ....kernels.notify import Counted, Form, Numbered, Post
+from ....kernels.notify import Counted, HandshakeForm, Numbered, Post
 from ....kernels.pull import copy_in
 from ....kernels.put import Put, Unpack
-from ....kernels.rail import FarRows
+from ....kernels.rail import RemoteRowLayout
 from ....kernels.staging import FinishCombine, FinishDispatch
 from ....topology import Topology
 from ...ops import Counts, Sections, received_of
-from ...parcel import Payload, Received, Routing, Unpacked, empty_topk
+from ...payload import DispatchResult, Payload, Routing, Unpacked, empty_topk
 from ...protocol import ANNOUNCED, OFFERED, READY
-from ..memory import Memory, Supply
-from ..scope import Scope
+from ..memory import CombineSource, Memory
+from ..scope import CudaScope
 from ..shapes import Shapes
 from ..signals import Handshaking, Signals
 from ..steps import (
@@ -48,59 +48,61 @@ from ..steps import (
     rows_of,
     terms_of,
 )
-from .couriers import Freight
-from .far import Far
-from .routes import Router, Routes
+from .proxies import Transfer
+from .remote import RemoteMemory
+from .routes import Router, TwoHopRoutes
 
 
-class TwoHops:
+class TwoHopOps:
     """Where the steps of calls across nodes come from.
 
     Args:
         topology: Where this rank stands.
-        far: The far memory, with its courier.
+        remote: The remote memory, with its proxy.
         signals: Of the buffer; from now on they reach all nodes.
         memory: Of the buffer.
         shapes: How bulk kernels are launched.
     """
 
-    def __init__(self, topology: Topology, far: Far, signals: Signals, memory: Memory, shapes: Shapes):
-        places, device = signals.places, signals.places.state.device
+    def __init__(self, topology: Topology, remote: RemoteMemory, signals: Signals, memory: Memory, shapes: Shapes):
+        context, device = signals.context, signals.context.state.device
         self.topology = topology
-        self.far = far
+        self.remote = remote
         self.signals = signals
         self.memory = memory
         self.shapes = shapes
         self.router = Router(topology, memory, device)
         self.plan = self.router.plan
-        # The same calls as inside a node, over other tables: of this node's ranks, and of what `steer` aims at.
-        self.node = relay_sums.Node(topology.node, places.table[:, self.router.near], self.plan, places.state)
-        self.aimed = replace(places, table=torch.zeros_like(places.table))
-        self.own = replace(places, rank=0, num_ranks=1, num_nodes=1)  # for a count of this rank alone
-        self.counts = places.state.new_empty(places.num_ranks, dtype=torch.int32)
+        # The same calls as inside a node, over other tables: of this node's ranks, and of what `route` aims at.
+        self.node = relay_sums.Node(topology.node, context.table[:, self.router.local], self.plan, context.state)
+        self.aimed = replace(context, table=torch.zeros_like(context.table))
+        self.own = replace(context, rank=0, num_ranks=1, num_nodes=1)  # for a count of this rank alone
+        self.counts = context.state.new_empty(context.num_ranks, dtype=torch.int32)
         self.nothing = torch.zeros(1, dtype=torch.int32, device=device)
-        self.guessed_passed_on = 0
-        self._point_to_far()
+        self.guessed_forwarded = 0
+        self._point_to_remote()
         self._prepare()
 
-    def _point_to_far(self) -> None:
-        """Have kernels say what is for a far rank on its board, or to its mirror, and look for what it says here."""
-        places, layout, courier = self.signals.places, self.far.layout, self.far.courier
-        base, boards = self.far.places.words.data_ptr(), courier.boards
-        near = range(self.router.near.start, self.router.near.stop)
-        for rank in (rank for rank in range(self.topology.num_ranks) if rank not in near):
-            places.windows[0, rank] = base + 8 * layout.mirror(rank) if boards is None else boards[rank]
-            places.homes[rank] = base
-        self.signals.far_board = self.far.places.words
-        self.signals.tell_failure, self.signals.carry = courier.tell_failure, courier.carry_words
+    def _point_to_remote(self) -> None:
+        """Have kernels say what is for a remote rank on its board, or to its shadow board, and look for what it says
+        here.
+        """
+        context, layout, proxy = self.signals.context, self.remote.layout, self.remote.proxy
+        base, boards = self.remote.context.words.data_ptr(), proxy.boards
+        local = range(self.router.local.start, self.router.local.stop)
+        for rank in (rank for rank in range(self.topology.num_ranks) if rank not in local):
+            context.windows[0, rank] = base + 8 * layout.shadow_board(rank) if boards is None else boards[rank]
+            context.own_boards[rank] = base
+        self.signals.remote_board = self.remote.context.words
+        self.signals.tell_failure, self.signals.send_words = proxy.tell_failure, proxy.send_words
 
     def _prepare(self) -> None:
         """Compile and load what signals: no peer's limit passes while a kernel is compiled."""
-        places, courier = self.signals.places, self.far.courier
-        is_whole = courier.carry_words is None
-        notify.prepare_nodes(places, [(True, True)] if is_whole else [(True, False), (False, True)])
-        courier.prepare(self.plan)
-        staging.prepare_all(places)
+        context, proxy = self.signals.context, self.remote.proxy
+        is_whole = proxy.send_words is None
+        notify.prepare_nodes(context, [(True, True)] if is_whole else [(True, False), (False, True)])
+        proxy.prepare(self.plan)
+        staging.prepare_all(context)
 
     def dispatch(self, signature: DispatchSignature) -> TwoHopDispatch:
         """The steps of dispatches with one signature."""
@@ -110,22 +112,22 @@ class TwoHops:
         """The steps of combines with one signature."""
         return TwoHopCombine(self, signature)
 
-    def numbers(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What the rail has carried."""
-        rows_bytes = int(self.signals.places.host[STATE_RAIL_BYTES])
-        return {"rail": {**self.far.courier.numbers(), "rows_bytes_sent": rows_bytes}}
+        rows_bytes = int(self.signals.context.host[STATE_RAIL_BYTES])
+        return {"rail": {**self.remote.proxy.stats(), "rows_bytes_sent": rows_bytes}}
 
     def close(self) -> None:
         """Let what is queued leave."""
-        self.far.courier.close()
+        self.remote.proxy.close()
 
 
 class TwoHopDispatch(DeviceDispatch):
     """The steps of dispatches with one signature, see `ops.DispatchSteps`."""
 
-    def __init__(self, ops: TwoHops, signature: DispatchSignature):
+    def __init__(self, ops: TwoHopOps, signature: DispatchSignature):
         super().__init__(ops.signals, ops.memory, signature)
-        signals, places, topology = ops.signals, ops.signals.places, ops.topology
+        signals, context, topology = ops.signals, ops.signals.context, ops.topology
         operation, num_topk = signature.operation, signature.num_topk
         self._has_routing = signature.num_experts > 0
         self._ops, self._num_topk = ops, num_topk
@@ -133,118 +135,124 @@ class TwoHopDispatch(DeviceDispatch):
         num_words = relay.relay_record_words(topology.ranks_per_node, num_topk) if self._has_routing else 0
         self._widths = [row_bytes, scale_bytes, 4 * num_words]  # as rows cross
         step = ANNOUNCED if operation == "dispatch" else OFFERED
-        self._terms = terms_of(signature, step, places.num_ranks)
+        self._terms = terms_of(signature, step, context.num_ranks)
         self._notifies: dict[torch.dtype, Handshaking] = {}  # by the word that a mask is looked at by
         exact = self._terms._replace(step=OFFERED)
-        self._second_handshake = signals.handshake(exact, Form(has_nodes=True, is_new=False))
+        self._second_handshake = signals.handshake(exact, HandshakeForm(has_nodes=True, is_new=False))
         self._shape, rows = ops.shapes.for_put(signature.num_sms), rows_of(signature)
         num_local = self._terms.num_local
-        # Records and slots are `steer`'s; `put` moves rows and scales along the slots that it has found.
+        # Records and slots are `route`'s; `put` moves rows and scales along the slots that it has found.
         self._put = Put(ops.aimed, self._shape, rows._replace(has_records=False, num_topk=0, idx_dtype=torch.int32))
-        self._finish = FinishDispatch(places, READY, self._terms.operation, rows, num_local)
-        self._unpack = Unpack(places, self._shape.num_blocks, num_topk, rows.idx_dtype, has_ends=True)
+        self._finish = FinishDispatch(context, READY, self._terms.operation, rows, num_local)
+        self._unpack = Unpack(context, self._shape.num_blocks, num_topk, rows.idx_dtype, has_ends=True)
 
-    def route(self, scope: Scope, routing: Routing, num_channels: int, num_rows: int) -> Routes:
+    def route(self, scope: CudaScope, routing: Routing, num_channels: int, num_rows: int) -> TwoHopRoutes:
         """Memory for the routes, with room for as many relayed rows as there may be."""
-        ops, most = self._ops, self._ops.guessed_passed_on
+        ops, most = self._ops, self._ops.guessed_forwarded
         if num_rows:
             # A rank relays rows for all ranks of its node: as many as they receive together, as far as memory goes.
-            capacity = ops.far.capacity(self._widths)
+            capacity = ops.remote.capacity(self._widths)
             most = max(num_rows, min(num_rows * ops.topology.ranks_per_node, capacity))
         routes = ops.router.of_routing(scope, routing, num_channels, most)
         if num_rows:
-            routes.course.passed_on.fill_(-1)  # how many rows there are, the host never knows
+            routes.token_routes.forwarded.fill_(-1)  # how many rows there are, the host never knows
         return routes
 
-    def follow(self, scope: Scope, handle: RailHandle) -> Routes:
+    def follow(self, scope: CudaScope, handle: RailHandle) -> TwoHopRoutes:
         """The routes of a handle."""
         del scope
         return self._ops.router.of_handle(handle)
 
-    def _notify(self, scope: Scope, post: Post, payload: Payload, routing: Routing | None, routes: Routes) -> None:
+    def _notify(
+        self, scope: CudaScope, post: Post, payload: Payload, routing: Routing | None, routes: TwoHopRoutes
+    ) -> None:
         """Number the tokens, and exchange counts and offers with all ranks of all nodes."""
-        signals, course = self._ops.signals, routes.course
+        signals, token_routes = self._ops.signals, routes.token_routes
         word, counted, numbered = torch.uint8, None, None
         if routing is not None:
-            assert course.numbers is not None
-            word = notify.node_word(signals.places, routing.is_token_in_rank)
+            assert token_routes.numbers is not None
+            word = notify.node_word(signals.context, routing.is_token_in_rank)
             counted = Counted(self._ops.counts, routing.num_tokens_per_rank, routing.num_tokens_per_expert)
-            numbered = Numbered(routing.is_token_in_rank, course.numbers, course.node_slots)
+            numbered = Numbered(routing.is_token_in_rank, token_routes.numbers, token_routes.node_slots)
         launch = self._notifies.get(word)
         if launch is None:
             has = self._has_routing
-            form = Form(has_counts=has, has_prefix=has, has_nodes=True, is_numbered=has, word=word)
+            form = HandshakeForm(has_counts=has, has_prefix=has, has_nodes=True, is_numbered=has, word=word)
             launch = self._notifies[word] = signals.handshake(self._terms, form)
-        post = self._with_far_rows(post, payload, routes)
+        post = self._with_remote_rows(post, payload, routes)
         if scope.reach is not None:
-            scope.reach("meet")
+            scope.reach("handshake")
         signals.is_announced = True
         launch(post, counted, routes.prefix, routes.nodes, numbered)
 
-    def _rows_to(self, routes: Routes) -> None:
+    def _rows_to(self, routes: TwoHopRoutes) -> None:
         """A handle across nodes does not have them."""
         del routes
 
-    def _offer(self, post: Post, payload: Payload, routes: Routes) -> None:
+    def _offer(self, post: Post, payload: Payload, routes: TwoHopRoutes) -> None:
         """Exchange offers once more."""
-        self._second_handshake(self._with_far_rows(post, payload, routes), nodes=routes.nodes)
+        self._second_handshake(self._with_remote_rows(post, payload, routes), nodes=routes.nodes)
 
-    def _with_far_rows(self, post: Post, payload: Payload, routes: Routes) -> Post:
-        capacity = self._ops.far.capacity(self._widths)
-        bound = max(routes.course.passed_on.size(0), payload.x.size(0) * self._ops.topology.num_nodes)
-        return post._replace(far_rows=min(capacity, bound))
+    def _with_remote_rows(self, post: Post, payload: Payload, routes: TwoHopRoutes) -> Post:
+        capacity = self._ops.remote.capacity(self._widths)
+        bound = max(routes.token_routes.forwarded.size(0), payload.x.size(0) * self._ops.topology.num_nodes)
+        return post._replace(remote_rows=min(capacity, bound))
 
-    def move(self, scope: Scope, payload: Payload, routing: Routing | None, routes: Routes, sections: Sections) -> None:
+    def move(
+        self, scope: CudaScope, payload: Payload, routing: Routing | None, routes: TwoHopRoutes, sections: Sections
+    ) -> None:
         """Put rows for this node, send those for others, and relay what comes from there."""
         del sections  # nobody is staged
         ops, widths = self._ops, self._widths
-        signals, topology, courier, outbox = ops.signals, ops.topology, ops.far.courier, ops.far.memory
-        places, plan, shape, course = signals.places, ops.plan, self._shape, routes.course
+        signals, topology, proxy, outbox = ops.signals, ops.topology, ops.remote.proxy, ops.remote.memory
+        context, plan, shape, token_routes = signals.context, ops.plan, self._shape, routes.token_routes
         index, num_local = self._terms.operation, self._terms.num_local
         topk_idx = routing.topk_idx if routing is not None else None
         topk_weights = routing.topk_weights if routing is not None else None
-        rows = ops.far.rows(widths)
-        courier.await_left(index, OFFERED)
+        rows = ops.remote.rows(widths)
+        proxy.await_left(index, OFFERED)
         if scope.reach is not None:
             scope.reach("put")
         where = (plan, ops.aimed.table, outbox.data_ptr(), rows.offsets)
-        steer.steer(places, shape.num_blocks, course, topk_idx, topk_weights, num_local, *where)
-        self._put(payload.x, payload.scales, course.slots)
-        freight = Freight(outbox, rows, plan, index, shape.num_blocks)
+        route.route_tokens(context, shape.num_blocks, token_routes, topk_idx, topk_weights, num_local, *where)
+        self._put(payload.x, payload.scales, token_routes.slots)
+        transfer = Transfer(outbox, rows, plan, index, shape.num_blocks)
         signals.mark("rail")
-        for chunk in range(courier.num_chunks):
-            courier.send(freight, chunk)
-        for chunk in range(courier.num_chunks):
+        for chunk in range(proxy.num_chunks):
+            proxy.send(transfer, chunk)
+        for chunk in range(proxy.num_chunks):
             if chunk:
                 signals.mark("rail")
-            courier.await_landed(freight, chunk)
+            proxy.await_arrived(transfer, chunk)
             if scope.reach is not None:
                 scope.reach("forward")
             relay.forward(
-                places, shape, plan, outbox[rows.landing :], rows.offsets, widths[0], widths[1], course.passed_on,
-                places.table, ops.router.near.start, topology.ranks_per_node, topology.node, routing is not None,
-                self._num_topk, num_local, chunk, courier.num_chunks, courier.sources,
+                context, shape, plan, outbox[rows.recv_offset :], rows.offsets, widths[0], widths[1],
+                token_routes.forwarded, context.table, ops.router.local.start, topology.ranks_per_node, topology.node,
+                routing is not None, self._num_topk, num_local, chunk, proxy.num_chunks, proxy.sources,
             )  # fmt: skip
         if scope.reach is not None:
             scope.reach("finish")
-        prefix = routes.prefix if routes.prefix is not None else course.slots
-        self._finish(payload.x, payload.scales, course.slots, topk_idx, topk_weights, prefix)
+        prefix = routes.prefix if routes.prefix is not None else token_routes.slots
+        self._finish(payload.x, payload.scales, token_routes.slots, topk_idx, topk_weights, prefix)
 
     def grow(self, told: Counts) -> None:
-        """Add a segment, and far memory, where some rank lacks room."""
+        """Add a segment, and remote memory, where some rank lacks room."""
         ops, columns = self._ops, self._columns
-        num_passed_on = told.far_rows[ops.topology.rank]
-        ops.guessed_passed_on = num_passed_on + num_passed_on // 16 + 64
+        num_forwarded = told.remote_rows[ops.topology.rank]
+        ops.guessed_forwarded = num_forwarded + num_forwarded // 16 + 64
         ops.memory.grow_alike(told, columns, self._num_topk)
-        most = max(max(told.far_rows), max(told.num_tokens) * ops.topology.num_nodes)
-        ops.far.make_room(most, max(sum(self._widths), columns.back_bytes(self._num_topk)))
+        most = max(max(told.remote_rows), max(told.num_tokens) * ops.topology.num_nodes)
+        ops.remote.reserve(most, max(sum(self._widths), columns.back_bytes(self._num_topk)))
 
-    def rerouted(self, scope: Scope, routes: Routes, told: Counts, routing: Routing) -> Routes:
-        """With exact room for the rows that this rank passes on."""
-        num_passed_on = told.far_rows[self._ops.topology.rank]
-        return routes.with_passed_on(self._ops.router.empty_passed_on(scope, routing.is_token_in_rank, num_passed_on))
+    def rerouted(self, scope: CudaScope, routes: TwoHopRoutes, told: Counts, routing: Routing) -> TwoHopRoutes:
+        """With exact room for the rows that this rank forwards."""
+        num_forwarded = told.remote_rows[self._ops.topology.rank]
+        return routes.with_forwarded(self._ops.router.empty_forwarded(scope, routing.is_token_in_rank, num_forwarded))
 
-    def unpack(self, scope: Scope, routing: Routing, routes: Routes, sections: Sections, num_channels: int) -> Unpacked:
+    def unpack(
+        self, scope: CudaScope, routing: Routing, routes: TwoHopRoutes, sections: Sections, num_channels: int
+    ) -> Unpacked:
         """Take the records apart."""
         assert routes.prefix is not None
         assert sections.records is not None
@@ -259,49 +267,49 @@ class TwoHopDispatch(DeviceDispatch):
         return unpacked
 
     def received(
-        self, routes: Routes, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
-    ) -> Received:
-        """As many rows as came, and as this rank passes on."""
-        handle, passed_on = unpacked.handle, routes.course.passed_on
+        self, routes: TwoHopRoutes, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
+    ) -> DispatchResult:
+        """As many rows as came, and as this rank forwards."""
+        handle, forwarded = unpacked.handle, routes.token_routes.forwarded
         if told is not None:
-            passed_on = passed_on[: told.far_rows[self._ops.topology.rank]]
-        handle = handle._replace(recv_src_meta=handle.recv_src_meta[:num_rows], send_nvl_head=passed_on)
+            forwarded = forwarded[: told.remote_rows[self._ops.topology.rank]]
+        handle = handle._replace(recv_src_meta=handle.recv_src_meta[:num_rows], send_nvl_head=forwarded)
         return received_of(sections, num_rows, unpacked.topk_idx, unpacked.topk_weights, handle)
 
 
 class TwoHopCombine(DeviceCombine):
     """The steps of combines with one signature, see `ops.CombineSteps`."""
 
-    def __init__(self, ops: TwoHops, signature: CombineSignature):
+    def __init__(self, ops: TwoHopOps, signature: CombineSignature):
         super().__init__(ops.signals, ops.memory)
         self._ops = ops
         self._terms = combine_terms(signature)
-        self._handshake = ops.signals.handshake(self._terms, Form(has_nodes=True))
+        self._handshake = ops.signals.handshake(self._terms, HandshakeForm(has_nodes=True))
         self._shape = ops.shapes.for_pull(signature.num_sms)
         self._copy_shape = ops.shapes.for_copy(signature.num_sms)
         hidden, dtype, num_topk = signature.hidden, signature.dtype, signature.num_topk
         self._widths = [hidden * dtype.itemsize, 4 * num_topk][: 2 if num_topk else 1]
-        self._finish = FinishCombine(ops.signals.places, READY, self._terms.operation, hidden, dtype, num_topk)
+        self._finish = FinishCombine(ops.signals.context, READY, self._terms.operation, hidden, dtype, num_topk)
 
     def _rows_from(self, handle: RailHandle) -> None:
         """A handle across nodes does not have them."""
         del handle
 
-    def _notify(self, scope: Scope, supply: Supply, handle: RailHandle) -> None:
+    def _notify(self, scope: CudaScope, source: CombineSource, handle: RailHandle) -> None:
         """Copy in what must be, and exchange offers with all ranks of all nodes."""
         ops, ends = self._ops, handle.recv_gbl_rank_prefix_sum.contiguous()
-        for region, part in supply.copies:
+        for region, part in source.copies:
             copy_in(ops.own, self._copy_shape, region, part, ends[-1:])
         if scope.reach is not None:
-            scope.reach("meet")
+            scope.reach("handshake")
         ops.signals.is_announced = True
-        post = supply.post._replace(far_rows=ops.far.capacity(self._widths))
+        post = source.post._replace(remote_rows=ops.remote.capacity(self._widths))
         self._handshake(post, nodes=ops.router.nodes_of(handle))
 
     def sum(
         self,
-        scope: Scope,
-        supply: Supply,
+        scope: CudaScope,
+        source: CombineSource,
         parts: Sequence[torch.Tensor],
         handle: RailHandle,
         sums: Sequence[torch.Tensor],
@@ -309,37 +317,39 @@ class TwoHopCombine(DeviceCombine):
     ) -> None:
         """Sum this node's rows for every rank of the rail, and then what the nodes have."""
         ops, shape, index = self._ops, self._shape, self._terms.operation
-        courier, outbox = ops.far.courier, ops.far.memory
-        rows, capacity = ops.far.rows(self._widths), ops.far.capacity(self._widths)
-        passed_on = handle.send_nvl_head.contiguous()
-        courier.await_left(index, OFFERED)
-        freight = Freight(outbox, rows, ops.plan, index, shape.num_blocks, is_back=True)
-        for chunk in range(courier.num_chunks):
+        proxy, outbox = ops.remote.proxy, ops.remote.memory
+        rows, capacity = ops.remote.rows(self._widths), ops.remote.capacity(self._widths)
+        forwarded = handle.send_nvl_head.contiguous()
+        proxy.await_left(index, OFFERED)
+        transfer = Transfer(outbox, rows, ops.plan, index, shape.num_blocks, is_back=True)
+        for chunk in range(proxy.num_chunks):
             if scope.reach is not None:
                 scope.reach("pull")
             for section, part in enumerate(parts):
                 out = _rows_of(outbox, rows, section, capacity, part)
-                relay_sums.sum_for_rail(ops.node, shape, section, out, passed_on, chunk, courier.num_chunks)
+                relay_sums.sum_for_rail(ops.node, shape, section, out, forwarded, chunk, proxy.num_chunks)
             ops.signals.mark("rail")
-            courier.send(freight, chunk)
-        courier.await_landed(freight, 0, courier.num_chunks)
+            proxy.send(transfer, chunk)
+        proxy.await_arrived(transfer, 0, proxy.num_chunks)
         if scope.reach is not None:
             scope.reach("sum")
-        landing = outbox.data_ptr() + rows.landing if courier.sources is None else 0
+        recv_buffer = outbox.data_ptr() + rows.recv_offset if proxy.sources is None else 0
         node_slots = handle.send_rdma_head.contiguous()
         for section, out in enumerate(sums):
-            far = relay_sums.FarSums(landing + rows.offsets[section], courier.sources)
+            remote = relay_sums.RemoteSums(recv_buffer + rows.offsets[section], proxy.sources)
             some = biases if section == 0 else ()
-            relay_sums.sum_nodes(ops.node, far, shape, section, out, node_slots, passed_on, some)
+            relay_sums.sum_nodes(ops.node, remote, shape, section, out, node_slots, forwarded, some)
         if scope.reach is not None:
             scope.reach("finish")
         nothing = (ops.nothing,) * 3  # of use only where somebody is staged
         self._finish(parts, sums, biases, *nothing)
-        if supply.copies:
-            self._release(supply)
+        if source.copies:
+            self._release(source)
 
 
-def _rows_of(memory: torch.Tensor, rows: FarRows, section: int, capacity: int, part: torch.Tensor) -> torch.Tensor:
+def _rows_of(
+    memory: torch.Tensor, rows: RemoteRowLayout, section: int, capacity: int, part: torch.Tensor
+) -> torch.Tensor:
     """The outbox as rows of a section, [capacity, columns], for sums of the type of `part`."""
     start = rows.offsets[section]
     return memory[start : start + capacity * rows.widths[section]].view(part.dtype).view(capacity, part.size(1))

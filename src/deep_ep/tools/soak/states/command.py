@@ -12,8 +12,8 @@ from rich.table import Table
 
 from ...terminal import require_folder
 from ..files import write_text
-from .explore import Result, explore
-from .suites import MODELS, Case, cases_of
+from .explore import SearchResult, explore
+from .suites import MODELS, SearchCase, cases_of
 
 _STDOUT = Path("-")
 _DEFAULT_RANKS = 2
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(result.violation is not None for _, result in results) else 0
 
 
-def _cases(args: argparse.Namespace) -> list[Case]:
+def _cases(args: argparse.Namespace) -> list[SearchCase]:
     names = MODELS if args.states == "all" else (args.states,)
     if not set(names) <= set(MODELS):
         raise ValueError(f"soak: --states must be one of {', '.join(MODELS)} or all, got {args.states}")
@@ -77,14 +77,14 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     return [case for name in names for case in cases_of(name, num_ranks, per_node or 1)]
 
 
-def _explored(case: Case, progress: Console) -> Result:
+def _explored(case: SearchCase, progress: Console) -> SearchResult:
     model = case.make()
     with progress.status("") as status:
         what = f"{model.name}, {case.title}"
         return explore(model, on_level=lambda depth, count: status.update(f"{what}: {count:,} states, {depth} steps"))
 
 
-def show(console: Console, results: Iterable[tuple[str, Result]]) -> None:
+def show(console: Console, results: Iterable[tuple[str, SearchResult]]) -> None:
     """Print a table, and the path to what is wrong."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("model", "what"):
@@ -104,7 +104,7 @@ def show(console: Console, results: Iterable[tuple[str, Result]]) -> None:
                 console.print(f"  {label}", soft_wrap=True)
 
 
-def as_json(results: Iterable[tuple[str, Result]]) -> str:
+def as_json(results: Iterable[tuple[str, SearchResult]]) -> str:
     """Everything, as text."""
     rows = []
     for title, result in results:

@@ -90,7 +90,7 @@ class Model(Protocol):
         ...
 
 
-class Result(NamedTuple):
+class SearchResult(NamedTuple):
     """What an exploration found.
 
     Attributes:
@@ -165,7 +165,7 @@ class _Seen:
             number = self._before[number]
 
 
-def explore(model: Model, most_states: int = 0, on_level: Callable[[int, int], None] | None = None) -> Result:
+def explore(model: Model, most_states: int = 0, on_level: Callable[[int, int], None] | None = None) -> SearchResult:
     """Look at every state that a model can reach, until something is wrong.
 
     Args:
@@ -175,11 +175,13 @@ def explore(model: Model, most_states: int = 0, on_level: Callable[[int, int], N
     """
     begin, seen, num_steps, depth = time.monotonic(), _Seen(), 0, 0
 
-    def result(violation: str | None = None, number: int = -1, last: Label | None = None, done: bool = True) -> Result:
+    def result(
+        violation: str | None = None, number: int = -1, last: Label | None = None, done: bool = True
+    ) -> SearchResult:
         path = (*reversed([*seen.path(number)]), *([last] if last is not None else ()))
         secs = time.monotonic() - begin
         sizes = (model.num_ranks, model.num_calls, len(seen.numbers), num_steps)
-        return Result(model.name, *sizes, max(depth, len(path)), secs, violation, path, done)
+        return SearchResult(model.name, *sizes, max(depth, len(path)), secs, violation, path, done)
 
     level = [state for state in model.initial() if seen.add(state, -1, None)]
     while level:
@@ -222,25 +224,25 @@ def is_path(model: Model, traces: list[list[tuple[str, int]]]) -> str | None:
     todo = [(state, start) for state in model.initial()]
     seen, furthest = set(todo), start
     while todo:
-        state, places = todo.pop()
-        furthest = max(furthest, places, key=sum)
+        state, positions = todo.pop()
+        furthest = max(furthest, positions, key=sum)
         is_stuck = True
         for label, after in model.steps(state):
             is_stuck, rank = False, label.rank
-            following = places
+            following = positions
             if not label.is_silent:
-                place = places[rank]
-                if place == len(traces[rank]) or traces[rank][place] != (label.name, label.call):
+                position = positions[rank]
+                if position == len(traces[rank]) or traces[rank][position] != (label.name, label.call):
                     continue
-                following = (*places[:rank], place + 1, *places[rank + 1 :])
+                following = (*positions[:rank], position + 1, *positions[rank + 1 :])
             if not isinstance(after, Violation) and (after, following) not in seen:
                 seen.add((after, following))
                 todo.append((after, following))
-        is_whole = all(place == len(trace) for place, trace in zip(places, traces, strict=True))
+        is_whole = all(position == len(trace) for position, trace in zip(positions, traces, strict=True))
         if is_stuck and is_whole and not model.blocked(state):
             return None
     told = []
-    for rank, (place, trace) in enumerate(zip(furthest, traces, strict=True)):
-        step = "{} of call {}".format(*trace[place]) if place < len(trace) else "its end"
-        told.append(f"rank {rank} gets to {step} (step {place + 1} of {len(trace)})")
+    for rank, (position, trace) in enumerate(zip(furthest, traces, strict=True)):
+        step = "{} of call {}".format(*trace[position]) if position < len(trace) else "its end"
+        told.append(f"rank {rank} gets to {step} (step {position + 1} of {len(trace)})")
     return f"no path of {model.name}: {'; '.join(told)}"

@@ -81,7 +81,7 @@ class Post(NamedTuple):
     does_without: int
 
 
-class Rank(NamedTuple):
+class LowLatencyRank(NamedTuple):
     """A rank: where it is, its words, and its memory. Sets of ranks are bits.
 
     Attributes:
@@ -140,13 +140,13 @@ class Rank(NamedTuple):
         """The ranks that it has masked; in a call, or at all."""
         return sum(1 << rank for rank, first in enumerate(self.masks) if first <= number and first < NEVER)
 
-    def masking(self, ranks: int, number: int) -> Rank:
+    def masking(self, ranks: int, number: int) -> LowLatencyRank:
         """With more ranks masked, from a call on."""
         masks = [min(first, number) if ranks >> rank & 1 else first for rank, first in enumerate(self.masks)]
         return self._replace(masks=tuple(masks))
 
 
-class LowLatency:
+class LowLatencyModel:
     """Ranks that make low-latency calls, and at most one thing that goes wrong.
 
     Args:
@@ -174,14 +174,14 @@ class LowLatency:
         self._defect = defect
         self._num_posts = _NUM_POSTS // 2 if defect == "posts reused too early" else _NUM_POSTS
         self._num_sets = NUM_SETS // 2 if defect == "set reused too early" else NUM_SETS
-        self._ranks: Interner[Rank] = Interner()
+        self._ranks: Interner[LowLatencyRank] = Interner()
 
     # For the explorer ------------------------------------------------------------------------------------------------
 
     def initial(self) -> Iterable[State]:
         """All ranks have made their buffers."""
         units, posts = (GARBAGE,) * (NUM_SETS + NUM_SLOTS), (None,) * self._num_posts
-        words = dict.fromkeys(Rank._fields, 0)
+        words = dict.fromkeys(LowLatencyRank._fields, 0)
         lists: dict[str, Any] = {
             "made": (),
             "pending": (),
@@ -190,7 +190,7 @@ class LowLatency:
             "masks": (NEVER,) * self.num_ranks,
         }
         lists |= {"verdicts": ((0, 0),) * _NUM_POSTS, "units": units, "posts": posts}
-        first = Rank(**{**words, **lists})
+        first = LowLatencyRank(**{**words, **lists})
         number = self._ranks.number(first._replace(status=RUNS))
         return [(*[number] * self.num_ranks, 0)]
 
@@ -235,7 +235,7 @@ class LowLatency:
 
     # Send halves -----------------------------------------------------------------------------------------------------
 
-    def _idle_steps(self, ranks: list[Rank], rank: int, state: State) -> Iterator[Step]:
+    def _idle_steps(self, ranks: list[LowLatencyRank], rank: int, state: State) -> Iterator[Step]:
         """Make the next call, if `InFlight` lets it; call a hook; leave when all is done."""
         me = ranks[rank]
         for number in me.pending:
@@ -254,7 +254,7 @@ class LowLatency:
         elif not me.pending:
             yield Label(rank, DESTROY, 0, True), self._packed(rank, me._replace(status=LEFT, is_gone=1), state)
 
-    def _publish(self, rank: int, me: Rank, state: State, kind: str) -> Iterator[Step]:
+    def _publish(self, rank: int, me: LowLatencyRank, state: State, kind: str) -> Iterator[Step]:
         taken = _next_call(me.made, me.pending, kind)
         if taken is None and self._defect == "slot reused too early" and len(me.pending) < 2:
             taken = (0, 0)
@@ -278,7 +278,7 @@ class LowLatency:
         me = me._replace(sent=number) if self._defect == "signal before data" else self._written(me, made)
         yield Label(rank, "publish", number), self._packed(rank, me, state)
 
-    def _written(self, me: Rank, made: Made) -> Rank:
+    def _written(self, me: LowLatencyRank, made: Made) -> LowLatencyRank:
         units, posts = list(me.units), list(me.posts)
         if made.unit >= 0:
             units[made.unit] = made.number
@@ -286,7 +286,7 @@ class LowLatency:
         posts[made.number % self._num_posts] = Post(made, me.masked() * has_masks, me.lost * has_masks, me.masked())
         return me._replace(units=tuple(units), posts=tuple(posts))
 
-    def _sent(self, ranks: list[Rank], rank: int, state: State) -> Step:
+    def _sent(self, ranks: list[LowLatencyRank], rank: int, state: State) -> Step:
         me, number = ranks[rank], ranks[rank].number
         made = me.made[-1]
         if self._defect == "signal before data":
@@ -297,14 +297,14 @@ class LowLatency:
 
     # Receive halves --------------------------------------------------------------------------------------------------
 
-    def _unmasked(self, ranks: list[Rank], rank: int) -> list[tuple[int, Rank]]:
+    def _unmasked(self, ranks: list[LowLatencyRank], rank: int) -> list[tuple[int, LowLatencyRank]]:
         masked = ranks[rank].masked(ranks[rank].number)
         return [(peer, one) for peer, one in enumerate(ranks) if not masked >> peer & 1]
 
-    def _others(self, ranks: list[Rank], rank: int) -> list[tuple[int, Rank]]:
+    def _others(self, ranks: list[LowLatencyRank], rank: int) -> list[tuple[int, LowLatencyRank]]:
         return [(peer, one) for peer, one in self._unmasked(ranks, rank) if peer != rank]
 
-    def _wait_steps(self, ranks: list[Rank], rank: int, state: State) -> Iterator[Step]:
+    def _wait_steps(self, ranks: list[LowLatencyRank], rank: int, state: State) -> Iterator[Step]:
         """The looks of `wait_sent`. Reasons first and words second are one look at the time of the second."""
         me = ranks[rank]
         number = me.number - (self._defect == "call off by one")
@@ -335,7 +335,7 @@ class LowLatency:
                 else:
                     yield self._raised(ranks, rank, state, label, why)
 
-    def _heard(self, ranks: list[Rank], rank: int, state: State) -> State | Violation:
+    def _heard(self, ranks: list[LowLatencyRank], rank: int, state: State) -> State | Violation:
         """Whether all count on this rank, and whom they have lost, as `_hear` finds it."""
         me = ranks[rank]
         gone = told = 0
@@ -352,7 +352,7 @@ class LowLatency:
         changed = me.masking(gone | told, me.number)._replace(lost=me.lost | (told & ~gone), phase=WAITS)
         return self._masking(rank, changed, state, "of what others have posted")
 
-    def _fetch(self, ranks: list[Rank], rank: int, state: State) -> Step:
+    def _fetch(self, ranks: list[LowLatencyRank], rank: int, state: State) -> Step:
         """Posts, tables and rows of everybody who is not masked."""
         me = ranks[rank]
         mine, spoiled = self._made(me, me.number), 0
@@ -370,7 +370,7 @@ class LowLatency:
         changed = me._replace(phase=FETCHED, spoiled=spoiled)
         return Label(rank, "fetch", me.number), self._packed(rank, changed, state)
 
-    def _ahead(self, ranks: list[Rank], rank: int, state: State) -> Step:
+    def _ahead(self, ranks: list[LowLatencyRank], rank: int, state: State) -> Step:
         """Look at the words again: whoever went on without this rank may have written over what was read."""
         me = ranks[rank]
         label = Label(rank, "ahead", me.number)
@@ -409,11 +409,11 @@ class LowLatency:
 
     # Agreeing on who is lost -----------------------------------------------------------------------------------------
 
-    def _said(self, one: Rank, number: int) -> int:
+    def _said(self, one: LowLatencyRank, number: int) -> int:
         said, ranks = one.verdicts[number % _NUM_POSTS]
         return ranks if said == number else 0
 
-    def _told_lost(self, ranks: list[Rank], rank: int) -> int:
+    def _told_lost(self, ranks: list[LowLatencyRank], rank: int) -> int:
         me, told = ranks[rank], 0
         for number in (me.number - 1, me.number):
             if not Done.of(me.done).has(number):
@@ -421,11 +421,11 @@ class LowLatency:
                     told |= self._said(one, number) & ~me.masked(number)
         return told & ~(1 << rank)
 
-    def _voters(self, ranks: list[Rank], rank: int) -> list[tuple[int, Rank]]:
+    def _voters(self, ranks: list[LowLatencyRank], rank: int) -> list[tuple[int, LowLatencyRank]]:
         masked = ranks[rank].masked() | 1 << rank
         return [(peer, one) for peer, one in enumerate(ranks) if not masked >> peer & 1]
 
-    def _agree(self, ranks: list[Rank], rank: int, state: State, missed: int, why: str) -> Step:
+    def _agree(self, ranks: list[LowLatencyRank], rank: int, state: State, missed: int, why: str) -> Step:
         """Write the verdict; or, with a defect, mask at once."""
         me = ranks[rank]
         label = Label(rank, f"misses {missed:b}: {why}", me.number)
@@ -438,7 +438,7 @@ class LowLatency:
             return label, Violation(f"rank {rank} misses ranks, and nothing went wrong: {why}")
         return label, self._packed(rank, changed, state)
 
-    def _is_missed_earlier(self, ranks: list[Rank], rank: int) -> bool:
+    def _is_missed_earlier(self, ranks: list[LowLatencyRank], rank: int) -> bool:
         """Whether others miss ranks in the call before, which this rank has not received."""
         me = ranks[rank]
         earlier = me.number - 1
@@ -446,12 +446,12 @@ class LowLatency:
             return False
         return any(self._said(one, earlier) for _, one in self._voters(ranks, rank))
 
-    def _with_verdict(self, me: Rank, number: int, missed: int) -> Rank:
+    def _with_verdict(self, me: LowLatencyRank, number: int, missed: int) -> LowLatencyRank:
         verdicts = list(me.verdicts)
         verdicts[number % _NUM_POSTS] = (number, missed)
         return me._replace(verdicts=tuple(verdicts), missed=missed)
 
-    def _agree_steps(self, ranks: list[Rank], rank: int, state: State) -> Iterator[Step]:
+    def _agree_steps(self, ranks: list[LowLatencyRank], rank: int, state: State) -> Iterator[Step]:
         """A look of `Verdict.agree`."""
         me = ranks[rank]
         done = Done.of(me.done)
@@ -492,7 +492,7 @@ class LowLatency:
 
     # Coming into step ------------------------------------------------------------------------------------------------
 
-    def _join(self, ranks: list[Rank], rank: int, state: State) -> Step:
+    def _join(self, ranks: list[LowLatencyRank], rank: int, state: State) -> Step:
         """Unmask everybody, give up what is in flight, and tell all peers the attempt."""
         me = ranks[rank]
         last = me.made[-1].number if me.made else 0
@@ -510,7 +510,7 @@ class LowLatency:
         )
         return Label(rank, "joins", changed.following), self._packed(rank, changed, state)
 
-    def _join_steps(self, ranks: list[Rank], rank: int, state: State) -> Iterator[Step]:
+    def _join_steps(self, ranks: list[LowLatencyRank], rank: int, state: State) -> Iterator[Step]:
         """A look at each peer; when all have come, or are lost, the barrier gets its number."""
         me = ranks[rank]
         label = Label(rank, "meets", me.following)
@@ -534,7 +534,7 @@ class LowLatency:
                     changed = me.masking(1 << peer, 0)._replace(echoes=echoes, lost=me.lost | 1 << peer)
                     yield label, self._masking(rank, changed, state, f"rank {peer} does not come")
 
-    def _met(self, ranks: list[Rank], rank: int, state: State) -> Iterator[Step]:
+    def _met(self, ranks: list[LowLatencyRank], rank: int, state: State) -> Iterator[Step]:
         me = ranks[rank]
         number = max(me.number, me.following)
         if self._defect == "numbers are not agreed on":
@@ -545,26 +545,26 @@ class LowLatency:
 
     # Ends ------------------------------------------------------------------------------------------------------------
 
-    def _made(self, me: Rank, number: int) -> Made:
+    def _made(self, me: LowLatencyRank, number: int) -> Made:
         return next(made for made in reversed(me.made) if made.number == number)
 
-    def _packed(self, rank: int, me: Rank, state: State, fault: int | None = None) -> State:
+    def _packed(self, rank: int, me: LowLatencyRank, state: State, fault: int | None = None) -> State:
         numbers = [*state[:-1]]
         numbers[rank] = self._ranks.number(me)
         return (*numbers, state[-1] if fault is None else fault)
 
-    def _masking(self, rank: int, me: Rank, state: State, why: str) -> State | Violation:
+    def _masking(self, rank: int, me: LowLatencyRank, state: State, why: str) -> State | Violation:
         if state[-1] == 0:
             return Violation(f"rank {rank} masks a rank, and nothing went wrong: {why}")
         return self._packed(rank, me, state)
 
-    def _raised(self, ranks: list[Rank], rank: int, state: State, label: Label, why: str) -> Step:
+    def _raised(self, ranks: list[LowLatencyRank], rank: int, state: State, label: Label, why: str) -> Step:
         label = label._replace(name=f"{label.name} raises: {why}")
         if state[-1] == 0:
             return label, Violation(f"rank {rank} raises in call {label.call}, and nothing went wrong: {why}")
         return label, self._packed(rank, self._scribbled(ranks[rank])._replace(status=RAISED, failed=1), state)
 
-    def _scribbled(self, me: Rank) -> Rank:
+    def _scribbled(self, me: LowLatencyRank) -> LowLatencyRank:
         """A rank that fails writes no set again. But a half that it was in may be half written."""
         if me.phase != PUBLISHED or me.made[-1].unit < 0:
             return me
@@ -572,7 +572,7 @@ class LowLatency:
         units[me.made[-1].unit] = GARBAGE
         return me._replace(units=tuple(units))
 
-    def _fault_steps(self, ranks: list[Rank], rank: int, state: State) -> Iterator[Step]:
+    def _fault_steps(self, ranks: list[LowLatencyRank], rank: int, state: State) -> Iterator[Step]:
         me = ranks[rank]
         for fault in self._faults:
             if fault in (DESTROY, REFUSE) and (me.phase != IDLE or me.num_wanted == self.num_calls):
@@ -610,7 +610,7 @@ def _next_call(made: tuple[Made, ...], pending: tuple[int, ...], kind: str) -> t
         if number not in pending:
             in_flight.receive(number)
     try:
-        in_flight.require_room("model", _slot_of(kind))
+        in_flight.require_capacity("model", _slot_of(kind))
     except EPError:
         return None
     return slots.take(in_flight.next_number) if kind == COMBINE else (0, 0)

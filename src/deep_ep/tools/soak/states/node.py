@@ -26,7 +26,7 @@ from .ranks import (
     RAISED,
     REFUSE,
     RUNS,
-    Drawn,
+    DrawnCall,
     Operation,
     Rank,
     new_rank,
@@ -50,7 +50,7 @@ class NodeModel:
 
     def __init__(
         self,
-        choices: Sequence[Sequence[Drawn]],
+        choices: Sequence[Sequence[DrawnCall]],
         faults: Iterable[str],
         defect: str | None,
         peers: Sequence[Sequence[int]],
@@ -68,11 +68,11 @@ class NodeModel:
 
     # What a model of this kind adds ----------------------------------------------------------------------------------
 
-    def program(self, call: int, drawn: Drawn, rank: int) -> list[Operation]:
+    def program(self, call: int, drawn: DrawnCall, rank: int) -> list[Operation]:
         """What a rank does in a call."""
         raise NotImplementedError
 
-    def end_call(self, ranks: list[Rank], rank: int, drawn: Drawn) -> None:
+    def end_call(self, ranks: list[Rank], rank: int, drawn: DrawnCall) -> None:
         """Look at what a call gives its caller; a rank that has read something else is marked `spoiled`."""
         raise NotImplementedError
 
@@ -121,7 +121,7 @@ class NodeModel:
         waiting = []
         for rank, one in enumerate(ranks):
             if one.status == RUNS:
-                operation = self._program(one.call, plan[one.call - 1], rank)[one.place]
+                operation = self._program(one.call, plan[one.call - 1], rank)[one.position]
                 waiting.append(f"rank {rank} is at {operation.label.name} of call {one.call}")
         return waiting
 
@@ -162,12 +162,12 @@ class NodeModel:
             self.tell_end(ranks, rank, DESTROY)
             yield Label(rank, DESTROY, 0, True), self.packed(ranks, state)
             return
-        if me.place == 0 and me.has_refused:  # it may leave instead of correcting its mistake
+        if me.position == 0 and me.has_refused:  # it may leave instead of correcting its mistake
             changed = list(ranks)
             changed[rank] = me._replace(closed=1, status=LEFT)
             self.tell_end(changed, rank, DESTROY)
             yield Label(rank, DESTROY, me.call), self.packed(changed, state)
-        operation = self._program(me.call, plan[me.call - 1], rank)[me.place]
+        operation = self._program(me.call, plan[me.call - 1], rank)[me.position]
         if operation.kind:
             yield from self.other_steps(ranks, rank, operation, state)
         elif operation.target:
@@ -198,9 +198,9 @@ class NodeModel:
         return self.packed(ranks, state)
 
     def _go_on(self, ranks: list[Rank], rank: int, state: State) -> None:
-        me = ranks[rank] = ranks[rank]._replace(place=ranks[rank].place + 1, look=0)
+        me = ranks[rank] = ranks[rank]._replace(position=ranks[rank].position + 1, look=0)
         choice = self._plans.values[state[-1]][me.call - 1]
-        if me.place < len(self._program(me.call, choice, rank)):
+        if me.position < len(self._program(me.call, choice, rank)):
             return
         if me.given_up:  # nobody takes what the comm stream has finished
             ranks[rank] = me.scribble()._replace(status=RAISED)
@@ -211,7 +211,7 @@ class NodeModel:
             self.end_call(ranks, rank, drawn)
         if ranks[rank].spoiled:
             raise Violation(f"rank {rank} ends call {me.call} well, with {tag_text(ranks[rank].spoiled)} in its result")
-        ranks[rank] = ranks[rank].scribble()._replace(call=me.call + 1, place=0, moved=())
+        ranks[rank] = ranks[rank].scribble()._replace(call=me.call + 1, position=0, moved=())
 
     def raised(self, ranks: list[Rank], rank: int, operation: Operation, state: State, why: str) -> Step:
         """A rank raises, because of what it found: its caller does its worst, and its peers are told."""
@@ -237,9 +237,9 @@ class NodeModel:
             if failed is not None:
                 yield self.raised(ranks, rank, operation, state, failed)
                 return
-            astray = [number for number, one in peers if one.progress >= progress_of(me.call + 2, 0)]
-            if astray:
-                yield label, Violation(f"rank {astray[0]} is more than one call ahead of rank {rank}")
+            desynced = [number for number, one in peers if one.progress >= progress_of(me.call + 2, 0)]
+            if desynced:
+                yield label, Violation(f"rank {desynced[0]} is more than one call ahead of rank {rank}")
                 return
             yield label, self.after(ranks, rank, operation, state)
             return
@@ -281,7 +281,7 @@ class NodeModel:
 
     def _fault_steps(self, ranks: list[Rank], rank: int, state: State) -> Iterator[Step]:
         me = ranks[rank]
-        is_between = me.place == 0
+        is_between = me.position == 0
         for fault in self._faults:
             if fault in (DESTROY, REFUSE) and (not is_between or me.call > self.num_calls):
                 continue

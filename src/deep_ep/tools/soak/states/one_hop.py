@@ -21,7 +21,7 @@ from .ranks import (
     RUNS,
     STAGED,
     Act,
-    Drawn,
+    DrawnCall,
     Operation,
     Rank,
     changed,
@@ -47,7 +47,7 @@ DEFECTS = (
 _ROUNDS = 2  # enough for a lane to be written again, and for a step behind `TAKEN(0)`
 
 
-class OneHop(NodeModel):
+class OneHopModel(NodeModel):
     """Ranks of one node.
 
     Args:
@@ -62,18 +62,18 @@ class OneHop(NodeModel):
     def __init__(
         self,
         num_ranks: int,
-        choices: Sequence[Sequence[Drawn]],
+        choices: Sequence[Sequence[DrawnCall]],
         faults: Iterable[str] = FAULTS,
         defect: str | None = None,
     ):
         everyone = range(num_ranks)
         super().__init__(choices, faults, defect, [[peer for peer in everyone if peer != rank] for rank in everyone])
 
-    def program(self, call: int, drawn: Drawn, rank: int) -> list[Operation]:
+    def program(self, call: int, drawn: DrawnCall, rank: int) -> list[Operation]:
         """What a rank does in a call."""
         return Program(call, drawn, rank, self.defect).operations()
 
-    def end_call(self, ranks: list[Rank], rank: int, drawn: Drawn) -> None:
+    def end_call(self, ranks: list[Rank], rank: int, drawn: DrawnCall) -> None:
         """The rows that a dispatch delivered straight must be those of all sources."""
         me = ranks[rank]
         if drawn.kind != COMBINE and not is_posted(drawn) and drawn.memory[rank] != STAGED:
@@ -82,7 +82,7 @@ class OneHop(NodeModel):
                 ranks[rank] = me._replace(spoiled=wrong[0])
 
 
-def is_posted(drawn: Drawn) -> bool:
+def is_posted(drawn: DrawnCall) -> bool:
     """Whether all ranks' rows are posted."""
     return set(drawn.memory) == {POSTED}
 
@@ -97,7 +97,7 @@ class Program:
         defect: What is wrong with the protocol.
     """
 
-    def __init__(self, call: int, drawn: Drawn, rank: int, defect: str | None = None):
+    def __init__(self, call: int, drawn: DrawnCall, rank: int, defect: str | None = None):
         self.call = call
         self.drawn = drawn
         self.rank = rank
@@ -147,10 +147,10 @@ class Program:
     def _combine(self) -> list[Operation]:
         """As `Combine` does it."""
         is_staged, some_staged = self.memory == STAGED, STAGED in self.drawn.memory
-        supply = ("post rows", self._post_rows) if self.memory == POSTED else ("supply rows", self._supply_rows)
+        provide = ("post rows", self._post_rows) if self.memory == POSTED else ("provide rows", self._provide_rows)
         operations = [
             self.does("post_header", self._post_header),
-            self.does(*supply),
+            self.does(*provide),
             self.does("post_offer", self._post_offer),
             self.signal(OFFERED if is_staged else READY),
             self.wait(OFFERED),
@@ -240,7 +240,7 @@ class Program:
             rows = self.rows(ranks, rank, index)
             for number, memory in enumerate(self.drawn.memory):
                 if memory == STAGED:
-                    self.write(ranks, rank, number, "lanes", rows)
+                    self.write(ranks, rank, number, "staging", rows)
                 elif index == 0:
                     self.write(ranks, rank, number, "region", rows)
 
@@ -252,18 +252,18 @@ class Program:
         if one.status == RUNS and not one.given_up and one.opened != self.call:
             raise Violation(f"rank {rank} writes rows of call {self.call} to rank {peer}, which does not offer memory")
         source = rank if source is None else source
-        if where == "lanes":
-            ranks[peer] = one._replace(lanes=changed(one.lanes, source, rows))
+        if where == "staging":
+            ranks[peer] = one._replace(staging=changed(one.staging, source, rows))
         else:
             ranks[peer] = one._replace(region=changed(one.region, source, rows))
 
     def _copy_out(self, index: int) -> Act:
         def act(ranks: list[Rank], rank: int) -> None:
-            self._take(ranks, rank, ranks[rank].lanes, tag(self.call, index))
+            self._take(ranks, rank, ranks[rank].staging, tag(self.call, index))
 
         return act
 
-    def _supply_rows(self, ranks: list[Rank], rank: int) -> None:
+    def _provide_rows(self, ranks: list[Rank], rank: int) -> None:
         """Pulled, or copied in: either way they lie in the region until the call ends. Staged ones come in rounds."""
         if self.memory == DIRECT:
             rows = self.rows(ranks, rank, 0)
@@ -272,7 +272,7 @@ class Program:
     def _copy_in(self, index: int) -> Act:
         def act(ranks: list[Rank], rank: int) -> None:
             rows = self.rows(ranks, rank, index)
-            ranks[rank] = ranks[rank]._replace(lanes=(rows,) * len(ranks[rank].lanes))
+            ranks[rank] = ranks[rank]._replace(staging=(rows,) * len(ranks[rank].staging))
 
         return act
 
@@ -283,7 +283,7 @@ class Program:
                 if memory == POSTED:
                     self._take(ranks, rank, (one.posted[self.slot],), tag(self.call, 0))
                 elif memory == STAGED:
-                    self._take(ranks, rank, (one.lanes[rank],), tag(self.call, index))
+                    self._take(ranks, rank, (one.staging[rank],), tag(self.call, index))
                 else:
                     self._take(ranks, rank, (one.region[rank],), tag(self.call, 0))
 
@@ -308,7 +308,7 @@ def memories(num_ranks: int, is_first: bool = False, kinds: Sequence[str] = (DIR
     return list(combinations_with_replacement(kinds, num_ranks) if is_first else product(kinds, repeat=num_ranks))
 
 
-def draws(kinds: Iterable[str], memories: Sequence[tuple[str, ...]], with_overflow: bool = True) -> list[Drawn]:
+def draws(kinds: Iterable[str], memories: Sequence[tuple[str, ...]], with_overflow: bool = True) -> list[DrawnCall]:
     """Calls of some kinds, with these ways of rows; of worst-case dispatches also those with too many rows."""
-    drawn = [Drawn(kind, memory, _ROUNDS) for kind in kinds for memory in memories]
+    drawn = [DrawnCall(kind, memory, _ROUNDS) for kind in kinds for memory in memories]
     return drawn + [one._replace(overflows=True) for one in drawn if with_overflow and one.kind == WORST_CASE]

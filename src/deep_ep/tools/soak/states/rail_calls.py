@@ -8,14 +8,14 @@ from ....engine.protocol import ANNOUNCED, OFFERED, READY, TAKEN
 from ....transport.links import ANNOUNCE, ROWS, VERDICT
 from .explore import Label, Violation
 from .one_hop import COMBINE, FULL, WORST_CASE, Program
-from .ranks import DIRECT, GARBAGE, STAGED, Act, Drawn, Operation, Rank, changed, tag
+from .ranks import DIRECT, GARBAGE, STAGED, Act, DrawnCall, Operation, Rank, changed, tag
 from .steps import topic_name
 
 if TYPE_CHECKING:
-    from .two_hops import TwoHops
+    from .two_hops import TwoHopsModel
 
 
-class Frame(NamedTuple):
+class ModelFrame(NamedTuple):
     """A frame of a link, packed into a number where it is kept.
 
     Attributes:
@@ -35,9 +35,9 @@ class Frame(NamedTuple):
         return self.topic << 12 | self.call << 5 | self.chunk << 1 | self.is_spoiled
 
 
-def frame_of(number: int) -> Frame:
-    """The reverse of `Frame.number`."""
-    return Frame(number >> 12, number >> 5 & 127, number >> 1 & 15, number & 1)
+def frame_of(number: int) -> ModelFrame:
+    """The reverse of `ModelFrame.number`."""
+    return ModelFrame(number >> 12, number >> 5 & 127, number >> 1 & 15, number & 1)
 
 
 class RailProgram(Program):
@@ -50,7 +50,7 @@ class RailProgram(Program):
         rank: The rank.
     """
 
-    def __init__(self, model: TwoHops, call: int, drawn: Drawn, rank: int):
+    def __init__(self, model: TwoHopsModel, call: int, drawn: DrawnCall, rank: int):
         super().__init__(call, drawn, rank, model.defect)
         self.model = model
         self.links = range(model.num_nodes - 1)
@@ -73,12 +73,12 @@ class RailProgram(Program):
         operations += [self._traffic("start"), self.wait(OFFERED), headers, self.does("offers", self._read_offers)]
         finish = self._traffic("finish")
         if self.some_staged:
-            return [*operations, finish, *self._rounds_of_lanes()]
+            return [*operations, finish, *self._staged_rounds()]
         ready = self.signal(READY)
         operations += [ready, finish] if self.defect == "signal before data" else [finish, ready]
         return [*operations, self.wait(READY)]
 
-    def _rounds_of_lanes(self) -> list[Operation]:
+    def _staged_rounds(self) -> list[Operation]:
         operations = []
         for index in range(self.rounds):
             operations += [self.does("put rows", self._put_rows(index)), self.signal(READY + 2 * index)]
@@ -95,7 +95,7 @@ class RailProgram(Program):
         operations = [
             *self._send(ANNOUNCE),
             self.does("post_header", self._post_header),
-            self.does("supply rows", self._supply_rows),
+            self.does("provide rows", self._provide_rows),
             self.does("post_offer", self._post_offer),
             self.signal(OFFERED if is_staged else READY),
             *self._receive(ANNOUNCE),
@@ -107,7 +107,7 @@ class RailProgram(Program):
             operations += [self.silently("copy in", self._copy_in(index))] if is_staged else []
             operations += [self.signal(READY + 2 * index)] if is_staged or index else []
             operations.append(self.wait(READY + 2 * index))
-            operations += [self.silently("copy lanes", self._copy_lanes(index)), self.signal(TAKEN + 2 * index)]
+            operations += [self.silently("copy staging", self._copy_staging(index)), self.signal(TAKEN + 2 * index)]
             operations.append(self.wait(TAKEN + 2 * index))
         taken = TAKEN + 2 * rounds
         operations += [self._traffic("start"), self._traffic("finish_packing"), self.signal(taken)]
@@ -121,7 +121,7 @@ class RailProgram(Program):
 
     def _send(self, topic: int) -> list[Operation]:
         def sending(link: int) -> Act:
-            return lambda ranks, rank: self.model.send(ranks, rank, link, Frame(topic, self.call))
+            return lambda ranks, rank: self.model.send(ranks, rank, link, ModelFrame(topic, self.call))
 
         return [
             self.does(f"send {topic_name(topic)} to node {self.model.node_of(self.rank, link)}", sending(link))
@@ -157,7 +157,7 @@ class RailProgram(Program):
         def act(ranks: list[Rank], rank: int) -> None:
             index = self._count(ranks, rank, link)
             is_spoiled = ranks[rank].is_overwritten if self.drawn.kind != COMBINE else self._is_sum_spoiled(ranks, rank)
-            self.model.send(ranks, rank, link, Frame(ROWS, self.call, index, int(is_spoiled)))
+            self.model.send(ranks, rank, link, ModelFrame(ROWS, self.call, index, int(is_spoiled)))
 
         return act
 
@@ -167,7 +167,7 @@ class RailProgram(Program):
         def act(ranks: list[Rank], rank: int) -> None:
             frame = self.model.take(ranks, rank, link)
             index = self._count(ranks, rank, len(self.links) + link)
-            if frame[:3] != Frame(ROWS, self.call, index)[:3]:
+            if frame[:3] != ModelFrame(ROWS, self.call, index)[:3]:
                 raise Violation(f"rank {rank} takes {topic_name(frame.topic)} of call {frame.call} for its rows")
             source, _ = self.model.other_end(rank, link)
             rows = GARBAGE if frame.is_spoiled else tag(self.call, index)
@@ -201,21 +201,21 @@ class RailProgram(Program):
         def act(ranks: list[Rank], rank: int) -> None:
             for peer in self.node:
                 if self.drawn.memory[peer] == STAGED:
-                    self.write(ranks, rank, peer, "lanes", self.rows(ranks, rank, index))
+                    self.write(ranks, rank, peer, "staging", self.rows(ranks, rank, index))
 
         return act
 
     def _copy_out(self, index: int) -> Act:
         def act(ranks: list[Rank], rank: int) -> None:
-            lanes = [ranks[rank].lanes[peer] for peer in self.node]
-            self._take(ranks, rank, lanes, tag(self.call, index))
+            staging = [ranks[rank].staging[peer] for peer in self.node]
+            self._take(ranks, rank, staging, tag(self.call, index))
 
         return act
 
-    def _copy_lanes(self, index: int) -> Act:
+    def _copy_staging(self, index: int) -> Act:
         def act(ranks: list[Rank], rank: int) -> None:
             staged = [peer for peer in self.node if self.drawn.memory[peer] == STAGED]
-            self._take(ranks, rank, [ranks[peer].lanes[rank] for peer in staged], tag(self.call, index))
+            self._take(ranks, rank, [ranks[peer].staging[rank] for peer in staged], tag(self.call, index))
 
         return act
 

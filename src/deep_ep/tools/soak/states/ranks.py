@@ -41,7 +41,7 @@ class Rank(NamedTuple):
 
     Attributes:
         call: The call that it makes, or makes next.
-        place: The operation of the call that comes next; 0: the call has not begun.
+        position: The operation of the call that comes next; 0: the call has not begun.
         look: In a wait: 0: it polls; 1: all have come; from 2 on: the peer whose reason it looks at.
         status: Whether it makes calls.
         progress: As on the board.
@@ -56,7 +56,7 @@ class Rank(NamedTuple):
         posted: The calls of the two slots of posted rows.
         opened: The call in which its region is offered; 0: it is not.
         region: What lies there, by source (dispatch), or for each reader (combine).
-        lanes: What lies in its staging, likewise.
+        staging: What lies in its staging, likewise.
         spoiled: What it has read is not what it should be; a call that ends well with it is a violation.
         queued: Across nodes: frames that are not yet handed to the system, by link.
         inbox: Across nodes: frames that came and were not taken, by link.
@@ -64,7 +64,7 @@ class Rank(NamedTuple):
     """
 
     call: int
-    place: int
+    position: int
     look: int
     status: int
     progress: int
@@ -79,7 +79,7 @@ class Rank(NamedTuple):
     posted: tuple[int, ...]
     opened: int
     region: tuple[int, ...]
-    lanes: tuple[int, ...]
+    staging: tuple[int, ...]
     spoiled: int
     queued: tuple[tuple[int, ...], ...] = ()
     inbox: tuple[tuple[int, ...], ...] = ()
@@ -105,7 +105,7 @@ class Rank(NamedTuple):
     def scribble(self) -> Rank:
         """What the caller does when a call is over for it."""
         nothing = (GARBAGE,) * len(self.region)
-        return self._replace(opened=0, region=nothing, lanes=nothing)
+        return self._replace(opened=0, region=nothing, staging=nothing)
 
 
 def new_rank(num_ranks: int, num_links: int = 0) -> Rank:
@@ -116,7 +116,7 @@ def new_rank(num_ranks: int, num_links: int = 0) -> Rank:
     )  # fmt: skip
 
 
-class Drawn(NamedTuple):
+class DrawnCall(NamedTuple):
     """A call, as all ranks make it.
 
     Attributes:

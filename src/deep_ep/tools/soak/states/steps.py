@@ -6,7 +6,7 @@ from ....engine.protocol import READY, TAKEN, step_name
 from ....transport import links
 
 # The parts of a call, as a trace of the product names them, that move rows.
-ROW_STEPS = ("post rows", "fetch rows", "put rows", "copy out", "supply rows", "copy in", "sum rows")
+ROW_STEPS = ("post rows", "fetch rows", "put rows", "copy out", "provide rows", "copy in", "sum rows")
 
 TOPICS = {getattr(links, name): name for name in ("ANNOUNCE", "VERDICT", "ROWS", "FAILED", "BYE", "REFUSED")}
 

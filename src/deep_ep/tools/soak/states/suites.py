@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from . import low_latency
 from .explore import Model
-from .low_latency import SILENT, LowLatency
-from .one_hop import COMBINE, FULL, KINDS, WORST_CASE, OneHop, draws, memories
-from .ranks import DIRECT, FAULTS, POSTED, STAGED, Drawn
-from .two_hops import TwoHops, two_hop_memories
+from .low_latency import SILENT, LowLatencyModel
+from .one_hop import COMBINE, FULL, KINDS, WORST_CASE, OneHopModel, draws, memories
+from .ranks import DIRECT, FAULTS, POSTED, STAGED, DrawnCall
+from .two_hops import TwoHopsModel, two_hop_memories
 
 MODELS = ("one-hop", "low-latency", "two-hops")
 
@@ -21,7 +21,7 @@ _NODE_KINDS = (FULL, WORST_CASE, COMBINE)
 FAULTS_OF_MASKS = (*low_latency.FAULTS, SILENT)
 
 
-class Case(NamedTuple):
+class SearchCase(NamedTuple):
     """One exploration.
 
     Attributes:
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     make: Callable[[], Model]
 
 
-def cases_of(name: str, num_ranks: int, ranks_per_node: int, is_quick: bool = False) -> list[Case]:
+def cases_of(name: str, num_ranks: int, ranks_per_node: int, is_quick: bool = False) -> list[SearchCase]:
     """The explorations of a model.
 
     Args:
@@ -49,7 +49,7 @@ def cases_of(name: str, num_ranks: int, ranks_per_node: int, is_quick: bool = Fa
     return _two_hops(num_ranks, ranks_per_node, is_quick)
 
 
-def _one_hop(num_ranks: int, is_quick: bool) -> list[Case]:
+def _one_hop(num_ranks: int, is_quick: bool) -> list[SearchCase]:
     first, others = memories(num_ranks, is_first=True), memories(num_ranks)
     # Rows of all posted, of all straight, of one staged: enough to come behind a call that went wrong.
     few = [(POSTED,) * num_ranks, (DIRECT,) * num_ranks, (STAGED, *[DIRECT] * (num_ranks - 1))]
@@ -59,8 +59,8 @@ def _one_hop(num_ranks: int, is_quick: bool) -> list[Case]:
         whole[-1] = draws((FULL, COMBINE), few)
     refused = [[one._replace(is_refused=True) for one in draws((FULL, COMBINE), few)], draws((FULL,), few)]
     cases = [
-        Case("any calls", lambda: OneHop(num_ranks, whole, ())),
-        Case("a call that all refuse first", lambda: OneHop(num_ranks, refused, ())),
+        SearchCase("any calls", lambda: OneHopModel(num_ranks, whole, ())),
+        SearchCase("a call that all refuse first", lambda: OneHopModel(num_ranks, refused, ())),
     ]
     faulty = [draws(_NODE_KINDS, first), draws((FULL, COMBINE), few)]
     if num_ranks == 2 and not is_quick:
@@ -68,19 +68,19 @@ def _one_hop(num_ranks: int, is_quick: bool) -> list[Case]:
     elif num_ranks > 2:
         faulty = [draws(_NODE_KINDS, first)]
         small = [draws((FULL, COMBINE), few), draws((FULL,), few[:1])]
-        cases.append(Case("one fault anywhere, then posted", lambda: OneHop(num_ranks, small)))
-    cases.append(Case("one fault anywhere", lambda: OneHop(num_ranks, faulty)))
+        cases.append(SearchCase("one fault anywhere, then posted", lambda: OneHopModel(num_ranks, small)))
+    cases.append(SearchCase("one fault anywhere", lambda: OneHopModel(num_ranks, faulty)))
     if num_ranks == 2:
         # Three calls, the one in the middle with a single wait: the furthest that ranks can be apart.
         posted = [draws((FULL, COMBINE), few), draws((FULL,), few[:1]), draws((FULL, COMBINE), few)]
-        cases.append(Case("one fault anywhere, posted between", lambda: OneHop(num_ranks, posted)))
+        cases.append(SearchCase("one fault anywhere, posted between", lambda: OneHopModel(num_ranks, posted)))
     return cases
 
 
-def _low_latency(num_ranks: int, is_quick: bool) -> list[Case]:
-    def case(title: str, kinds: str, faults: tuple[str, ...], can_mask: bool = False) -> Case:
+def _low_latency(num_ranks: int, is_quick: bool) -> list[SearchCase]:
+    def case(title: str, kinds: str, faults: tuple[str, ...], can_mask: bool = False) -> SearchCase:
         calls = [low_latency.KIND_OF[letter] for letter in kinds]
-        return Case(title, lambda: LowLatency(num_ranks, calls, faults, can_mask))
+        return SearchCase(title, lambda: LowLatencyModel(num_ranks, calls, faults, can_mask))
 
     # One more than there are sets, or slots, so that one is written again.
     is_short = is_quick or num_ranks > 2
@@ -101,9 +101,11 @@ def _low_latency(num_ranks: int, is_quick: bool) -> list[Case]:
     return cases
 
 
-def _two_hops(num_ranks: int, ranks_per_node: int, is_quick: bool) -> list[Case]:
-    def case(title: str, choices: list[list[Drawn]], faults: tuple[str, ...] = (), num_chunks: int = 2) -> Case:
-        return Case(title, lambda: TwoHops(num_ranks, ranks_per_node, choices, faults, None, num_chunks))
+def _two_hops(num_ranks: int, ranks_per_node: int, is_quick: bool) -> list[SearchCase]:
+    def case(
+        title: str, choices: list[list[DrawnCall]], faults: tuple[str, ...] = (), num_chunks: int = 2
+    ) -> SearchCase:
+        return SearchCase(title, lambda: TwoHopsModel(num_ranks, ranks_per_node, choices, faults, None, num_chunks))
 
     straight = [(DIRECT,) * num_ranks]
     if num_ranks == 2:

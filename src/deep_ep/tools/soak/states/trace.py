@@ -12,13 +12,13 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from ....engine.cpu.call import Call
-from ....engine.low_latency.halves import LowLatencyCall
+from ....engine.low_latency.phases import LowLatencyCall
 from .explore import Model, is_path
-from .low_latency import LowLatency
-from .one_hop import COMBINE, WORST_CASE, OneHop
-from .ranks import DIRECT, POSTED, STAGED, Drawn
+from .low_latency import LowLatencyModel
+from .one_hop import COMBINE, WORST_CASE, OneHopModel
+from .ranks import DIRECT, POSTED, STAGED, DrawnCall
 from .steps import ROW_STEPS, step_label, topic_name
-from .two_hops import TwoHops
+from .two_hops import TwoHopsModel
 
 
 class Event(NamedTuple):
@@ -33,7 +33,7 @@ class Event(NamedTuple):
     call: int
 
 
-class Trace(NamedTuple):
+class StepTrace(NamedTuple):
     """What one rank did.
 
     Attributes:
@@ -46,9 +46,9 @@ class Trace(NamedTuple):
 
 
 @contextmanager
-def recording() -> Iterator[Trace]:
+def recording() -> Iterator[StepTrace]:
     """Record the calls of this process, as long as the context lasts. Only for tests: it replaces methods."""
-    trace = Trace([], {})
+    trace = StepTrace([], {})
     undo: list[Callable[[], None]] = []
 
     def replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -180,7 +180,7 @@ def _record_rails(replace: Any, told: Callable[..., None]) -> None:
 # Whether it is a path -------------------------------------------------------------------------------------------------
 
 
-def drawn_of(traces: Sequence[Trace]) -> list[Drawn]:
+def drawn_of(traces: Sequence[StepTrace]) -> list[DrawnCall]:
     """What the calls of these traces were: who posted, who was staged, in how many rounds, and whether all rows fit."""
     operations, calls = traces[0].operations, []
     for call in range(1, len(operations) + 1):
@@ -190,21 +190,21 @@ def drawn_of(traces: Sequence[Trace]) -> list[Drawn]:
         memory = tuple(POSTED if "post rows" in one else STAGED if staged in one else DIRECT for one in names)
         rounds = next(index for index in count(1) if not any(f"signal READY({index})" in one for one in names))
         overflows = operations[call] == WORST_CASE and not names[0] & {"offers", "fetch rows"}
-        calls.append(Drawn(operations[call], memory, rounds, overflows))
+        calls.append(DrawnCall(operations[call], memory, rounds, overflows))
     return calls
 
 
-def _why_no_path(model: Model, traces: Sequence[Trace]) -> str | None:
+def _why_no_path(model: Model, traces: Sequence[StepTrace]) -> str | None:
     return is_path(model, [[(event.name, event.call) for event in trace.events] for trace in traces])
 
 
-def check_one_hop(traces: Sequence[Trace], drawn: Sequence[Drawn]) -> str | None:
+def check_one_hop(traces: Sequence[StepTrace], drawn: Sequence[DrawnCall]) -> str | None:
     """Why these traces, one for each rank of a node, are no path of the model of these calls; None: they are one."""
-    return _why_no_path(OneHop(len(traces), [[one] for one in drawn], ()), traces)
+    return _why_no_path(OneHopModel(len(traces), [[one] for one in drawn], ()), traces)
 
 
 def check_two_hops(
-    traces: Sequence[Trace], drawn: Sequence[Drawn], ranks_per_node: int, num_chunks: int = 1
+    traces: Sequence[StepTrace], drawn: Sequence[DrawnCall], ranks_per_node: int, num_chunks: int = 1
 ) -> str | None:
     """Why these traces, one for each rank of all nodes, are no path of the model; None: they are one.
 
@@ -214,15 +214,15 @@ def check_two_hops(
         ranks_per_node: P.
         num_chunks: That each rank sends to each node in each call.
     """
-    model = TwoHops(len(traces), ranks_per_node, [[one] for one in drawn], (), None, num_chunks)
+    model = TwoHopsModel(len(traces), ranks_per_node, [[one] for one in drawn], (), None, num_chunks)
     return _why_no_path(model, traces)
 
 
-def check_low_latency(traces: Sequence[Trace], kinds: Sequence[str]) -> str | None:
+def check_low_latency(traces: Sequence[StepTrace], kinds: Sequence[str]) -> str | None:
     """Why these traces, one for each rank, are no path of the model; None: they are one.
 
     Args:
         traces: By rank.
         kinds: The calls that were made, as the model names them.
     """
-    return _why_no_path(LowLatency(len(traces), kinds, ()), traces)
+    return _why_no_path(LowLatencyModel(len(traces), kinds, ()), traces)

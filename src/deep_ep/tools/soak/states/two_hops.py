@@ -14,7 +14,7 @@ from ....transport.links import BYE, FAILED, REFUSED
 from .explore import Label, State, Step, Violation
 from .node import NodeModel
 from .one_hop import COMBINE
-from .rail_calls import Frame, RailProgram, frame_of
+from .rail_calls import ModelFrame, RailProgram, frame_of
 from .ranks import (
     DESTROY,
     DIRECT,
@@ -25,7 +25,7 @@ from .ranks import (
     REFUSE,
     RUNS,
     STAGED,
-    Drawn,
+    DrawnCall,
     Operation,
     Rank,
     changed,
@@ -42,12 +42,12 @@ DEFECTS = (
     "caller does not wait for the comm stream",
 )
 
-_ROOM = 1  # frames that are there to be read. Fewer than in life: so a sender has to wait wherever it may have to
+_CAPACITY = 1  # frames that are there to be read. Fewer than in life: so a sender has to wait wherever it may have to
 _AHEAD = 1  # chunks that are queued before the first has left
 _LAST_WORDS = (FAILED, BYE, REFUSED)  # they do not lie in the inbox, but say something of the rank
 
 
-class TwoHops(NodeModel):
+class TwoHopsModel(NodeModel):
     """Ranks of several nodes.
 
     Args:
@@ -65,7 +65,7 @@ class TwoHops(NodeModel):
         self,
         num_ranks: int,
         ranks_per_node: int,
-        choices: Sequence[Sequence[Drawn]],
+        choices: Sequence[Sequence[DrawnCall]],
         faults: Iterable[str] = FAULTS,
         defect: str | None = None,
         num_chunks: int = 2,
@@ -88,7 +88,7 @@ class TwoHops(NodeModel):
         node = self.node_of(rank, link)
         return node * self.size + rank % self.size, (rank // self.size - node) % self.num_nodes - 1
 
-    def send(self, ranks: list[Rank], rank: int, link: int, frame: Frame) -> None:
+    def send(self, ranks: list[Rank], rank: int, link: int, frame: ModelFrame) -> None:
         """`Link.send`: queue a frame, and hand over what the system takes."""
         queued = ranks[rank].queued
         ranks[rank] = ranks[rank]._replace(queued=changed(queued, link, (*queued[link], frame.number())))
@@ -98,7 +98,7 @@ class TwoHops(NodeModel):
         """`Link.flush`. What is sent to a rank that is gone is forgotten."""
         peer, back = self.other_end(rank, link)
         waiting, there = ranks[rank].queued[link], ranks[peer].inbox[back]
-        while waiting and (len(there) < _ROOM or ranks[peer].status != RUNS):
+        while waiting and (len(there) < _CAPACITY or ranks[peer].status != RUNS):
             there, waiting = (*[one for one in there if frame_of(one).topic != REFUSED], waiting[0]), waiting[1:]
         ranks[rank] = ranks[rank]._replace(queued=changed(ranks[rank].queued, link, waiting))
         if ranks[peer].status == RUNS:
@@ -113,21 +113,21 @@ class TwoHops(NodeModel):
             peer, back = self.other_end(rank, link)
             if why != REFUSE:
                 ranks[rank] = ranks[rank]._replace(queued=changed(ranks[rank].queued, link, ()))
-            said = (*ranks[peer].inbox[back], Frame(topic, ranks[rank].call).number())
+            said = (*ranks[peer].inbox[back], ModelFrame(topic, ranks[rank].call).number())
             ranks[peer] = ranks[peer]._replace(inbox=changed(ranks[peer].inbox, back, said))
 
-    def next_frame(self, rank: Rank, link: int) -> Frame | None:
+    def next_frame(self, rank: Rank, link: int) -> ModelFrame | None:
         """The first frame that can be taken."""
         frames = (frame_of(one) for one in rank.inbox[link])
         return next((one for one in frames if one.topic not in _LAST_WORDS), None)
 
-    def take(self, ranks: list[Rank], rank: int, link: int) -> Frame:
+    def take(self, ranks: list[Rank], rank: int, link: int) -> ModelFrame:
         """`Rail.take`, which leaves the last words where they are."""
         inbox = ranks[rank].inbox[link]
-        place = next(place for place, one in enumerate(inbox) if frame_of(one).topic not in _LAST_WORDS)
-        left = (*inbox[:place], *inbox[place + 1 :])
+        position = next(position for position, one in enumerate(inbox) if frame_of(one).topic not in _LAST_WORDS)
+        left = (*inbox[:position], *inbox[position + 1 :])
         ranks[rank] = ranks[rank]._replace(inbox=changed(ranks[rank].inbox, link, left))
-        return frame_of(inbox[place])
+        return frame_of(inbox[position])
 
     def raise_reason(self, ranks: list[Rank], rank: int) -> str | None:
         """`Rail.look`: what the rail has said."""
@@ -148,7 +148,7 @@ class TwoHops(NodeModel):
             peer, _ = self.other_end(rank, link)
             if self.next_frame(ranks[rank], link) is not None:
                 continue
-            if any(frame_of(one) == Frame(REFUSED, ranks[rank].call) for one in ranks[rank].inbox[link]):
+            if any(frame_of(one) == ModelFrame(REFUSED, ranks[rank].call) for one in ranks[rank].inbox[link]):
                 return f"rank {peer} has refused the call, says the rail"
             if any(frame_of(one).topic == BYE for one in ranks[rank].inbox[link]) or not ranks[peer].is_alive:
                 return f"rank {peer} is gone"
@@ -156,11 +156,11 @@ class TwoHops(NodeModel):
 
     # Steps on the rail -----------------------------------------------------------------------------------------------
 
-    def program(self, call: int, drawn: Drawn, rank: int) -> list[Operation]:
+    def program(self, call: int, drawn: DrawnCall, rank: int) -> list[Operation]:
         """What a rank does in a call."""
         return RailProgram(self, call, drawn, rank).operations()
 
-    def end_call(self, ranks: list[Rank], rank: int, drawn: Drawn) -> None:
+    def end_call(self, ranks: list[Rank], rank: int, drawn: DrawnCall) -> None:
         """The rows of a dispatch that were delivered straight must be those of all sources, and whole."""
         me = ranks[rank]
         if drawn.kind != COMBINE and drawn.memory[rank] != STAGED:
@@ -189,7 +189,7 @@ class TwoHops(NodeModel):
             yield self.raised(turned, rank, operation, state, why)
         elif self.next_frame(turned[rank], link) is not None:
             frame = self.take(turned, rank, link)
-            expected = Frame(operation.argument // 8, turned[rank].call)
+            expected = ModelFrame(operation.argument // 8, turned[rank].call)
             if frame[:2] != expected[:2]:
                 yield label, Violation(f"rank {rank} takes {topic_name(frame.topic)} of call {frame.call}")
             else:

@@ -1,10 +1,10 @@
-"""The courier over NVSHMEM: kernels that carry what a rank has for far ranks (`docs/decisions/0013-relays.md`).
+"""The proxy over NVSHMEM: kernels that carry what a rank has for remote ranks (`docs/decisions/0013-relays.md`).
 
 They are launched behind the kernel that wrote the words or the rows. None waits for a peer, and none but the one block
 that says so signals what others wrote. Addresses are numbers, places are counted in words of 8 bytes; whoever calls
-knows the layout of far memory.
+knows the layout of remote memory.
 
-They call NVSHMEM, which Triton's interpreter has not: `tests/kernels/test_carry.py` has a stand-in for it.
+They call NVSHMEM, which Triton's interpreter has not: `tests/kernels/test_send.py` has a stand-in for it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LEAST_SLICE_BYTES = 64 << 10  # below it a put costs more than its bytes
 _ROW_WARPS = 16
 
 # Words of a doorbell: the epoch, the piece, which a launch is told otherwise, and three for each section.
-BELL_EPOCH, BELL_SECTIONS = 0, 2
-_BELL_EPOCH, _BELL_SECTIONS = tl.constexpr(BELL_EPOCH), tl.constexpr(BELL_SECTIONS)
+DOORBELL_EPOCH, DOORBELL_SECTIONS = 0, 2
+_DOORBELL_EPOCH, _DOORBELL_SECTIONS = tl.constexpr(DOORBELL_EPOCH), tl.constexpr(DOORBELL_SECTIONS)
 
 _LINE = tl.constexpr(8)
 _NUM_SECTIONS = tl.constexpr(NUM_SECTIONS)
@@ -34,16 +34,16 @@ _MOST, _LEAST = tl.constexpr(MOST_SLICE_BYTES), tl.constexpr(LEAST_SLICE_BYTES)
 
 
 @dataclass(frozen=True)
-class Courier:
-    """Where a rank's far words are, and who its far ranks are. Made once for a buffer.
+class SendContext:
+    """Where a rank's remote words are, and who its remote ranks are. Made once for a buffer.
 
     Attributes:
         rank: This rank.
         num_ranks: R.
         ranks_per_node: P.
         header_words: H.
-        words: Address of this rank's far words, in symmetric memory; they begin with its far board.
-        mirrors: Where the mirrors begin in them, each as large as a board.
+        words: Address of this rank's remote words, in symmetric memory; they begin with its remote board.
+        shadow_boards: Where the shadow boards begin in them, each as large as a board.
         state: [STATE_WORDS] int64, private; see `exchange.py`.
         pes: [R] int32, NVSHMEM's number of each rank.
     """
@@ -53,74 +53,80 @@ class Courier:
     ranks_per_node: int
     header_words: int
     words: int
-    mirrors: int
+    shadow_boards: int
     state: torch.Tensor
     pes: torch.Tensor
 
 
-def carry_words(
-    courier: Courier, num_words: int, *, is_failure_only: bool = False, run: Callable[..., None] = launch
+def send_words(
+    context: SendContext, num_words: int, *, is_failure_only: bool = False, run: Callable[..., None] = launch
 ) -> None:
-    """Carry this rank's header and progress, or its failure, from its mirror of every far rank to that rank's board.
+    """Carry this rank's header and progress, or its failure, from its shadow of every remote rank to that rank's board.
 
     Args:
-        courier: The words.
+        context: The words.
         num_words: Of the header, from its first on: most calls write few of them.
-        is_failure_only: Behind what says nothing to the mirrors but that it has failed.
+        is_failure_only: Behind what says nothing to the shadow boards but that it has failed.
         run: `launch`, or `prepare`.
     """
-    args = (courier.state, courier.pes, courier.words, courier.mirrors)
-    numbers = (courier.num_ranks, courier.ranks_per_node, courier.rank, courier.header_words, num_words)
+    args = (context.state, context.pes, context.words, context.shadow_boards)
+    numbers = (context.num_ranks, context.ranks_per_node, context.rank, context.header_words, num_words)
     constants = {"IS_FAILURE_ONLY": is_failure_only}
-    run(_carry_words_kernel, courier.num_ranks, (*args, *numbers), num_warps=1, library=DEVICE_LIBRARY, **constants)
+    run(_send_words_kernel, context.num_ranks, (*args, *numbers), num_warps=1, library=DEVICE_LIBRARY, **constants)
 
 
-def carry_rows(
-    courier: Courier, bell: int, bell_step: int, rows: int, num_blocks: int, *, run: Callable[..., None] = launch
+def send_rows(
+    context: SendContext,
+    doorbell: int,
+    doorbell_step: int,
+    rows: int,
+    num_blocks: int,
+    *,
+    run: Callable[..., None] = launch,
 ) -> None:
     """Put the rows of a chunk to the ranks of this rail, as the chunk's doorbells say.
 
     Args:
-        courier: The words.
-        bell: Where the doorbell of the chunk for node 0 is, in the words.
-        bell_step: Words from there to that of the next node.
+        context: The words.
+        doorbell: Where the doorbell of the chunk for node 0 is, in the words.
+        doorbell_step: Words from there to that of the next node.
         rows: Address of this rank's rows piece, in symmetric memory.
         num_blocks: The grid.
         run: `launch`, or `prepare`.
     """
-    args = (courier.state, courier.pes, courier.words + 8 * bell, bell_step, rows)
-    numbers = (courier.num_ranks, courier.ranks_per_node, courier.rank, num_blocks)
-    run(_carry_rows_kernel, num_blocks, (*args, *numbers), num_warps=_ROW_WARPS, library=DEVICE_LIBRARY)
+    args = (context.state, context.pes, context.words + 8 * doorbell, doorbell_step, rows)
+    numbers = (context.num_ranks, context.ranks_per_node, context.rank, num_blocks)
+    run(_send_rows_kernel, num_blocks, (*args, *numbers), num_warps=_ROW_WARPS, library=DEVICE_LIBRARY)
 
 
-def signal_rows(courier: Courier, landed: int, *, run: Callable[..., None] = launch) -> None:
-    """Tell the ranks of this rail that a chunk of this call has landed, if it was one of `carry_rows` before.
+def signal_rows(context: SendContext, arrived: int, *, run: Callable[..., None] = launch) -> None:
+    """Tell the ranks of this rail that a chunk of this call has arrived, if it was one of `send_rows` before.
 
     Args:
-        courier: The words.
-        landed: Where the word of this node's chunk is, in the words: the same place on all ranks.
+        context: The words.
+        arrived: Where the word of this node's chunk is, in the words: the same place on all ranks.
         run: `launch`, or `prepare`.
     """
-    lanes = max(32, next_power_of_2(courier.num_ranks // courier.ranks_per_node))
-    args = (courier.state, courier.pes, courier.words + 8 * landed)
-    numbers = (courier.num_ranks, courier.ranks_per_node, courier.rank)
+    lanes = max(32, next_power_of_2(context.num_ranks // context.ranks_per_node))
+    args = (context.state, context.pes, context.words + 8 * arrived)
+    numbers = (context.num_ranks, context.ranks_per_node, context.rank)
     run(_signal_rows_kernel, 1, (*args, *numbers), num_warps=1, library=DEVICE_LIBRARY, LANES=lanes)
 
 
-def prepare_all(courier: Courier) -> None:
+def prepare_all(context: SendContext) -> None:
     """Compile and load the kernels of this file. NVSHMEM must have been started: the words must be there."""
     for is_failure_only in (False, True):
-        carry_words(courier, 0, is_failure_only=is_failure_only, run=prepare)
-    carry_rows(courier, 0, 0, courier.words, 1, run=prepare)
-    signal_rows(courier, 0, run=prepare)
+        send_words(context, 0, is_failure_only=is_failure_only, run=prepare)
+    send_rows(context, 0, 0, context.words, 1, run=prepare)
+    signal_rows(context, 0, run=prepare)
 
 
 @jit
-def _carry_words_kernel(
+def _send_words_kernel(
     state,
     pes,
     words: tl.int64,
-    mirrors: tl.int64,
+    shadow_boards: tl.int64,
     num_ranks: tl.int32,
     ranks_per_node: tl.int32,
     rank: tl.int32,
@@ -128,13 +134,13 @@ def _carry_words_kernel(
     num_words: tl.int32,
     IS_FAILURE_ONLY: tl.constexpr,
 ):
-    """Block q carries what the mirror of far rank q has of this rank.
+    """Block q carries what the shadow of remote rank q has of this rank.
 
     Example: two nodes of two ranks, rank 1, epoch 5, header of 24 words, of which it has written all. Boards have 256
     words: progress at 8 p, failures at 32 + 8 p, headers at 64 + ((e & 1) * 4 + p) * 24. Block 2 puts 24 words from 184
-    of mirror 2 to 184 of rank 2's board, and then sets word 8 there to what stands at 8 of mirror 2. Blocks 0 and 1 do
-    nothing. Had rank 1 failed, block 2 would put words 41 to 47, and set word 40 to 1; with `IS_FAILURE_ONLY` it would
-    do nothing else.
+    of shadow board 2 to 184 of rank 2's board, and then sets word 8 there to what stands at 8 of shadow board 2. Blocks
+    0 and 1 do nothing. Had rank 1 failed, block 2 would put words 41 to 47, and set word 40 to 1; with
+    `IS_FAILURE_ONLY` it would do nothing else.
     """
     target = tl.program_id(0)
     is_told = target // ranks_per_node != rank // ranks_per_node
@@ -143,27 +149,27 @@ def _carry_words_kernel(
     if is_told:
         pe = tl.load(pes + target)
         board_words = 2 * (header_words + _LINE) * num_ranks
-        mirror = words + 8 * (mirrors + target.to(tl.int64) * board_words)
+        shadow_board = words + 8 * (shadow_boards + target.to(tl.int64) * board_words)
         # Over several queue pairs a word could overtake the one that the launch before this set, and be overwritten.
         fence()
         if tl.load(state + _FAILED) == 0:
             epoch = tl.load(state)
             header = 8 * (num_ranks * 2 * _LINE + ((epoch & 1) * num_ranks + rank) * header_words)
             line = rank.to(tl.int64) * (8 * _LINE)
-            progress = tl.load(words_at(mirror + line))
-            put_then_set(words + header, mirror + header, 8 * num_words.to(tl.int64), words + line, progress, pe)
+            progress = tl.load(words_at(shadow_board + line))
+            put_then_set(words + header, shadow_board + header, 8 * num_words.to(tl.int64), words + line, progress, pe)
         else:
             line = (num_ranks + rank).to(tl.int64) * (8 * _LINE)
             size, one = tl.full((), 8 * (_LINE - 1), tl.int64), tl.full((), 1, tl.int64)
-            put_then_set(words + line + 8, mirror + line + 8, size, words + line, one, pe)
+            put_then_set(words + line + 8, shadow_board + line + 8, size, words + line, one, pe)
 
 
 @jit
-def _carry_rows_kernel(
+def _send_rows_kernel(
     state,
     pes,
-    bells: tl.int64,
-    bell_step: tl.int64,
+    doorbells: tl.int64,
+    doorbell_step: tl.int64,
     rows: tl.int64,
     num_ranks: tl.int32,
     ranks_per_node: tl.int32,
@@ -183,12 +189,12 @@ def _carry_rows_kernel(
     if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
         num_done = tl.zeros((), tl.int64)
         for other in range(num_ranks // ranks_per_node):
-            bell = words_at(bells) + other * bell_step
+            doorbell = words_at(doorbells) + other * doorbell_step
             # A doorbell that was not rung in this call tells of an older one's rows.
-            if (other != node) & (tl.load(bell + _BELL_EPOCH) == epoch):
+            if (other != node) & (tl.load(doorbell + _DOORBELL_EPOCH) == epoch):
                 pe = tl.load(pes + other * ranks_per_node + rank % ranks_per_node)
                 for section in range(_NUM_SECTIONS):
-                    entry = bell + _BELL_SECTIONS + 3 * section
+                    entry = doorbell + _DOORBELL_SECTIONS + 3 * section
                     num_done = _put_section(
                         rows + tl.load(entry), rows + tl.load(entry + 1), tl.load(entry + 2), pe, num_done, num_blocks
                     )
@@ -211,7 +217,7 @@ def _put_section(source, target, num_bytes, pe, num_done, num_blocks):
 def _signal_rows_kernel(
     state,
     pes,
-    landed: tl.int64,
+    arrived: tl.int64,
     num_ranks: tl.int32,
     ranks_per_node: tl.int32,
     rank: tl.int32,
@@ -220,7 +226,7 @@ def _signal_rows_kernel(
     """Wait until all rows have arrived, then set this node's landed word at the ranks of the rail.
 
     A launch orders memory of this GPU and no network. `fence` orders what follows it behind what came before it, queue
-    by queue; blocks of `carry_rows` may have used others than this one does, and a transport may keep such an order
+    by queue; blocks of `send_rows` may have used others than this one does, and a transport may keep such an order
     only within a queue. `quiet` waits for all queues of this PE.
 
     Example: two nodes of two ranks, rank 1, epoch 5: the word at rank 3 becomes 5. A lane for each node; those that
@@ -235,4 +241,4 @@ def _signal_rows_kernel(
         pe = tl.load(pes + others * ranks_per_node + rank % ranks_per_node)
         quiet()
         zeros = tl.zeros([LANES], tl.int64)
-        set_word(zeros + landed, zeros + epoch, pe)
+        set_word(zeros + arrived, zeros + epoch, pe)

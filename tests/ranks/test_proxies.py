@@ -1,4 +1,4 @@
-"""Couriers between processes, over TCP: the meetings and rows of calls, with the kernels' part played by Python."""
+"""Proxies between processes, over TCP: the meetings and rows of calls, with the kernels' part played by Python."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from common import run_ranks
 from deep_ep.control import Control
 from deep_ep.topology import Topology
-from deep_ep.transport.courier import MessageCourier, make_courier
-from deep_ep.transport.far import BELL_LEFT, BELL_SECTIONS, MOST_CHUNKS, FarLayout
+from deep_ep.transport.proxy import MessageProxy, make_proxy
+from deep_ep.transport.remote import DOORBELL_LEFT, DOORBELL_SECTIONS, MOST_CHUNKS, RemoteLayout
 
 pytestmark = pytest.mark.cpu_only
 
@@ -37,8 +37,8 @@ def pause(chance: random.Random) -> None:
     time.sleep(chance.choice([0, 0, 1e-5, 1e-4, 3e-3]))
 
 
-def header_of(rank: int, far: int, epoch: int) -> list[int]:
-    return [rank << 40 | far << 20 | epoch << 8 | word for word in range(HEADER_WORDS)]
+def header_of(rank: int, remote: int, epoch: int) -> list[int]:
+    return [rank << 40 | remote << 20 | epoch << 8 | word for word in range(HEADER_WORDS)]
 
 
 def second_offer_of(rank: int, epoch: int) -> int:
@@ -65,56 +65,56 @@ def chunks_of(rank: int, node: int, epoch: int) -> list[tuple[list[tuple[int, in
 
 
 class Kernels:
-    """What the kernels of a rank do, on its far memory."""
+    """What the kernels of a rank do, on its remote memory."""
 
-    def __init__(self, topology: Topology, courier: MessageCourier, layout: FarLayout, words: torch.Tensor):
+    def __init__(self, topology: Topology, proxy: MessageProxy, layout: RemoteLayout, words: torch.Tensor):
         self.topology = topology
-        self.courier = courier
+        self.proxy = proxy
         self.layout = layout
         self.words = words
         self.pieces: list[torch.Tensor] = []
         size = topology.ranks_per_node
-        self.far = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
+        self.remote = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
         self.nodes = [node for node in range(topology.num_nodes) if node != topology.node]
         self.chance = random.Random(topology.rank)
         self.grow()
 
     def grow(self) -> None:
         self.pieces.append(torch.zeros(2 * ROWS_BYTES, dtype=torch.uint8))
-        self.courier.add_rows(self.pieces[-1])
+        self.proxy.add_rows(self.pieces[-1])
 
-    def meet(self, epoch: int, step: int) -> None:
+    def handshake(self, epoch: int, step: int) -> None:
         me = self.topology.rank
-        for far in self.far:
-            header = self.layout.mirror(far) + self.layout.header(epoch, me)
+        for remote in self.remote:
+            header = self.layout.shadow_board(remote) + self.layout.header(epoch, me)
             if step == ANNOUNCED:
-                self.words[header : header + HEADER_WORDS] = torch.tensor(header_of(me, far, epoch))
+                self.words[header : header + HEADER_WORDS] = torch.tensor(header_of(me, remote, epoch))
             else:
                 self.words[header + SECOND_OFFER] = second_offer_of(me, epoch)
-            self.words[self.layout.mirror(far) + self.layout.progress(me)] = epoch << 24 | step
-        for far in self.far:
-            wait_until(lambda far=far: int(self.words[self.layout.progress(far)]) >= epoch << 24 | step)
-            assert int(self.words[self.layout.progress(far)]) < epoch + 2 << 24
-            seen = self.words[self.layout.header(epoch, far) :][:HEADER_WORDS].tolist()
-            expected = header_of(far, me, epoch)
+            self.words[self.layout.shadow_board(remote) + self.layout.progress(me)] = epoch << 24 | step
+        for remote in self.remote:
+            wait_until(lambda remote=remote: int(self.words[self.layout.progress(remote)]) >= epoch << 24 | step)
+            assert int(self.words[self.layout.progress(remote)]) < epoch + 2 << 24
+            seen = self.words[self.layout.header(epoch, remote) :][:HEADER_WORDS].tolist()
+            expected = header_of(remote, me, epoch)
             if step == OFFERED:
-                assert seen[SECOND_OFFER] == second_offer_of(far, epoch)
+                assert seen[SECOND_OFFER] == second_offer_of(remote, epoch)
             seen[SECOND_OFFER] = expected[SECOND_OFFER]
             assert seen == expected
 
     def send(self, epoch: int) -> None:
         me, piece = self.topology.rank, len(self.pieces) - 1
-        bells = [(node, chunk) for node in self.nodes for chunk in range(MOST_CHUNKS)]
-        self.chance.shuffle(bells)
-        for node, chunk in bells:
+        doorbells = [(node, chunk) for node in self.nodes for chunk in range(MOST_CHUNKS)]
+        self.chance.shuffle(doorbells)
+        for node, chunk in doorbells:
             doorbell = self.layout.doorbell(node, chunk)
-            wait_until(lambda doorbell=doorbell: int(self.words[doorbell + BELL_LEFT]) == epoch - 1)
+            wait_until(lambda doorbell=doorbell: int(self.words[doorbell + DOORBELL_LEFT]) == epoch - 1)
             sections, data = chunks_of(me, node, epoch)[chunk]
             sizes = [size for _, _, size in sections]
             for (first, _, size), part in zip(sections, data.split(sizes), strict=True):
                 self.pieces[piece][first : first + size] = part
             numbers = [piece, *(number for section in sections for number in section)]
-            self.words[doorbell + 1 : doorbell + BELL_SECTIONS + 9] = torch.tensor(numbers)
+            self.words[doorbell + 1 : doorbell + DOORBELL_SECTIONS + 9] = torch.tensor(numbers)
             pause(self.chance)
             self.words[doorbell] = epoch
 
@@ -123,7 +123,7 @@ class Kernels:
         for node in self.nodes:
             sent = chunks_of(node * size + self.topology.local_rank, self.topology.node, epoch)
             for chunk, (sections, data) in enumerate(sent):
-                word = self.layout.landed_word(node, chunk)
+                word = self.layout.arrival_word(node, chunk)
                 wait_until(lambda word=word: int(self.words[word]) == epoch)
                 came = [self.pieces[-1][target : target + size_] for _, target, size_ in sections]
                 assert torch.equal(torch.cat(came), data)
@@ -131,24 +131,24 @@ class Kernels:
 
 def calls(rank: int, num_ranks: int, ranks_per_node: int) -> dict[str, int]:
     control, topology = Control(dist.group.WORLD, None, LIMIT_SECS), Topology(rank, num_ranks, ranks_per_node)
-    layout = FarLayout(num_ranks, topology.num_nodes, HEADER_WORDS)
+    layout = RemoteLayout(num_ranks, topology.num_nodes, HEADER_WORDS)
     words = torch.zeros(layout.num_words, dtype=torch.int64)
-    courier = make_courier(control, topology, layout, words)
-    kernels = Kernels(topology, courier, layout, words)
+    proxy = make_proxy(control, topology, layout, words)
+    kernels = Kernels(topology, proxy, layout, words)
     for epoch in range(1, NUM_CALLS + 1):
         pause(kernels.chance)
-        kernels.meet(epoch, ANNOUNCED)
+        kernels.handshake(epoch, ANNOUNCED)
         if epoch == GROWS_AT:
             kernels.grow()
         if is_held(epoch) or epoch == GROWS_AT:
-            kernels.meet(epoch, OFFERED)
+            kernels.handshake(epoch, OFFERED)
         kernels.send(epoch)
         kernels.receive(epoch)
-    courier.close()
-    assert courier.failure is None
+    proxy.close()
+    assert proxy.failure is None
     failures = words[layout.failure(0) : layout.failure(num_ranks)]
     assert not failures.any()
-    return courier.numbers()
+    return proxy.stats()
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (3, 1)])
@@ -165,14 +165,14 @@ def test_headers_and_rows_of_many_calls(num_ranks: int, ranks_per_node: int) -> 
 
 def dies(rank: int, num_ranks: int) -> list[int]:
     control, topology = Control(dist.group.WORLD, None, LIMIT_SECS), Topology(rank, num_ranks, 1)
-    layout = FarLayout(num_ranks, num_ranks, HEADER_WORDS)
+    layout = RemoteLayout(num_ranks, num_ranks, HEADER_WORDS)
     words = torch.zeros(layout.num_words, dtype=torch.int64)
-    courier = make_courier(control, topology, layout, words)
+    proxy = make_proxy(control, topology, layout, words)
     if rank == 1:
         os._exit(1)
     line = layout.failure(1)
     wait_until(lambda: int(words[line]) == 1)
-    courier.close()
+    proxy.close()
     return words[line : line + 8].tolist()
 
 

@@ -1,4 +1,4 @@
-"""Couriers as the engine uses them: who brings a rank's far memory to other nodes."""
+"""Proxies as the engine uses them: who brings a rank's remote memory to other nodes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from .... import env
 from ....control import Control
 from ....errors import EPTransportError
-from ....kernels import carry, rail
-from ....kernels.exchange import Places
-from ....kernels.rail import FarPlaces, FarRows
+from ....kernels import rail, send
+from ....kernels.exchange import Context
+from ....kernels.rail import RemoteContext, RemoteRowLayout
 from ....topology import Topology
-from ....transport.courier import MessageCourier
 from ....transport.device import DeviceMemory, Part
-from ....transport.far import DOORBELL_WORDS, MOST_CHUNKS, FarLayout
+from ....transport.proxy import MessageProxy
+from ....transport.remote import DOORBELL_WORDS, MOST_CHUNKS, RemoteLayout
 from ...protocol import READY
 
 _TELLING_SECS = 1.0  # that a rank which has failed waits for the others to be told
 
 
-class Freight(NamedTuple):
+class Transfer(NamedTuple):
     """What a call has for other nodes.
 
     Attributes:
@@ -35,20 +35,20 @@ class Freight(NamedTuple):
     """
 
     memory: torch.Tensor
-    rows: FarRows
+    rows: RemoteRowLayout
     plan: torch.Tensor
     operation: int
     num_blocks: int
     is_back: bool = False
 
 
-class Courier(Protocol):
-    """Who brings far memory to other nodes. Its methods are called in the stream, behind what they are about.
+class Proxy(Protocol):
+    """Who brings remote memory to other nodes. Its methods are called in the stream, behind what they are about.
 
     Attributes:
         num_chunks: Into how many chunks the rows for a node are cut.
-        boards: Addresses of the far boards of all ranks, where this rank can write to them; None: words are written to
-            mirrors, and carried.
+        boards: Addresses of the remote boards of all ranks, where this rank can write to them; None: words are written
+            to shadow boards, and carried.
         sources: [N] int64, addresses of the outboxes of this rail, from which rows are fetched; None: they are carried.
     """
 
@@ -57,10 +57,11 @@ class Courier(Protocol):
     sources: torch.Tensor | None
 
     @property
-    def carry_words(self) -> Callable[[int], None] | None:
-        """Launches what carries so many words of the header that the mirrors have; None: there is nothing to launch.
+    def send_words(self) -> Callable[[int], None] | None:
+        """Launches what carries so many words of the header that the shadow boards have; None: there is nothing to
+        launch.
 
-        A meeting then has two halves, and this goes between them.
+        A handshake then has two halves, and this goes between them.
         """
         ...
 
@@ -80,19 +81,19 @@ class Courier(Protocol):
         """Have what follows wait until the outbox may be written again."""
         ...
 
-    def send(self, freight: Freight, chunk: int) -> None:
+    def send(self, transfer: Transfer, chunk: int) -> None:
         """Have the rows of a chunk, which are in the outbox, brought to the ranks of the rail."""
         ...
 
-    def await_landed(self, freight: Freight, chunk: int, num_chunks: int = 1) -> None:
+    def await_arrived(self, transfer: Transfer, chunk: int, num_chunks: int = 1) -> None:
         """Have what follows wait for chunks [chunk, chunk + num_chunks) of the other nodes."""
         ...
 
     def tell_failure(self) -> None:
-        """Have far ranks told that this rank has failed: the mirrors say so."""
+        """Have remote ranks told that this rank has failed: the shadow boards say so."""
         ...
 
-    def numbers(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """What was carried so far."""
         ...
 
@@ -101,58 +102,60 @@ class Courier(Protocol):
         ...
 
 
-class ThreadCourier:
+class ThreadProxy:
     """A thread that carries over TCP, out of and into memory of the host.
 
     Args:
         thread: The thread.
-        places: The words.
-        far: The far words.
+        context: The words.
+        remote: The remote words.
         control: To grow together.
     """
 
     num_chunks = MOST_CHUNKS
-    carry_words: Callable[[int], None] | None = None  # it looks by itself
+    send_words: Callable[[int], None] | None = None  # it looks by itself
     boards: Sequence[int] | None = None
     sources: torch.Tensor | None = None
 
-    def __init__(self, thread: MessageCourier, places: Places, far: FarPlaces, control: Control):
+    def __init__(self, thread: MessageProxy, context: Context, remote: RemoteContext, control: Control):
         self._thread = thread
-        self._places = places
-        self._far = far
+        self._context = context
+        self._remote = remote
         self._control = control
 
     def prepare(self, plan: torch.Tensor) -> None:
         """Bells, and waits."""
-        rail.prepare_bells(self._places, self._far, plan)
+        rail.prepare_doorbells(self._context, self._remote, plan)
 
     def grow(self, num_bytes: int) -> Part:
         """Pinned memory, if kernels are to reach it."""
-        is_pinned = self._places.state.device.type == "cuda"
-        with self._control.joint("making far memory"):
+        is_pinned = self._context.state.device.type == "cuda"
+        with self._control.joint("making remote memory"):
             memory = _host_memory(num_bytes, is_pinned)
         self._thread.add_rows(memory)
         return Part(memory, (), memory)
 
     def await_left(self, operation: int, step: int) -> None:
         """It says so."""
-        rail.await_left(self._places, self._far, operation, step, self.num_chunks)
+        rail.await_left(self._context, self._remote, operation, step, self.num_chunks)
 
-    def send(self, freight: Freight, chunk: int) -> None:
+    def send(self, transfer: Transfer, chunk: int) -> None:
         """Ring for it."""
-        rail.ring(self._places, self._far, freight.rows, freight.plan, chunk, self.num_chunks, freight.is_back)
+        rail.ring_doorbell(
+            self._context, self._remote, transfer.rows, transfer.plan, chunk, self.num_chunks, transfer.is_back
+        )
 
-    def await_landed(self, freight: Freight, chunk: int, num_chunks: int = 1) -> None:
+    def await_arrived(self, transfer: Transfer, chunk: int, num_chunks: int = 1) -> None:
         """It says so."""
-        rail.await_landed(self._places, self._far, freight.operation, READY, chunk, num_chunks)
+        rail.await_arrived(self._context, self._remote, transfer.operation, READY, chunk, num_chunks)
 
     def tell_failure(self) -> None:
         """It looks by itself, but the process may be about to end."""
         self._thread.tell_failure(_TELLING_SECS)
 
-    def numbers(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """What was carried so far."""
-        return self._thread.numbers()
+        return self._thread.stats()
 
     def close(self) -> None:
         """Let what is queued leave."""
@@ -171,9 +174,9 @@ def _host_memory(num_bytes: int, is_pinned: bool) -> torch.Tensor:
 
 
 class _Hostless:
-    """What couriers have of which nothing runs on the host."""
+    """What proxies have of which nothing runs on the host."""
 
-    def numbers(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """Nothing is counted there."""
         return {}
 
@@ -181,16 +184,16 @@ class _Hostless:
         """There is nothing to close."""
 
 
-class KernelCourier(_Hostless):
+class KernelProxy(_Hostless):
     """Kernels that carry over NVSHMEM, out of and into its symmetric memory.
 
     Args:
         memory: Where memory comes from.
-        words: The far words, and where they are on all ranks.
+        words: The remote words, and where they are on all ranks.
         layout: Of them.
         topology: Where this rank stands.
-        places: The words of the node.
-        far: The far words, for kernels.
+        context: The words of the node.
+        remote: The remote words, for kernels.
         pes: NVSHMEM's number of each rank.
         num_chunks: Into how many chunks the rows for a node are cut.
     """
@@ -202,10 +205,10 @@ class KernelCourier(_Hostless):
         self,
         memory: DeviceMemory,
         words: Part,
-        layout: FarLayout,
+        layout: RemoteLayout,
         topology: Topology,
-        places: Places,
-        far: FarPlaces,
+        context: Context,
+        remote: RemoteContext,
         pes: Sequence[int],
         num_chunks: int,
     ):
@@ -213,75 +216,77 @@ class KernelCourier(_Hostless):
         self._memory = memory
         self._layout = layout
         self._node = topology.node
-        self._places = places
-        self._far = far
-        self._carry = carry.Courier(
+        self._context = context
+        self._remote = remote
+        self._send_context = send.SendContext(
             rank=topology.rank,
             num_ranks=topology.num_ranks,
             ranks_per_node=topology.ranks_per_node,
             header_words=layout.header_words,
             words=words.memory.data_ptr(),
-            mirrors=layout.mirrors,
-            state=places.state,
-            pes=torch.tensor(list(pes), dtype=torch.int32, device=places.state.device),
+            shadow_boards=layout.shadow_boards,
+            state=context.state,
+            pes=torch.tensor(list(pes), dtype=torch.int32, device=context.state.device),
         )
 
     def prepare(self, plan: torch.Tensor) -> None:
         """Bells, waits, and what carries."""
-        rail.prepare_bells(self._places, self._far, plan)
-        carry.prepare_all(self._carry)
+        rail.prepare_doorbells(self._context, self._remote, plan)
+        send.prepare_all(self._send_context)
 
     def grow(self, num_bytes: int) -> Part:
         """Symmetric memory."""
         return self._memory.grow(num_bytes)
 
-    def carry_words(self, num_words: int) -> None:
-        """Launch what carries the mirrors."""
-        carry.carry_words(self._carry, num_words)
+    def send_words(self, num_words: int) -> None:
+        """Launch what carries the shadow boards."""
+        send.send_words(self._send_context, num_words)
 
     def await_left(self, operation: int, step: int) -> None:
         """What was carried has arrived, before its word was set."""
 
-    def send(self, freight: Freight, chunk: int) -> None:
+    def send(self, transfer: Transfer, chunk: int) -> None:
         """Launch what puts the rows and, behind it, what says that they are there."""
-        rail.ring(self._places, self._far, freight.rows, freight.plan, chunk, self.num_chunks, freight.is_back)
-        bell, step = self._layout.doorbell(0, chunk), MOST_CHUNKS * DOORBELL_WORDS
-        carry.carry_rows(self._carry, bell, step, freight.memory.data_ptr(), freight.num_blocks)
-        carry.signal_rows(self._carry, self._layout.landed_word(self._node, chunk))
+        rail.ring_doorbell(
+            self._context, self._remote, transfer.rows, transfer.plan, chunk, self.num_chunks, transfer.is_back
+        )
+        doorbell, step = self._layout.doorbell(0, chunk), MOST_CHUNKS * DOORBELL_WORDS
+        send.send_rows(self._send_context, doorbell, step, transfer.memory.data_ptr(), transfer.num_blocks)
+        send.signal_rows(self._send_context, self._layout.arrival_word(self._node, chunk))
 
-    def await_landed(self, freight: Freight, chunk: int, num_chunks: int = 1) -> None:
+    def await_arrived(self, transfer: Transfer, chunk: int, num_chunks: int = 1) -> None:
         """Wait for their words."""
-        rail.await_landed(self._places, self._far, freight.operation, READY, chunk, num_chunks)
+        rail.await_arrived(self._context, self._remote, transfer.operation, READY, chunk, num_chunks)
 
     def tell_failure(self) -> None:
         """Launch what carries a failure, if there is one by then."""
-        carry.carry_words(self._carry, 0, is_failure_only=True)
+        send.send_words(self._send_context, 0, is_failure_only=True)
 
 
-class MemoryCourier(_Hostless):
+class MemoryProxy(_Hostless):
     """Nobody carries anything: all ranks can address each other's memory (one host, or NVLink between hosts).
 
-    Words are written straight to the far boards. Rows stay in the outbox, and who relays them fetches them there.
+    Words are written straight to the remote boards. Rows stay in the outbox, and who relays them fetches them there.
     Chunks are for a network, which works while rows are relayed: here they would only cost launches.
 
     Args:
         memory: Where memory comes from.
-        words: Where the far words are on all ranks.
+        words: Where the remote words are on all ranks.
         topology: Where this rank stands.
-        places: The words of the node.
-        far: The far words, for kernels.
+        context: The words of the node.
+        remote: The remote words, for kernels.
     """
 
     num_chunks = 1
-    carry_words: Callable[[int], None] | None = None  # they are there
+    send_words: Callable[[int], None] | None = None  # they are there
     sources: torch.Tensor | None = None
 
-    def __init__(self, memory: DeviceMemory, words: Part, topology: Topology, places: Places, far: FarPlaces):
+    def __init__(self, memory: DeviceMemory, words: Part, topology: Topology, context: Context, remote: RemoteContext):
         self.boards: Sequence[int] | None = words.addresses
         self._words = words  # which has the peers' memory mapped
         self._memory = memory
-        self._places = places
-        self._far = far
+        self._context = context
+        self._remote = remote
         self._members = slice(topology.local_rank, None, topology.ranks_per_node)
         self._rail = self._addresses(words)
         self._kept: list[torch.Tensor] = []
@@ -291,8 +296,8 @@ class MemoryCourier(_Hostless):
         return torch.tensor(part.addresses[self._members], dtype=torch.int64, device=part.memory.device)
 
     def prepare(self, plan: torch.Tensor) -> None:
-        """Meetings of the rail."""
-        rail.prepare_meetings(self._places, self._far, plan)
+        """Handshakes of the rail."""
+        rail.prepare_rail_handshake(self._context, self._remote, plan)
 
     def grow(self, num_bytes: int) -> Part:
         """Symmetric memory."""
@@ -304,34 +309,36 @@ class MemoryCourier(_Hostless):
     def await_left(self, operation: int, step: int) -> None:
         """Who has met all ranks in this call knows that they have fetched what was there in the last one."""
 
-    def send(self, freight: Freight, chunk: int) -> None:
-        """Say that rows may be fetched, and wait until those of the rail may be: with one chunk it is one meeting."""
+    def send(self, transfer: Transfer, chunk: int) -> None:
+        """Say that rows may be fetched, and wait until those of the rail may be: with one chunk it is one handshake."""
         del chunk
-        places, far, operation = self._places, self._far, freight.operation
-        rail.meet_rail(places, far, self._rail, freight.rows, freight.plan, operation, READY, freight.is_back)
+        context, remote, operation = self._context, self._remote, transfer.operation
+        rail.rail_handshake(
+            context, remote, self._rail, transfer.rows, transfer.plan, operation, READY, transfer.is_back
+        )
 
-    def await_landed(self, freight: Freight, chunk: int, num_chunks: int = 1) -> None:
+    def await_arrived(self, transfer: Transfer, chunk: int, num_chunks: int = 1) -> None:
         """`send` has."""
 
     def tell_failure(self) -> None:
         """They are told as the ranks of the node are."""
 
 
-def make_nvshmem_courier(
+def make_nvshmem_proxy(
     control: Control,
     memory: DeviceMemory,
     words: Part,
-    layout: FarLayout,
+    layout: RemoteLayout,
     topology: Topology,
-    places: Places,
-    far: FarPlaces,
+    context: Context,
+    remote: RemoteContext,
     pes: Sequence[int],
-) -> KernelCourier | MemoryCourier:
+) -> KernelProxy | MemoryProxy:
     """Who carries over NVSHMEM, if anybody must. All ranks call it together, and find the same."""
     is_wanted = env.NVSHMEM_ROWS.get() == "fetch"
     said = control.gather((all(words.addresses), is_wanted), "looking for a network")
     is_one_memory = all(is_addressable for is_addressable, _ in said)
     if is_one_memory and all(wish for _, wish in said):
-        return MemoryCourier(memory, words, topology, places, far)
+        return MemoryProxy(memory, words, topology, context, remote)
     num_chunks = 1 if is_one_memory else MOST_CHUNKS
-    return KernelCourier(memory, words, layout, topology, places, far, pes, num_chunks)
+    return KernelProxy(memory, words, layout, topology, context, remote, pes, num_chunks)

@@ -1,6 +1,6 @@
-"""Steering a dispatch across nodes: where `put` writes each token's rows, and the records that go with them.
+"""Routing a dispatch across nodes: where `put` writes each token's rows, and the records that go with them.
 
-Shape letters: T tokens, K selections of a token, N nodes of P ranks, R = N P ranks, F rows that this rank passes on.
+Shape letters: T tokens, K selections of a token, N nodes of P ranks, R = N P ranks, F rows that this rank forwards.
 
 `put` writes rows to ranks, by a table of their sections and by slots [T, R]. A token crosses to another node once, by
 way of the rank of this rail there: so in a copy of the table that rank's sections are those of this rank's outbox, and
@@ -25,15 +25,15 @@ from .exchange import (
     PLAN_WORDS,
     STATE_FAILED,
     STATE_HELD,
-    TABLE_ROOMS,
+    TABLE_CAPACITIES,
     TABLE_STARTS,
-    Places,
+    Context,
 )
 from .put import record_words
 from .relay import relay_record_words
 
 _FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
-_ROOMS, _STARTS, _RECORDS = tl.constexpr(TABLE_ROOMS), tl.constexpr(TABLE_STARTS), tl.constexpr(2)
+_CAPACITIES, _STARTS, _RECORDS = tl.constexpr(TABLE_CAPACITIES), tl.constexpr(TABLE_STARTS), tl.constexpr(2)
 _IN_START, _NUM_OUT = tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_NUM_OUT)
 _OUT_START, _PLAN_WORDS = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_WORDS)
 
@@ -41,27 +41,27 @@ _TILE_ELEMENTS = 2048  # of [tokens, ranks] that a program holds
 _MOST_TOKENS = 128  # of a tile: enough tiles for all blocks from a few thousand tokens
 
 
-class Course(NamedTuple):
+class TokenRoutes(NamedTuple):
     """Which way the tokens of a dispatch go.
 
     Attributes:
         node_slots: [T, N] int32, the place of each token among those that go to a node; -1: it does not.
         numbers: [T, R] int32, likewise of ranks; None: there is a handle.
-        passed_on: [F, P] int32, the row of each token that this rank passes on, its own included, at the ranks of its
+        forwarded: [F, P] int32, the row of each token that this rank forwards, its own included, at the ranks of its
             node. With a handle they are read, else those of its own tokens are written.
         slots: [T, R] int32, written: what `put` takes, with the table that is made for it.
     """
 
     node_slots: torch.Tensor
     numbers: torch.Tensor | None
-    passed_on: torch.Tensor
+    forwarded: torch.Tensor
     slots: torch.Tensor
 
 
-def steer(
-    places: Places,
+def route_tokens(
+    context: Context,
     num_blocks: int,
-    course: Course,
+    token_routes: TokenRoutes,
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
     num_local_experts: int,
@@ -73,9 +73,9 @@ def steer(
     """Find the slots by which `put` writes the rows, make its table, and write the records unless there is a handle.
 
     Args:
-        places: Holds the table of the call.
+        context: Holds the table of the call.
         num_blocks: Most blocks.
-        course: Which way the tokens go.
+        token_routes: Which way the tokens go.
         topk_idx: [T, K] int32 or int64, or None.
         topk_weights: [T, K] float32 or None.
         num_local_experts: L.
@@ -84,39 +84,39 @@ def steer(
         outbox: Its address.
         offsets: Where its sections begin.
     """
-    num_tokens, num_nodes = course.node_slots.shape
+    num_tokens, num_nodes = token_routes.node_slots.shape
     if num_tokens == 0:
         return
-    has_records = course.numbers is not None
+    has_records = token_routes.numbers is not None
     num_topk = topk_idx.size(1) if topk_idx is not None and has_records else 0
-    lanes, num_near = next_power_of_2(places.num_ranks), places.num_ranks // num_nodes
+    lanes, ranks_per_node = next_power_of_2(context.num_ranks), context.num_ranks // num_nodes
     tile = max(1, min(_MOST_TOKENS, _TILE_ELEMENTS // lanes))
     launch(
-        _steer_kernel,
+        _route_tokens_kernel,
         max(1, min(num_blocks, -(-num_tokens // tile))),
         (
-            course.node_slots,
-            course.numbers if course.numbers is not None else course.slots,
-            course.passed_on,
-            course.slots,
-            topk_idx if topk_idx is not None else course.slots,
-            topk_weights if topk_weights is not None else course.slots,
-            places.table,
+            token_routes.node_slots,
+            token_routes.numbers if token_routes.numbers is not None else token_routes.slots,
+            token_routes.forwarded,
+            token_routes.slots,
+            topk_idx if topk_idx is not None else token_routes.slots,
+            topk_weights if topk_weights is not None else token_routes.slots,
+            context.table,
             plan,
             table,
-            places.state,
+            context.state,
             outbox,
             *offsets,
             num_tokens,
-            course.passed_on.size(0),
+            token_routes.forwarded.size(0),
             num_topk,
             num_local_experts,
-            places.num_ranks,
-            places.rank,
-            num_near,
+            context.num_ranks,
+            context.rank,
+            ranks_per_node,
             num_nodes,
             record_words(num_topk),
-            relay_record_words(num_near, num_topk),
+            relay_record_words(ranks_per_node, num_topk),
         ),
         (topk_idx.dtype,) if topk_idx is not None else (),
         num_warps=8,
@@ -126,8 +126,8 @@ def steer(
     )
 
 
-def steer_torch(
-    course: Course,
+def route_tokens_torch(
+    token_routes: TokenRoutes,
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
     num_local_experts: int,
@@ -135,13 +135,13 @@ def steer_torch(
     starts: Sequence[int],
     node: int,
     local_rank: int,
-    near_records: Sequence[torch.Tensor],
-    far_records: torch.Tensor,
+    local_records: Sequence[torch.Tensor],
+    remote_records: torch.Tensor,
 ) -> None:
-    """The twin of `steer`, but for the table.
+    """The twin of `route_tokens`, but for the table.
 
     Args:
-        course: Which way the tokens go.
+        token_routes: Which way the tokens go.
         topk_idx: [T, K] or None.
         topk_weights: [T, K] float32 or None.
         num_local_experts: L.
@@ -149,37 +149,44 @@ def steer_torch(
         starts: This rank's first row at every rank.
         node: Of this rank.
         local_rank: Of this rank.
-        near_records: By rank of the node, [rows offered, words] int32, written.
-        far_records: [rows of the outbox, words] int32, written.
+        local_records: By rank of the node, [rows offered, words] int32, written.
+        remote_records: [rows of the outbox, words] int32, written.
     """
-    (num_tokens, num_nodes), num_near = course.node_slots.shape, course.passed_on.size(1)
-    lines, slots = plan.tolist(), course.slots.fill_(-1)
+    (num_tokens, num_nodes), ranks_per_node = token_routes.node_slots.shape, token_routes.forwarded.size(1)
+    lines, slots = plan.tolist(), token_routes.slots.fill_(-1)
     for token, other in ((token, other) for token in range(num_tokens) for other in range(num_nodes)):
-        place, ranks = int(course.node_slots[token, other]), range(other * num_near, (other + 1) * num_near)
-        if place < 0:
+        node_slot, ranks = (
+            int(token_routes.node_slots[token, other]),
+            range(other * ranks_per_node, (other + 1) * ranks_per_node),
+        )
+        if node_slot < 0:
             continue
-        own = lines[node][PLAN_IN_START] + place if other == node else -1
-        if course.numbers is None:
-            rows = course.passed_on[own].tolist() if 0 <= own < course.passed_on.size(0) else [-1] * num_near
+        own = lines[node][PLAN_IN_START] + node_slot if other == node else -1
+        if token_routes.numbers is None:
+            rows = (
+                token_routes.forwarded[own].tolist()
+                if 0 <= own < token_routes.forwarded.size(0)
+                else [-1] * ranks_per_node
+            )
         else:
-            rows = [int(course.numbers[token, rank]) for rank in ranks]
+            rows = [int(token_routes.numbers[token, rank]) for rank in ranks]
         if other == node:
             slots[token, ranks.start : ranks.stop] = torch.tensor(rows)
         else:
-            slots[token, other * num_near + local_rank] = place
-        if course.numbers is None:
+            slots[token, other * ranks_per_node + local_rank] = node_slot
+        if token_routes.numbers is None:
             continue
         rows = [row + starts[rank] if row >= 0 else -1 for row, rank in zip(rows, ranks, strict=True)]
         ids = [int(one) for one in topk_idx[token]] if topk_idx is not None else []
-        ids = [one if 0 <= one < num_local_experts * num_nodes * num_near else -1 for one in ids]
+        ids = [one if 0 <= one < num_local_experts * num_nodes * ranks_per_node else -1 for one in ids]
         weights = topk_weights[token].view(torch.int32).tolist() if topk_weights is not None else []
         if other != node:
             record = [token, *rows, *ids, *weights]
-            far_records[lines[other][PLAN_OUT_START] + place, : len(record)] = torch.tensor(record)
+            remote_records[lines[other][PLAN_OUT_START] + node_slot, : len(record)] = torch.tensor(record)
             continue
-        if own < course.passed_on.size(0):
-            course.passed_on[own] = torch.tensor(rows)
-        for rank, row, records in zip(ranks, rows, near_records, strict=True):
+        if own < token_routes.forwarded.size(0):
+            token_routes.forwarded[own] = torch.tensor(rows)
+        for rank, row, records in zip(ranks, rows, local_records, strict=True):
             if 0 <= row < records.size(0):
                 local = [one - rank * num_local_experts for one in ids]
                 kept = [0 <= one < num_local_experts for one in local]
@@ -189,10 +196,10 @@ def steer_torch(
 
 
 @jit
-def _steer_kernel(
+def _route_tokens_kernel(
     node_slots,
     numbers,
-    passed_on,
+    forwarded,
     slots,
     topk_idx,
     topk_weights,
@@ -205,12 +212,12 @@ def _steer_kernel(
     offset_1: tl.int64,
     offset_2: tl.int64,
     num_tokens: tl.int32,
-    num_passed_on: tl.int32,
+    num_forwarded: tl.int32,
     num_topk: tl.int32,
     num_local: tl.int32,
     num_ranks: tl.int32,
     rank: tl.int32,
-    num_near: tl.int32,
+    ranks_per_node: tl.int32,
     num_nodes: tl.int32,
     num_record_words: tl.int32,
     num_relay_words: tl.int32,
@@ -226,70 +233,74 @@ def _steer_kernel(
     if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
         ranks = tl.arange(0, LANES)
         is_rank = ranks < num_ranks
-        node = rank // num_near
-        nodes = ranks // num_near
-        peers = ranks % num_near
-        is_near = is_rank & (nodes == node)
-        is_far = is_rank & (nodes != node)
-        is_rail = is_far & (peers == rank % num_near)
+        node = rank // ranks_per_node
+        nodes = ranks // ranks_per_node
+        peers = ranks % ranks_per_node
+        is_local_rank = is_rank & (nodes == node)
+        is_remote = is_rank & (nodes != node)
+        is_rail = is_remote & (peers == rank % ranks_per_node)
         line = plan + nodes * _PLAN_WORDS
-        out_starts = tl.load(line + _OUT_START, mask=is_far, other=0)
+        out_starts = tl.load(line + _OUT_START, mask=is_remote, other=0)
         starts = tl.load(table + _STARTS * num_ranks + ranks, mask=is_rank, other=0)
-        rooms = tl.load(table + _ROOMS * num_ranks + ranks, mask=is_rank, other=0)
+        capacities = tl.load(table + _CAPACITIES * num_ranks + ranks, mask=is_rank, other=0)
         if tl.program_id(0) == 0:
             counts = tl.load(line + _NUM_OUT, mask=is_rail, other=0)
             for section in tl.static_range(3):
                 offset = offset_0 if section == 0 else (offset_1 if section == 1 else offset_2)
                 base = tl.load(table + section * num_ranks + ranks, mask=is_rank, other=0)
                 tl.store(aimed + section * num_ranks + ranks, tl.where(is_rail, outbox + offset, base), mask=is_rank)
-            tl.store(aimed + _ROOMS * num_ranks + ranks, tl.where(is_rail, out_starts + counts, rooms), mask=is_rank)
+            tl.store(
+                aimed + _CAPACITIES * num_ranks + ranks,
+                tl.where(is_rail, out_starts + counts, capacities),
+                mask=is_rank,
+            )
             tl.store(aimed + _STARTS * num_ranks + ranks, tl.where(is_rail, out_starts, starts), mask=is_rank)
         in_start = tl.load(plan + node * _PLAN_WORDS + _IN_START)
-        record_bases = tl.load(table + _RECORDS * num_ranks + ranks, mask=is_near, other=0)
+        record_bases = tl.load(table + _RECORDS * num_ranks + ranks, mask=is_local_rank, other=0)
         for first in range(tl.program_id(0) * TILE, num_tokens, tl.num_programs(0) * TILE):
             tokens = first + tl.arange(0, TILE)
             is_token = (tokens < num_tokens)[:, None]
             cells = tokens.to(tl.int64)[:, None] * num_ranks + ranks[None, :]
-            places = tokens.to(tl.int64)[:, None] * num_nodes + nodes[None, :]
-            place = tl.load(node_slots + places, mask=is_token & is_rank[None, :], other=-1)
-            own = place + in_start  # of a near rank: the token among those that this rank passes on
-            is_own = is_near[None, :] & (place >= 0) & (own < num_passed_on)
-            own_cells = passed_on + own * num_near + peers[None, :]
+            node_cells = tokens.to(tl.int64)[:, None] * num_nodes + nodes[None, :]
+            node_slot = tl.load(node_slots + node_cells, mask=is_token & is_rank[None, :], other=-1)
+            own = node_slot + in_start  # of a local rank: the token among those that this rank forwards
+            is_own = is_local_rank[None, :] & (node_slot >= 0) & (own < num_forwarded)
+            own_cells = forwarded + own * ranks_per_node + peers[None, :]
             if HAS_RECORDS:
                 number = tl.load(numbers + cells, mask=is_token & is_rank[None, :], other=-1)
                 row = tl.where(number >= 0, number + starts[None, :], -1)
                 tl.store(own_cells, row.to(tl.int32), mask=is_own)
-                near_slot = number
-                goes = is_near[None, :] & (row >= 0) & (row < rooms[None, :])
-                near_record = record_bases[None, :] + row * num_record_words * 4
-                far_record = outbox + offset_2 + (out_starts[None, :] + place) * num_relay_words * 4
-                crosses = is_far[None, :] & (place >= 0)
+                local_slot = number
+                goes = is_local_rank[None, :] & (row >= 0) & (row < capacities[None, :])
+                local_record = record_bases[None, :] + row * num_record_words * 4
+                remote_record = outbox + offset_2 + (out_starts[None, :] + node_slot) * num_relay_words * 4
+                crosses = is_remote[None, :] & (node_slot >= 0)
                 _write_records(
-                    near_record, far_record, goes, crosses, tokens, row, peers, ranks, topk_idx, topk_weights,
-                    num_tokens, num_topk, num_local, num_ranks, num_near,
+                    local_record, remote_record, goes, crosses, tokens, row, peers, ranks, topk_idx, topk_weights,
+                    num_tokens, num_topk, num_local, num_ranks, ranks_per_node,
                 )  # fmt: skip
             else:
-                near_slot = tl.load(own_cells, mask=is_own, other=-1)
-            slot = tl.where(is_near[None, :], near_slot, tl.where(is_rail[None, :], place, -1))
+                local_slot = tl.load(own_cells, mask=is_own, other=-1)
+            slot = tl.where(is_local_rank[None, :], local_slot, tl.where(is_rail[None, :], node_slot, -1))
             tl.store(slots + cells, slot, mask=is_token & is_rank[None, :])
 
 
 @triton.jit
 def _write_records(
-    near_record, far_record, goes, crosses, tokens, row, peers, ranks, topk_idx, topk_weights,
-    num_tokens, num_topk, num_local, num_ranks, num_near,
+    local_record, remote_record, goes, crosses, tokens, row, peers, ranks, topk_idx, topk_weights,
+    num_tokens, num_topk, num_local, num_ranks, ranks_per_node,
 ):  # fmt: skip
     """Write the records of a tile: at the ranks of the node that tokens go to, and in the outbox, by node.
 
-    A far rank's lane writes its token's row there; the first one of a node, what all of them share.
+    A remote rank's lane writes its token's row there; the first one of a node, what all of them share.
     """
-    near = near_record.to(tl.pointer_type(tl.int32))
-    far = far_record.to(tl.pointer_type(tl.int32))
+    local_words = local_record.to(tl.pointer_type(tl.int32))
+    remote_words = remote_record.to(tl.pointer_type(tl.int32))
     leads = crosses & (peers == 0)[None, :]
     lines = tokens[:, None] + tl.zeros_like(row).to(tl.int32)
-    tl.store(near, lines, mask=goes)
-    tl.store(far, lines, mask=leads)
-    tl.store(far + 1 + peers[None, :], row.to(tl.int32), mask=crosses)
+    tl.store(local_words, lines, mask=goes)
+    tl.store(remote_words, lines, mask=leads)
+    tl.store(remote_words + 1 + peers[None, :], row.to(tl.int32), mask=crosses)
     for k in range(num_topk):
         cells = tokens.to(tl.int64) * num_topk + k
         ids = tl.load(topk_idx + cells, mask=tokens < num_tokens, other=-1)
@@ -297,8 +308,8 @@ def _write_records(
         weights = tl.load(topk_weights + cells, mask=tokens < num_tokens, other=0).to(tl.int32, bitcast=True)
         local = tl.where(ids[:, None] >= 0, ids[:, None] - ranks[None, :] * num_local, -1)
         is_local = (local >= 0) & (local < num_local)
-        tl.store(near + 1 + k, tl.where(is_local, local, -1), mask=goes)
-        tl.store(near + 1 + num_topk + k, tl.where(is_local, weights[:, None], 0), mask=goes)
-        shared = far + 1 + num_near + k
+        tl.store(local_words + 1 + k, tl.where(is_local, local, -1), mask=goes)
+        tl.store(local_words + 1 + num_topk + k, tl.where(is_local, weights[:, None], 0), mask=goes)
+        shared = remote_words + 1 + ranks_per_node + k
         tl.store(shared, ids[:, None] + tl.zeros_like(local), mask=leads)
         tl.store(shared + num_topk, weights[:, None] + tl.zeros_like(local), mask=leads)

@@ -1,4 +1,6 @@
-"""Couriers over pairs of sockets: words are written by hand, and carried to where the far rank's kernels would look."""
+"""Proxies over pairs of sockets: words are written by hand, and carried to where the remote rank's kernels would
+look.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,18 @@ import pytest
 import torch
 
 from deep_ep.topology import Topology
-from deep_ep.transport.courier import MessageCourier
-from deep_ep.transport.far import BELL_LEFT, BELL_SECTIONS, DOORBELL_WORDS, GONE, LINE_WORDS, MOST_CHUNKS, FarLayout
-from deep_ep.transport.far_memory import FarWords
-from deep_ep.transport.links import BELL, HEADER, RECORD, ROWS, SENT, Frame, Link, Pieces, Pool
+from deep_ep.transport.links import DOORBELL, HEADER, RECORD, ROWS, SENT, Frame, Link, Pieces, Pool
+from deep_ep.transport.proxy import MessageProxy
+from deep_ep.transport.remote import (
+    DOORBELL_LEFT,
+    DOORBELL_SECTIONS,
+    DOORBELL_WORDS,
+    GONE,
+    LINE_WORDS,
+    MOST_CHUNKS,
+    RemoteLayout,
+)
+from deep_ep.transport.remote_memory import RemoteWords
 
 pytestmark = pytest.mark.cpu_only
 
@@ -50,23 +60,23 @@ class DeafLink(Link):
 
 
 class Rank:
-    """A rank whose kernels are this test: far memory, and a courier once `start` is called."""
+    """A rank whose kernels are this test: remote memory, and a proxy once `start` is called."""
 
     def __init__(self, rank: int, num_ranks: int, ranks_per_node: int = 1):
         self.topology = Topology(rank, num_ranks, ranks_per_node)
-        self.layout = FarLayout(num_ranks, self.topology.num_nodes, HEADER_WORDS)
+        self.layout = RemoteLayout(num_ranks, self.topology.num_nodes, HEADER_WORDS)
         self.words = torch.zeros(self.layout.num_words, dtype=torch.int64)
         self.pieces: list[torch.Tensor] = []
         self.links: dict[int, DeafLink] = {}
-        self._courier: MessageCourier | None = None
+        self._courier: MessageProxy | None = None
 
     @property
-    def courier(self) -> MessageCourier:
+    def proxy(self) -> MessageProxy:
         assert self._courier is not None
         return self._courier
 
     def start(self) -> None:
-        self._courier = MessageCourier(self.links, self.topology, self.layout, self.words)
+        self._courier = MessageProxy(self.links, self.topology, self.layout, self.words)
         for piece in self.pieces:
             self._courier.add_rows(piece)
 
@@ -77,7 +87,7 @@ class Rank:
             link.close()
 
     def add_piece(self, num_bytes: int = ROWS_BYTES) -> torch.Tensor:
-        """A piece of bytes that differ by rank and piece, in the outbox, and nothing in the landing."""
+        """A piece of bytes that differ by rank and piece, in the outbox, and nothing in the receive buffer."""
         generator = torch.Generator().manual_seed(100 * self.topology.rank + len(self.pieces))
         piece = torch.zeros(2 * num_bytes, dtype=torch.uint8)
         piece[:num_bytes] = torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=generator)
@@ -88,48 +98,48 @@ class Rank:
 
     # What kernels write.
 
-    def post(self, far: int, epoch: int, first_word: int = 0) -> list[int]:
-        """Write the header of a call for a far rank, from a word on. Returns it."""
-        start = self.layout.mirror(far) + self.layout.header(epoch, self.topology.rank)
-        base = 1_000_000 * self.topology.rank + 10_000 * far + 100 * epoch
+    def post(self, remote: int, epoch: int, first_word: int = 0) -> list[int]:
+        """Write the header of a call for a remote rank, from a word on. Returns it."""
+        start = self.layout.shadow_board(remote) + self.layout.header(epoch, self.topology.rank)
+        base = 1_000_000 * self.topology.rank + 10_000 * remote + 100 * epoch
         for word in range(first_word, HEADER_WORDS):
             self.words[start + word] = base + word
         return self.words[start : start + HEADER_WORDS].tolist()
 
-    def step(self, far: int, epoch: int, step: int) -> None:
-        self.words[self.layout.mirror(far) + self.layout.progress(self.topology.rank)] = epoch << 24 | step
+    def step(self, remote: int, epoch: int, step: int) -> None:
+        self.words[self.layout.shadow_board(remote) + self.layout.progress(self.topology.rank)] = epoch << 24 | step
 
-    def fail(self, far: int, record: list[int]) -> None:
-        line = self.layout.mirror(far) + self.layout.failure(self.topology.rank)
+    def fail(self, remote: int, record: list[int]) -> None:
+        line = self.layout.shadow_board(remote) + self.layout.failure(self.topology.rank)
         self.words[line + 1 : line + LINE_WORDS] = torch.tensor(record)
         self.words[line] = 1
 
     def ring(self, node: int, chunk: int, epoch: int, sections: list[tuple[int, int, int]], piece: int = 0) -> None:
         doorbell = self.layout.doorbell(node, chunk)
         numbers = [number for section in sections for number in section]
-        self.words[doorbell + 1 : doorbell + BELL_LEFT] = 0
+        self.words[doorbell + 1 : doorbell + DOORBELL_LEFT] = 0
         self.words[doorbell + 1] = piece
-        self.words[doorbell + BELL_SECTIONS : doorbell + BELL_SECTIONS + len(numbers)] = torch.tensor(numbers)
+        self.words[doorbell + DOORBELL_SECTIONS : doorbell + DOORBELL_SECTIONS + len(numbers)] = torch.tensor(numbers)
         self.words[doorbell] = epoch
 
     # What kernels see.
 
-    def progress(self, far: int) -> int:
-        return int(self.words[self.layout.progress(far)])
+    def progress(self, remote: int) -> int:
+        return int(self.words[self.layout.progress(remote)])
 
-    def header(self, far: int, epoch: int) -> list[int]:
-        start = self.layout.header(epoch, far)
+    def header(self, remote: int, epoch: int) -> list[int]:
+        start = self.layout.header(epoch, remote)
         return self.words[start : start + HEADER_WORDS].tolist()
 
-    def failure(self, far: int) -> list[int]:
-        line = self.layout.failure(far)
+    def failure(self, remote: int) -> list[int]:
+        line = self.layout.failure(remote)
         return self.words[line : line + LINE_WORDS].tolist()
 
-    def landed(self, node: int, chunk: int) -> int:
-        return int(self.words[self.layout.landed_word(node, chunk)])
+    def arrived(self, node: int, chunk: int) -> int:
+        return int(self.words[self.layout.arrival_word(node, chunk)])
 
     def left(self, node: int, chunk: int) -> int:
-        return int(self.words[self.layout.doorbell(node, chunk) + BELL_LEFT])
+        return int(self.words[self.layout.doorbell(node, chunk) + DOORBELL_LEFT])
 
 
 def joined(num_ranks: int, ranks_per_node: int = 1) -> list[Rank]:
@@ -145,24 +155,24 @@ def joined(num_ranks: int, ranks_per_node: int = 1) -> list[Rank]:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Rank, Rank]]:
-    """Two ranks, whose couriers are not yet started."""
+    """Two ranks, whose proxies are not yet started."""
     one, other = joined(2)
     yield one, other
     one.close()
     other.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("deep_ep-courier")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("deep_ep-proxy")]
 
 
 @pytest.fixture
 def slow_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written behind its word is seen to be missing."""
-    write = FarWords.write
+    write = RemoteWords.write
 
-    def write_late(words: FarWords, index: int, data: Any) -> None:
+    def write_late(words: RemoteWords, index: int, data: Any) -> None:
         time.sleep(0.02)
         write(words, index, data)
 
-    monkeypatch.setattr(FarWords, "write", write_late)
+    monkeypatch.setattr(RemoteWords, "write", write_late)
 
 
 def gone(rank: int, origin: int) -> list[int]:
@@ -179,10 +189,10 @@ def test_a_header_is_there_when_its_progress_is(pair: tuple[Rank, Rank]) -> None
     other.start()
     before: dict[int, list[int]] = {}
     for epoch in range(1, 6):
-        for rank, far in ((one, 1), (other, 0)):
-            header = rank.post(far, epoch)
-            rank.step(far, epoch, ANNOUNCED)
-            seer, me = pair[far], rank.topology.rank
+        for rank, remote in ((one, 1), (other, 0)):
+            header = rank.post(remote, epoch)
+            rank.step(remote, epoch, ANNOUNCED)
+            seer, me = pair[remote], rank.topology.rank
             wait_until(lambda seer=seer, me=me, epoch=epoch: seer.progress(me) > epoch << 24)
             assert seer.header(me, epoch) == header
             assert seer.header(me, epoch - 1) == (before[me] if me in before else [0] * HEADER_WORDS)
@@ -199,7 +209,7 @@ def test_a_second_offer_is_there_when_its_step_is(pair: tuple[Rank, Rank]) -> No
     one.post(1, 1)
     one.step(1, 1, ANNOUNCED)
     wait_until(lambda: other.progress(0) == 1 << 24 | ANNOUNCED)
-    one.words[one.layout.mirror(1) + one.layout.header(1, 0) + 12] = -77
+    one.words[one.layout.shadow_board(1) + one.layout.header(1, 0) + 12] = -77
     one.step(1, 1, OFFERED)
     wait_until(lambda: other.progress(0) == 1 << 24 | OFFERED)
     assert other.header(0, 1)[12] == -77
@@ -211,7 +221,7 @@ def test_a_courier_that_overslept_a_call_tells_both(pair: tuple[Rank, Rank]) -> 
     one.step(1, 2, ANNOUNCED)  # before it looks for the first time
     one.start()
     frames = read_frames(other.links[0], 2)
-    assert [(frame.topic, frame.epoch, frame.place) for frame in frames] == [
+    assert [(frame.topic, frame.epoch, frame.tag) for frame in frames] == [
         (HEADER, 1, (2 << 24) - 1),
         (HEADER, 2, 2 << 24 | ANNOUNCED),
     ]
@@ -224,14 +234,14 @@ def test_a_courier_that_overslept_a_step_tells_the_second_offer_first(pair: tupl
     one.post(1, 1)
     one.step(1, 1, ANNOUNCED)
     (frame,) = read_frames(other.links[0], 1)
-    assert frame.place == 1 << 24 | ANNOUNCED
-    one.words[one.layout.mirror(1) + one.layout.header(1, 0) + 12] = -77
+    assert frame.tag == 1 << 24 | ANNOUNCED
+    one.words[one.layout.shadow_board(1) + one.layout.header(1, 0) + 12] = -77
     one.post(1, 2)
     one.step(1, 2, ANNOUNCED)  # and (1, OFFERED) was never seen
     late, frame = read_frames(other.links[0], 2)
-    assert (late.epoch, late.place) == (1, (2 << 24) - 1)
+    assert (late.epoch, late.tag) == (1, (2 << 24) - 1)
     assert struct.unpack(f"<{HEADER_WORDS}q", late.page.view())[12] == -77
-    assert (frame.epoch, frame.place) == (2, 2 << 24 | ANNOUNCED)
+    assert (frame.epoch, frame.tag) == (2, 2 << 24 | ANNOUNCED)
     one.post(1, 3)
     one.step(1, 3, ANNOUNCED)  # nothing was missed: nothing is said twice
     (frame,) = read_frames(other.links[0], 1)
@@ -249,7 +259,7 @@ def test_a_call_that_cannot_follow_ends_it_for_all(pair: tuple[Rank, Rank], step
     wait_until(lambda: one.failure(1)[0] == other.failure(0)[0] == 1)
     assert one.failure(1) == gone(1, 0)
     assert other.failure(0) == gone(0, 1)
-    assert f"seen {steps[-1]}" in (one.courier.failure or "")
+    assert f"seen {steps[-1]}" in (one.proxy.failure or "")
 
 
 def read_frames(link: Link, num_frames: int) -> list[Frame]:
@@ -268,19 +278,19 @@ def test_sections_lie_where_they_should_when_a_chunk_has_landed(pair: tuple[Rank
     outbox = came[:ROWS_BYTES].clone()
     sections = [(0, ROWS_BYTES + 512, 20_000), (20_480, ROWS_BYTES + 30_000, 77), (30_000, ROWS_BYTES + 40_000, 1)]
     one.ring(1, 2, 5, sections)
-    wait_until(lambda: other.landed(0, 2) == 5)
+    wait_until(lambda: other.arrived(0, 2) == 5)
     expected = torch.zeros_like(came)
     expected[:ROWS_BYTES] = outbox
     for source, target, size in sections:
         expected[target : target + size] = sent[source : source + size]
     assert torch.equal(came, expected)
     wait_until(lambda: one.left(1, 2) == 5)
-    assert [other.landed(0, chunk) for chunk in range(MOST_CHUNKS)] == [0, 0, 5, 0]
+    assert [other.arrived(0, chunk) for chunk in range(MOST_CHUNKS)] == [0, 0, 5, 0]
     assert [one.left(1, chunk) for chunk in range(MOST_CHUNKS)] == [0, 0, 5, 0]
-    assert one.courier.numbers()["rows_bytes_sent"] == 20_078
-    assert other.courier.numbers()["messages_received"] == one.courier.numbers()["messages_sent"] == 4
+    assert one.proxy.stats()["rows_bytes_sent"] == 20_078
+    assert other.proxy.stats()["messages_received"] == one.proxy.stats()["messages_sent"] == 4
     head_bytes, bell_bytes = 32, 56
-    assert other.courier.numbers()["bytes_received"] == 4 * head_bytes + bell_bytes + 20_078
+    assert other.proxy.stats()["bytes_received"] == 4 * head_bytes + bell_bytes + 20_078
 
 
 def test_large_chunks_of_both_ranks_pass_each_other_in_any_order(pair: tuple[Rank, Rank]) -> None:
@@ -293,7 +303,7 @@ def test_large_chunks_of_both_ranks_pass_each_other_in_any_order(pair: tuple[Ran
             rank.pieces[0].copy_(rank.pieces[0].flip(0))  # what has left may be overwritten
             rank.pieces[0][4 * LARGE_BYTES :] = 0
             rank.pieces[0][: 4 * LARGE_BYTES] += 1
-    assert all(rank.courier.failure is None for rank in pair)
+    assert all(rank.proxy.failure is None for rank in pair)
 
 
 def pass_each_other(pair: tuple[Rank, Rank], order: tuple[int, ...], epoch: int) -> None:
@@ -301,11 +311,11 @@ def pass_each_other(pair: tuple[Rank, Rank], order: tuple[int, ...], epoch: int)
         start = chunk * LARGE_BYTES
         for rank in pair:
             rank.ring(1 - rank.topology.node, chunk, epoch, [(start, 4 * LARGE_BYTES + start, LARGE_BYTES)])
-    for chunk, (rank, far) in itertools.product(order, (pair, pair[::-1])):
-        wait_until(lambda rank=rank, far=far, chunk=chunk: rank.landed(far.topology.node, chunk) == epoch)
+    for chunk, (rank, remote) in itertools.product(order, (pair, pair[::-1])):
+        wait_until(lambda rank=rank, remote=remote, chunk=chunk: rank.arrived(remote.topology.node, chunk) == epoch)
         start = chunk * LARGE_BYTES
         came = rank.pieces[0][4 * LARGE_BYTES + start :][:LARGE_BYTES]
-        assert torch.equal(came, far.pieces[0][start : start + LARGE_BYTES])
+        assert torch.equal(came, remote.pieces[0][start : start + LARGE_BYTES])
     for rank in pair:
         wait_until(lambda rank=rank: all(rank.left(1 - rank.topology.node, chunk) == epoch for chunk in order))
 
@@ -319,7 +329,7 @@ def test_pieces_are_numbered_as_they_are_added(pair: tuple[Rank, Rank]) -> None:
         rank.add_piece()
     for piece, chunk in ((2, 0), (0, 1), (1, 2)):
         one.ring(1, chunk, 1, [(100 * piece, ROWS_BYTES, 50)], piece)
-        wait_until(lambda chunk=chunk: other.landed(0, chunk) == 1)
+        wait_until(lambda chunk=chunk: other.arrived(0, chunk) == 1)
         assert torch.equal(
             other.pieces[piece][ROWS_BYTES : ROWS_BYTES + 50], one.pieces[piece][100 * piece : 100 * piece + 50]
         )
@@ -332,9 +342,9 @@ def test_a_doorbell_without_bytes_lands_and_leaves(pair: tuple[Rank, Rank]) -> N
     for epoch in (1, 2):
         for chunk in range(MOST_CHUNKS):
             one.ring(1, chunk, epoch, [])
-        wait_until(lambda epoch=epoch: all(other.landed(0, chunk) == epoch for chunk in range(MOST_CHUNKS)))
+        wait_until(lambda epoch=epoch: all(other.arrived(0, chunk) == epoch for chunk in range(MOST_CHUNKS)))
         wait_until(lambda epoch=epoch: all(one.left(1, chunk) == epoch for chunk in range(MOST_CHUNKS)))
-    assert one.courier.numbers()["rows_bytes_sent"] == 0
+    assert one.proxy.stats()["rows_bytes_sent"] == 0
 
 
 def test_rows_have_left_only_when_the_system_has_all_of_them(pair: tuple[Rank, Rank]) -> None:
@@ -346,7 +356,7 @@ def test_rows_have_left_only_when_the_system_has_all_of_them(pair: tuple[Rank, R
     other.start()
     one.ring(1, 0, 1, [(0, LARGE_BYTES, LARGE_BYTES)])
     one.ring(1, 1, 1, [])
-    wait_until(lambda: one.courier.numbers()["bytes_sent"] > 0)
+    wait_until(lambda: one.proxy.stats()["bytes_sent"] > 0)
     time.sleep(0.05)
     assert (one.left(1, 0), one.left(1, 1)) == (0, 0)
     other.links[0].is_deaf = False
@@ -354,7 +364,7 @@ def test_rows_have_left_only_when_the_system_has_all_of_them(pair: tuple[Rank, R
     assert one.left(1, 0) == 1
     expected = sent[:LARGE_BYTES].clone()
     sent.zero_()
-    wait_until(lambda: other.landed(0, 0) == 1)
+    wait_until(lambda: other.arrived(0, 0) == 1)
     assert torch.equal(other.pieces[0][LARGE_BYTES:], expected)
 
 
@@ -364,26 +374,28 @@ def test_three_nodes_of_two_ranks() -> None:
         rank.add_piece()
         rank.start()
     for rank in ranks:
-        for far in rank.links:
-            rank.post(far, 1)
-            rank.step(far, 1, ANNOUNCED)
-        for node in {far // 2 for far in rank.links}:
-            place = ROWS_BYTES + 1000 * rank.topology.node
-            rank.ring(node, 3, 1, [(10 * node, place, 10), (100, place + 10, 5)])
+        for remote in rank.links:
+            rank.post(remote, 1)
+            rank.step(remote, 1, ANNOUNCED)
+        for node in {remote // 2 for remote in rank.links}:
+            tag = ROWS_BYTES + 1000 * rank.topology.node
+            rank.ring(node, 3, 1, [(10 * node, tag, 10), (100, tag + 10, 5)])
     for rank in ranks:
         me = rank.topology.rank
-        for far in rank.links:
-            wait_until(lambda rank=rank, far=far: rank.progress(far) == 1 << 24 | ANNOUNCED)
-            assert rank.header(far, 1) == [1_000_000 * far + 10_000 * me + 100 + word for word in range(HEADER_WORDS)]
-        for node in {far // 2 for far in rank.links}:
-            wait_until(lambda rank=rank, node=node: rank.landed(node, 3) == 1)
+        for remote in rank.links:
+            wait_until(lambda rank=rank, remote=remote: rank.progress(remote) == 1 << 24 | ANNOUNCED)
+            assert rank.header(remote, 1) == [
+                1_000_000 * remote + 10_000 * me + 100 + word for word in range(HEADER_WORDS)
+            ]
+        for node in {remote // 2 for remote in rank.links}:
+            wait_until(lambda rank=rank, node=node: rank.arrived(node, 3) == 1)
             sent = ranks[2 * node + rank.topology.local_rank].pieces[0]
             first = 10 * rank.topology.node
             came = rank.pieces[0][ROWS_BYTES + 1000 * node :][:15]
             assert torch.equal(came, torch.cat([sent[first : first + 10], sent[100:105]]))
     for rank in ranks:
         rank.close()
-    assert all(sum(rank.failure(far)) == 0 for rank in ranks for far in range(6))
+    assert all(sum(rank.failure(remote)) == 0 for rank in ranks for remote in range(6))
 
 
 # Failures ------------------------------------------------------------------------------------------------------------
@@ -403,9 +415,9 @@ def test_a_failure_is_told_with_its_record_and_stays_the_cause(pair: tuple[Rank,
     assert one.failure(1) == gone(1, 0)
 
 
-def break_off(rank: Rank, far: int) -> None:
+def break_off(rank: Rank, remote: int) -> None:
     """As a network that fails: both ends see the end."""
-    rank.links[far]._socket.shutdown(socket.SHUT_RDWR)
+    rank.links[remote]._socket.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_failure_does_not_wait_for_rows(pair: tuple[Rank, Rank]) -> None:
@@ -425,7 +437,7 @@ def test_a_failure_does_not_wait_for_rows(pair: tuple[Rank, Rank]) -> None:
     other.links[0].is_deaf = False
     wait_until(lambda: other.failure(0)[0] == 1)
     assert other.failure(0) == [1, 1, 1, 0, 2, 0, 0, 0]  # and not that something came that must not
-    assert [other.landed(0, chunk) for chunk in range(MOST_CHUNKS)] == [0] * MOST_CHUNKS
+    assert [other.arrived(0, chunk) for chunk in range(MOST_CHUNKS)] == [0] * MOST_CHUNKS
 
 
 def test_a_link_that_ends_without_a_word_is_a_failure(pair: tuple[Rank, Rank]) -> None:
@@ -433,7 +445,7 @@ def test_a_link_that_ends_without_a_word_is_a_failure(pair: tuple[Rank, Rank]) -
     one.add_piece(LARGE_BYTES)
     one.start()
     one.ring(1, 0, 1, [(0, LARGE_BYTES, LARGE_BYTES)])
-    wait_until(lambda: one.courier.numbers()["bytes_sent"] > 0)
+    wait_until(lambda: one.proxy.stats()["bytes_sent"] > 0)
     other.links[0]._socket.close()
     wait_until(lambda: one.failure(1)[0] == 1)
     assert one.failure(1) == gone(1, 0)
@@ -441,7 +453,7 @@ def test_a_link_that_ends_without_a_word_is_a_failure(pair: tuple[Rank, Rank]) -
     one.ring(1, 1, 2, [(0, LARGE_BYTES, 1)])
     wait_until(lambda: one.left(1, 1) == 2)
     one.step(1, 1, ANNOUNCED)  # to nobody
-    assert one.courier.failure is None
+    assert one.proxy.failure is None
 
 
 def test_a_rank_that_leaves_has_not_failed(pair: tuple[Rank, Rank]) -> None:
@@ -453,26 +465,26 @@ def test_a_rank_that_leaves_has_not_failed(pair: tuple[Rank, Rank]) -> None:
     header = one.post(1, 1)
     one.step(1, 1, ANNOUNCED)
     one.ring(1, 0, 1, [(0, ROWS_BYTES, 10)])
-    one.courier.close()  # perhaps before it has looked
+    one.proxy.close()  # perhaps before it has looked
     wait_until(lambda: other.links[0].ending is not None)
     assert other.links[0].has_left
     assert other.progress(0) == 1 << 24 | ANNOUNCED
     assert other.header(0, 1) == header
-    assert other.landed(0, 0) == 1
+    assert other.arrived(0, 0) == 1
     assert torch.equal(other.pieces[0][ROWS_BYTES : ROWS_BYTES + 10], one.pieces[0][:10])
     other.ring(0, 0, 1, [(0, ROWS_BYTES, 10)])
     wait_until(lambda: other.left(0, 0) == 1)
     assert other.failure(0) == one.failure(1) == [0] * LINE_WORDS
-    one.courier.close()
-    one.courier.close()
+    one.proxy.close()
+    one.proxy.close()
 
 
 def bad_frames() -> dict[str, list[tuple[int, int, int, bytes]]]:
     header, end = bytes(8 * HEADER_WORDS), 2 * ROWS_BYTES
 
-    def bell(piece: int, *sections: tuple[int, int]) -> bytes:
-        places = [number for section in (*sections, *[(0, 0)] * (3 - len(sections))) for number in section]
-        return struct.pack("<7Q", piece, *places)
+    def doorbell(piece: int, *sections: tuple[int, int]) -> bytes:
+        fields = [number for section in (*sections, *[(0, 0)] * (3 - len(sections))) for number in section]
+        return struct.pack("<7Q", piece, *fields)
 
     return {
         "a short header": [(HEADER, 1, 1 << 24, header[8:])],
@@ -482,14 +494,14 @@ def bad_frames() -> dict[str, list[tuple[int, int, int, bytes]]]:
         "a short line": [(RECORD, 0, 0, bytes(8))],
         "a topic of others": [(SENT, 1, 0, b"")],
         "rows that nobody rang for": [(ROWS, 1, 0, bytes(10))],
-        "rows of another length": [(BELL, 1, 0, bell(0, (0, 10))), (ROWS, 1, 0, bytes(11))],
-        "rows of another chunk": [(BELL, 1, 0, bell(0, (0, 10))), (ROWS, 1, 1, bytes(10))],
-        "a header among rows": [(BELL, 1, 0, bell(0, (0, 10))), (HEADER, 1, 1 << 24, header)],
-        "no such piece": [(BELL, 1, 0, bell(1, (0, 10)))],
-        "past the end of a piece": [(BELL, 1, 0, bell(0, (end - 9, 10)))],
-        "the third section past the end": [(BELL, 1, 0, bell(0, (0, 10), (0, 10), (1 << 63, 10)))],
-        "no such chunk": [(BELL, 1, MOST_CHUNKS, bell(0))],
-        "a short bell": [(BELL, 1, 0, bytes(48))],
+        "rows of another length": [(DOORBELL, 1, 0, doorbell(0, (0, 10))), (ROWS, 1, 0, bytes(11))],
+        "rows of another chunk": [(DOORBELL, 1, 0, doorbell(0, (0, 10))), (ROWS, 1, 1, bytes(10))],
+        "a header among rows": [(DOORBELL, 1, 0, doorbell(0, (0, 10))), (HEADER, 1, 1 << 24, header)],
+        "no such piece": [(DOORBELL, 1, 0, doorbell(1, (0, 10)))],
+        "past the end of a piece": [(DOORBELL, 1, 0, doorbell(0, (end - 9, 10)))],
+        "the third section past the end": [(DOORBELL, 1, 0, doorbell(0, (0, 10), (0, 10), (1 << 63, 10)))],
+        "no such chunk": [(DOORBELL, 1, MOST_CHUNKS, doorbell(0))],
+        "a short bell": [(DOORBELL, 1, 0, bytes(48))],
     }
 
 
@@ -498,23 +510,23 @@ def test_a_bad_frame_is_the_failure_of_who_sent_it(pair: tuple[Rank, Rank], kind
     one, other = pair
     other.add_piece()
     other.start()
-    for topic, epoch, place, payload in bad_frames()[kind]:
-        one.links[1].send(topic, epoch, place, Pieces([memoryview(payload)]))
+    for topic, epoch, tag, payload in bad_frames()[kind]:
+        one.links[1].send(topic, epoch, tag, Pieces([memoryview(payload)]))
     wait_until(lambda: other.failure(0)[0] == 1)
     assert other.failure(0) == gone(0, 1)
     assert other.progress(0) == 0
-    assert [other.landed(0, chunk) for chunk in range(MOST_CHUNKS)] == [0] * MOST_CHUNKS
+    assert [other.arrived(0, chunk) for chunk in range(MOST_CHUNKS)] == [0] * MOST_CHUNKS
     wait_until(lambda: one.links[1].fill() or one.links[1].ending is not None)  # it is told, too
     assert not one.links[1].has_left
-    assert other.courier.failure is None  # others are still served
+    assert other.proxy.failure is None  # others are still served
 
 
 def test_rows_of_another_rail_are_refused() -> None:
     ranks = joined(4, 2)
     ranks[2].start()
-    ranks[1].links[2].send(BELL, 1, 0, Pieces([memoryview(bytes(56))]))
+    ranks[1].links[2].send(DOORBELL, 1, 0, Pieces([memoryview(bytes(56))]))
     wait_until(lambda: ranks[2].failure(1)[0] == 1)
-    assert ranks[2].landed(0, 0) == 0
+    assert ranks[2].arrived(0, 0) == 0
     assert ranks[2].failure(0)[0] == 0
     for rank in ranks:
         rank.close()
@@ -528,7 +540,7 @@ def test_a_doorbell_of_bytes_that_are_not_there_ends_it_for_all(pair: tuple[Rank
     one.ring(1, 0, 1, [(2 * ROWS_BYTES - 5, 0, 6)])
     wait_until(lambda: one.failure(1)[0] == other.failure(0)[0] == 1)
     assert one.failure(1) == gone(1, 0)
-    assert "rows must lie in a piece" in (one.courier.failure or "")
+    assert "rows must lie in a piece" in (one.proxy.failure or "")
 
 
 # Leaving -------------------------------------------------------------------------------------------------------------
@@ -542,7 +554,7 @@ def test_closing_delivers_what_is_queued(pair: tuple[Rank, Rank]) -> None:
     one.start()
     other.start()
     one.ring(1, 0, 1, [(0, LARGE_BYTES, LARGE_BYTES)])
-    closing = threading.Thread(target=one.courier.close)
+    closing = threading.Thread(target=one.proxy.close)
     closing.start()
     time.sleep(0.05)
     assert closing.is_alive()
@@ -551,19 +563,19 @@ def test_closing_delivers_what_is_queued(pair: tuple[Rank, Rank]) -> None:
     other.links[0].is_deaf = False
     closing.join()
     wait_until(lambda: other.links[0].ending is not None)
-    assert other.landed(0, 0) == 1
-    assert other.landed(0, 1) == 1
+    assert other.arrived(0, 0) == 1
+    assert other.arrived(0, 1) == 1
     assert torch.equal(other.pieces[0][LARGE_BYTES:], one.pieces[0][:LARGE_BYTES])
     assert other.links[0].has_left
 
 
 def test_who_does_not_read_is_given_up(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deep_ep.transport.courier._FAREWELL_SECS", 0.2)
+    monkeypatch.setattr("deep_ep.transport.proxy._FAREWELL_SECS", 0.2)
     one, other = pair
     one.add_piece(LARGE_BYTES)
     one.start()
     one.ring(1, 0, 1, [(0, LARGE_BYTES, LARGE_BYTES)])
-    one.courier.close()
+    one.proxy.close()
     wait_until(lambda: other.links[0].fill() or other.links[0].ending is not None)
     assert not other.links[0].has_left  # a frame is missing its end
 
@@ -574,7 +586,7 @@ def test_a_forked_child_closes_nothing(pair: tuple[Rank, Rank]) -> None:
     other.start()
     child = os.fork()
     if not child:
-        one.courier.close()
+        one.proxy.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     one.post(1, 1)
@@ -586,28 +598,28 @@ def test_closing_on_its_own_thread_does_not_wait_for_itself(pair: tuple[Rank, Ra
     one, other = pair
     one.start()
     other.start()
-    one.courier._looks.append(lambda: one.courier.close() or 0)  # as a finalizer that runs there
-    one.courier._tells.append(lambda _: None)
-    one.courier._seen.append(0)
-    wait_until(lambda: not one.courier._thread.is_alive())
-    assert one.courier.failure is None
+    one.proxy._looks.append(lambda: one.proxy.close() or 0)  # as a finalizer that runs there
+    one.proxy._tells.append(lambda _: None)
+    one.proxy._seen.append(0)
+    wait_until(lambda: not one.proxy._thread.is_alive())
+    assert one.proxy.failure is None
     wait_until(lambda: other.links[0].has_left)
 
 
 def test_words_and_rows_are_checked_and_held() -> None:
     rank = Rank(0, 2)
     with pytest.raises(ValueError, match="words must be"):
-        MessageCourier({}, rank.topology, rank.layout, rank.words[1:])
+        MessageProxy({}, rank.topology, rank.layout, rank.words[1:])
     rank.start()
     for memory in (torch.zeros(4), torch.zeros(0, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)[::2]):
         with pytest.raises(ValueError, match="rows must be"):
-            rank.courier.add_rows(memory)
+            rank.proxy.add_rows(memory)
     rank.add_piece()
     rank.pieces.clear()
     gc.collect()
-    assert len(rank.courier._rows.view(0, 0, ROWS_BYTES)) == ROWS_BYTES
+    assert len(rank.proxy._rows.view(0, 0, ROWS_BYTES)) == ROWS_BYTES
     rank.close()
 
 
 def test_words_of_a_doorbell_are_apart() -> None:
-    assert BELL_SECTIONS + 3 * 3 <= BELL_LEFT < DOORBELL_WORDS
+    assert DOORBELL_SECTIONS + 3 * 3 <= DOORBELL_LEFT < DOORBELL_WORDS

@@ -60,8 +60,8 @@ def new_frame(mesh: Mesh, said: Sequence[int], num_rows: int, extent: int, sizes
     return Outgoing(page, _cut(page.tensor(), words.size, sizes))
 
 
-class FarPost(NamedTuple):
-    """What a far rank has sent.
+class RemotePost(NamedTuple):
+    """What a remote rank has sent.
 
     Attributes:
         rank: Who.
@@ -80,7 +80,7 @@ class FarPost(NamedTuple):
     page: Page
 
     @classmethod
-    def of(cls, rank: int, page: Page, num_masks: int) -> FarPost:
+    def of(cls, rank: int, page: Page, num_masks: int) -> RemotePost:
         """Read the words of a frame, of which so many are masks.
 
         Raises:
@@ -113,7 +113,7 @@ class FarPost(NamedTuple):
 
 
 def spoiled(rank: int) -> SpoiledError:
-    """The error where a far rank's frame makes no sense."""
+    """The error where a remote rank's frame makes no sense."""
     return SpoiledError(f"low-latency call: the message of rank {rank} makes no sense. This is a bug: report it")
 
 

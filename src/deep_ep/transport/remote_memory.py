@@ -1,4 +1,4 @@
-"""Far memory as a courier reads and writes it: its words, its rows, and where rows that come are laid."""
+"""Remote memory as a proxy reads and writes it: its words, its rows, and where rows that come are laid."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections import deque
 import torch
 
 from ..errors import EPTransportError
-from .far import GONE, HAS_FAILED, FarLayout
 from .links import Page, Pool
+from .remote import GONE, HAS_FAILED, RemoteLayout
 from .words import Word, word_type
 
 _WORD_BYTES = 8
 _RECORD = struct.Struct("<7Q")  # of a failure: code, epoch, operation, subject, seen, expected, origin
 
 
-class FarWords:
-    """The words of a rank's far memory.
+class RemoteWords:
+    """The words of a rank's remote memory.
 
     Args:
         layout: Where they are.
         words: [layout.num_words] int64 in memory of the host.
     """
 
-    def __init__(self, layout: FarLayout, words: torch.Tensor):
+    def __init__(self, layout: RemoteLayout, words: torch.Tensor):
         if words.dtype != torch.int64 or words.device.type != "cpu" or words.shape != (layout.num_words,):
-            raise ValueError(f"courier: words must be [{layout.num_words}] int64 on the CPU, got {words.shape}")
+            raise ValueError(f"proxy: words must be [{layout.num_words}] int64 on the CPU, got {words.shape}")
         self.layout = layout
         self._words = words  # held: everything below is an address
         self._array = (ctypes.c_ubyte * words.nbytes).from_address(words.data_ptr())
@@ -65,8 +65,8 @@ class FarWords:
         self.write_failure(rank, _RECORD.pack(GONE, 0, 0, 1 << min(rank, 62), 0, 0, origin))
 
 
-class FarPieces:
-    """The rows of a rank's far memory. Pieces are added by one thread and used by another."""
+class RemotePieces:
+    """The rows of a rank's remote memory. Pieces are added by one thread and used by another."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[torch.Tensor, memoryview]] = []
@@ -83,7 +83,7 @@ class FarPieces:
             or not memory.is_contiguous()
             or not memory.numel()
         ):
-            raise ValueError(f"courier: rows must be some uint8 on the CPU, got {memory.dtype} {tuple(memory.shape)}")
+            raise ValueError(f"proxy: rows must be some uint8 on the CPU, got {memory.dtype} {tuple(memory.shape)}")
         array = (ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())
         self._pieces.append((memory, memoryview(array).cast("B")))
 
@@ -94,16 +94,16 @@ class FarPieces:
             EPTransportError: There are no such bytes.
         """
         # The numbers may come from another rank: none is negative, since all were read as unsigned.
-        room = self._pieces[piece][1].nbytes if piece < len(self._pieces) else 0
-        if start + num_bytes > room:
+        available = self._pieces[piece][1].nbytes if piece < len(self._pieces) else 0
+        if start + num_bytes > available:
             raise EPTransportError(
-                f"courier: rows must lie in a piece, seen bytes [{start}, {start + num_bytes}) of piece {piece}, "
-                f"which has {room}"
+                f"proxy: rows must lie in a piece, seen bytes [{start}, {start + num_bytes}) of piece {piece}, "
+                f"which has {available}"
             )
         return self._pieces[piece][1][start : start + num_bytes]
 
 
-class Shelf:
+class ReceivePages:
     """Where the payloads of a link are laid: rows that are due straight into their place, all else in pages.
 
     A frame's length is all that is known when its page is taken. So who reads the frame asks `was_due`.
@@ -131,7 +131,7 @@ class Shelf:
         if self._latest is not None:
             return Page(self._latest, num_bytes)
         if num_bytes > self._most_bytes:
-            raise EPTransportError(f"courier: at most {self._most_bytes} bytes can follow, or rows that are due")
+            raise EPTransportError(f"proxy: at most {self._most_bytes} bytes can follow, or rows that are due")
         return self._pool.take(num_bytes)
 
     def was_due(self, page: Page) -> bool:

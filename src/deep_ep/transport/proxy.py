@@ -1,8 +1,8 @@
-"""A courier over TCP: a thread that carries far memory between ranks of different nodes.
+"""A proxy over TCP: a thread that carries remote memory between ranks of different nodes.
 
-Kernels write mirrors and ring doorbells in memory of the host; this thread sees it, sends it, and lays what comes where
-the far rank's kernels look. It calls nothing of CUDA, so it works beside graphs, and it knows no calls: only words.
-`far.py` has the words, `far_ranks.py` the frames, `docs/decisions/0013-relays.md` the reasons.
+Kernels write shadow boards and ring doorbells in memory of the host; this thread sees it, sends it, and lays what comes
+where the remote rank's kernels look. It calls nothing of CUDA, so it works beside graphs, and it knows no calls: only
+words. `remote.py` has the words, `remote_ranks.py` the frames, `docs/decisions/0013-relays.md` the reasons.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from ..control import Control
 from ..errors import EPTransportError, account
 from ..topology import Topology
-from .far import BELL_EPOCH, MOST_CHUNKS, FarLayout
-from .far_memory import FarPieces, FarWords
-from .far_ranks import FromFarRank, ToFarRank
 from .links import Link, Pool
 from .message import connect
+from .remote import DOORBELL_EPOCH, MOST_CHUNKS, RemoteLayout
+from .remote_memory import RemotePieces, RemoteWords
+from .remote_ranks import FromRemoteRank, ToRemoteRank
 
 _FAREWELL_SECS = 5.0  # without anything leaving, until what is still queued is given up by who leaves
 _LEAST_PAUSE_SECS, _MOST_PAUSE_SECS = 20e-6, 1e-3
 
 
-class MessageCourier:
-    """Carries far memory over TCP: a thread.
+class MessageProxy:
+    """Carries remote memory over TCP: a thread.
 
     Everything but the list of pieces of rows is the thread's alone, so there is no lock.
 
@@ -46,16 +46,16 @@ class MessageCourier:
 
     failure: str | None = None
 
-    def __init__(self, links: dict[int, Link], topology: Topology, layout: FarLayout, words: torch.Tensor):
+    def __init__(self, links: dict[int, Link], topology: Topology, layout: RemoteLayout, words: torch.Tensor):
         # Beginning behind this rank, so that not all send to the same one first.
         order = sorted(links, key=lambda rank: (rank - topology.rank) % topology.num_ranks)
         self._links = {rank: links[rank] for rank in order}
         self._topology = topology
-        self._words = FarWords(layout, words)
-        self._rows = FarPieces()
+        self._words = RemoteWords(layout, words)
+        self._rows = RemotePieces()
         shared = (topology, self._words, self._rows)
-        self._to = {rank: ToFarRank(rank, link, *shared) for rank, link in self._links.items()}
-        self._from = {rank: FromFarRank(rank, link, *shared) for rank, link in self._links.items()}
+        self._to = {rank: ToRemoteRank(rank, link, *shared) for rank, link in self._links.items()}
+        self._from = {rank: FromRemoteRank(rank, link, *shared) for rank, link in self._links.items()}
         self._looks: list[Callable[[], int]] = []
         self._tells: list[Callable[[int], None]] = []
         self._watch_words(layout)
@@ -68,14 +68,14 @@ class MessageCourier:
         self._is_closing = False
         self._pid = os.getpid()
         # A daemon: a process that ends closes its buffers in an exit function, which comes after other threads' ends.
-        self._thread = threading.Thread(target=self._run, name=f"deep_ep-courier-{topology.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"deep_ep-proxy-{topology.rank}", daemon=True)
         self._thread.start()
 
     def add_rows(self, memory: torch.Tensor) -> None:
         """Have one more piece of rows carried. All ranks add the same ones, before any of them rings for it.
 
         Args:
-            memory: [2 B] uint8 on the CPU. It stays until the courier is closed.
+            memory: [2 B] uint8 on the CPU. It stays until the proxy is closed.
         """
         self._rows.add(memory)
 
@@ -88,7 +88,7 @@ class MessageCourier:
             self._thread.join()
 
     def tell_failure(self, limit_secs: float) -> None:
-        """Wait until far ranks have been told that this rank has failed, so that it may end; but not for long."""
+        """Wait until remote ranks have been told that this rank has failed, so that it may end; but not for long."""
         deadline = time.monotonic() + limit_secs
         while self._thread.is_alive() and time.monotonic() < deadline:
             is_told = not any(to.is_listening for to in self._to.values())
@@ -96,7 +96,7 @@ class MessageCourier:
                 return
             time.sleep(_MOST_PAUSE_SECS)
 
-    def numbers(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """What went over the links so far: messages, bytes with everything that we add to rows, and bytes of rows."""
         return {
             "messages_sent": sum(one.num_sent for one in self._to.values()),
@@ -106,17 +106,17 @@ class MessageCourier:
             "rows_bytes_sent": sum(one.rows_bytes_sent for one in self._to.values()),
         }
 
-    def _watch_words(self, layout: FarLayout) -> None:
+    def _watch_words(self, layout: RemoteLayout) -> None:
         """List the words that are polled, and what to do when one has changed. Failures first: they end all else."""
         me, size = self._topology.rank, self._topology.ranks_per_node
         for rank, to in self._to.items():
-            self._watch(layout.mirror(rank) + layout.failure(me), to.tell_failure)
+            self._watch(layout.shadow_board(rank) + layout.failure(me), to.tell_failure)
         for rank, to in self._to.items():
-            self._watch(layout.mirror(rank) + layout.progress(me), to.tell_progress)
+            self._watch(layout.shadow_board(rank) + layout.progress(me), to.tell_progress)
         for rank in (rank for rank in self._to if rank % size == self._topology.local_rank):
             for chunk in range(MOST_CHUNKS):
                 doorbell = layout.doorbell(rank // size, chunk)
-                self._watch(doorbell + BELL_EPOCH, partial(self._to[rank].tell_rows, chunk, doorbell))
+                self._watch(doorbell + DOORBELL_EPOCH, partial(self._to[rank].tell_rows, chunk, doorbell))
 
     def _watch(self, index: int, tell: Callable[[int], None]) -> None:
         self._looks.append(self._words.word(index).load_acquire)
@@ -222,16 +222,16 @@ class MessageCourier:
                 time.sleep(_LEAST_PAUSE_SECS)
 
 
-def make_courier(control: Control, topology: Topology, layout: FarLayout, words: torch.Tensor) -> MessageCourier:
+def make_proxy(control: Control, topology: Topology, layout: RemoteLayout, words: torch.Tensor) -> MessageProxy:
     """Connect this rank to all ranks of other nodes. All ranks of the group call it together, in a joint step.
 
     Raises:
         EPTransportError: A pair of ranks could not be connected. All ranks raise.
     """
     size = topology.ranks_per_node
-    far = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
-    connections = connect(control, far)
+    remote = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
+    connections = connect(control, remote)
     links = {rank: Link(connection, Pool()) for rank, connection in connections.items()}
-    courier = MessageCourier(links, topology, layout, words)
-    control.undo(courier.close)
-    return courier
+    proxy = MessageProxy(links, topology, layout, words)
+    control.undo(proxy.close)
+    return proxy

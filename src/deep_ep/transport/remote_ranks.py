@@ -1,11 +1,11 @@
-"""A rank of another node, as a courier sees it: what it is told, and what it tells.
+"""A rank of another node, as a proxy sees it: what it is told, and what it tells.
 
-Frames of a courier, beside `BYE`. Each direction of a link is read in the order in which it was written.
+Frames of a proxy, beside `BYE`. Each direction of a link is read in the order in which it was written.
 
-    HEADER   place: progress          payload: the header of that call, then to be followed by the progress
+    HEADER   tag:   progress          payload: the header of that call, then to be followed by the progress
     RECORD                            payload: the line of a failure. What was queued before it may be missing
-    BELL     place: chunk             payload: piece, and for each section its target offset and bytes
-    ROWS     place: chunk             payload: one section that has bytes, behind its BELL, in order
+    DOORBELL tag:   chunk             payload: piece, and for each section its target offset and bytes
+    ROWS     tag:   chunk             payload: one section that has bytes, behind its DOORBELL, in order
 """
 
 from __future__ import annotations
@@ -16,15 +16,24 @@ from dataclasses import dataclass
 
 from ..errors import EPTransportError
 from ..topology import Topology
-from .far import BELL_LEFT, BELL_PIECE, BELL_SECTIONS, HAS_FAILED, LINE_WORDS, MOST_CHUNKS, MOST_SECTIONS, STEP_BITS
-from .far_memory import FarPieces, FarWords, Shelf
-from .links import BELL, HEADER, RECORD, ROWS, Departure, Frame, Link, Page, Pieces
+from .links import DOORBELL, HEADER, RECORD, ROWS, Departure, Frame, Link, Page, Pieces
+from .remote import (
+    DOORBELL_LEFT,
+    DOORBELL_PIECE,
+    DOORBELL_SECTIONS,
+    HAS_FAILED,
+    LINE_WORDS,
+    MOST_CHUNKS,
+    MOST_SECTIONS,
+    STEP_BITS,
+)
+from .remote_memory import ReceivePages, RemotePieces, RemoteWords
 from .words import Word
 
-_MOST_BEHIND = 2  # calls that a courier may find itself behind at a look
-_BELL_WORDS = BELL_SECTIONS + 3 * MOST_SECTIONS - BELL_PIECE
-_BELL_FROM_WORDS = struct.Struct(f"<{_BELL_WORDS}Q")  # piece, then source, target and bytes of each section
-_BELL_IN_FRAME = struct.Struct(f"<{1 + 2 * MOST_SECTIONS}Q")  # piece, then target and bytes of each section
+_MOST_BEHIND = 2  # calls that a proxy may find itself behind at a look
+_NUM_DOORBELL_WORDS = DOORBELL_SECTIONS + 3 * MOST_SECTIONS - DOORBELL_PIECE
+_DOORBELL_FROM_WORDS = struct.Struct(f"<{_NUM_DOORBELL_WORDS}Q")  # piece, then source, target and bytes of each section
+_DOORBELL_IN_FRAME = struct.Struct(f"<{1 + 2 * MOST_SECTIONS}Q")  # piece, then target and bytes of each section
 
 
 @dataclass
@@ -42,11 +51,11 @@ class _Leaving:
     epoch: int
 
 
-class ToFarRank:
-    """What a far rank is told.
+class ToRemoteRank:
+    """What a remote rank is told.
 
     Args:
-        rank: The far rank.
+        rank: The remote rank.
         link: The connection.
         topology: Where this rank stands.
         words: This rank's.
@@ -57,14 +66,14 @@ class ToFarRank:
         rows_bytes_sent: Bytes of rows in them.
     """
 
-    def __init__(self, rank: int, link: Link, topology: Topology, words: FarWords, rows: FarPieces):
+    def __init__(self, rank: int, link: Link, topology: Topology, words: RemoteWords, rows: RemotePieces):
         self.num_sent = self.rows_bytes_sent = 0
         self._rank = rank
         self._me = topology.rank
         self._link = link
         self._words = words
         self._rows = rows
-        self._mirror = words.layout.mirror(rank)
+        self._shadow_board = words.layout.shadow_board(rank)
         self._epoch = 0
         self._header: bytes | None = None
         self._has_failed = False
@@ -100,7 +109,7 @@ class ToFarRank:
         num_behind = epoch - self._epoch
         if not 0 <= num_behind <= _MOST_BEHIND:
             raise EPTransportError(
-                f"courier: rank {self._rank} was told of call {self._epoch}, so the next must be at most "
+                f"proxy: rank {self._rank} was told of call {self._epoch}, so the next must be at most "
                 f"{_MOST_BEHIND} further, seen {epoch} (rank {self._me})"
             )
         if num_behind == _MOST_BEHIND or (num_behind and self._has_changed(epoch - 1)):
@@ -115,7 +124,7 @@ class ToFarRank:
         if self._has_failed:
             self._link.drop_queued()
             self.let_go()  # this rank's kernels pack nothing any more
-        line = self._words.read(self._mirror + self._words.layout.failure(self._me), LINE_WORDS)
+        line = self._words.read(self._shadow_board + self._words.layout.failure(self._me), LINE_WORDS)
         self._send(RECORD, 0, 0, memoryview(word.to_bytes(8, "little") + line[8:]))
 
     def tell_rows(self, chunk: int, doorbell: int, epoch: int) -> None:
@@ -129,16 +138,16 @@ class ToFarRank:
         Raises:
             EPTransportError: The doorbell names bytes that are not there.
         """
-        piece, *numbers = _BELL_FROM_WORDS.unpack(self._words.read(doorbell + BELL_PIECE, _BELL_WORDS))
+        piece, *numbers = _DOORBELL_FROM_WORDS.unpack(self._words.read(doorbell + DOORBELL_PIECE, _NUM_DOORBELL_WORDS))
         sections = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
         payloads = [self._rows.view(piece, source, size) for source, _, size in sections if size]
-        leaving = _Leaving(1 + len(payloads), self._words.word(doorbell + BELL_LEFT), epoch)
+        leaving = _Leaving(1 + len(payloads), self._words.word(doorbell + DOORBELL_LEFT), epoch)
         self._leaving.append(leaving)
         if not self.is_listening:
             self.let_go()
             return
-        places = [number for _, target, size in sections for number in (target, size)]
-        self._send(BELL, epoch, chunk, memoryview(_BELL_IN_FRAME.pack(piece, *places)))
+        fields = [number for _, target, size in sections for number in (target, size)]
+        self._send(DOORBELL, epoch, chunk, memoryview(_DOORBELL_IN_FRAME.pack(piece, *fields)))
         for payload in payloads:
             self._send(ROWS, epoch, chunk, payload)
             self.rows_bytes_sent += payload.nbytes
@@ -151,7 +160,7 @@ class ToFarRank:
 
     def _read_header(self, epoch: int) -> bytes:
         layout = self._words.layout
-        return self._words.read(self._mirror + layout.header(epoch, self._me), layout.header_words)
+        return self._words.read(self._shadow_board + layout.header(epoch, self._me), layout.header_words)
 
     def _has_changed(self, epoch: int) -> bool:
         """Whether the header that was sent last, of this call, is another by now."""
@@ -162,12 +171,12 @@ class ToFarRank:
         self._header = self._read_header(self._epoch)  # a copy: the slot is written again
         self._send(HEADER, self._epoch, progress, memoryview(self._header))
 
-    def _send(self, topic: int, epoch: int, place: int, payload: memoryview) -> None:
+    def _send(self, topic: int, epoch: int, tag: int, payload: memoryview) -> None:
         self.num_sent += 1
-        self._link.send(topic, epoch, place, Pieces([payload]))
+        self._link.send(topic, epoch, tag, Pieces([payload]))
 
     def _on_departure(self, departure: Departure) -> None:
-        if departure.topic not in (BELL, ROWS) or not self._leaving:
+        if departure.topic not in (DOORBELL, ROWS) or not self._leaving:
             return
         leaving = self._leaving[0]
         leaving.num_frames -= 1
@@ -176,11 +185,11 @@ class ToFarRank:
             leaving.left.store_release(leaving.epoch)
 
 
-class FromFarRank:
-    """What a far rank tells: it is laid where this rank's kernels look, and a word behind it.
+class FromRemoteRank:
+    """What a remote rank tells: it is laid where this rank's kernels look, and a word behind it.
 
     Args:
-        rank: The far rank.
+        rank: The remote rank.
         link: The connection.
         topology: Where this rank stands.
         words: This rank's.
@@ -190,7 +199,7 @@ class FromFarRank:
         num_received: Frames so far.
     """
 
-    def __init__(self, rank: int, link: Link, topology: Topology, words: FarWords, rows: FarPieces):
+    def __init__(self, rank: int, link: Link, topology: Topology, words: RemoteWords, rows: RemotePieces):
         self.num_received = 0
         self._rank = rank
         self._link = link
@@ -201,7 +210,7 @@ class FromFarRank:
         self._progress = words.word(words.layout.progress(rank))
         self._coming = (0, 0)  # call and chunk of the rows that are due
         header_bytes = 8 * words.layout.header_words
-        link.landing = self._shelf = Shelf(max(header_bytes, 8 * LINE_WORDS, _BELL_IN_FRAME.size))
+        link.allocator = self._pages = ReceivePages(max(header_bytes, 8 * LINE_WORDS, _DOORBELL_IN_FRAME.size))
 
     def read(self) -> None:
         """Read what is there.
@@ -214,7 +223,7 @@ class FromFarRank:
             frame = self._link.inbox.popleft()
             self.num_received += 1
             self._take(frame)
-            self._shelf.give(frame.page)
+            self._pages.give(frame.page)
 
     def _take(self, frame: Frame) -> None:
         if frame.topic == RECORD:  # in place of whatever was due
@@ -222,42 +231,42 @@ class FromFarRank:
             line = frame.page.view()
             self._words.write_failure(self._rank, line[8:], int.from_bytes(line[:8], "little"))
         elif frame.topic == ROWS:
-            self._require(self._shelf.was_due(frame.page) and (frame.epoch, frame.place) == self._coming, frame)
-            self._land_when_whole()
-        elif frame.topic == BELL:
-            self._require(not self._is_amid_rows(frame.page) and self._is_of_rail and frame.place < MOST_CHUNKS, frame)
+            self._require(self._pages.was_due(frame.page) and (frame.epoch, frame.tag) == self._coming, frame)
+            self._mark_arrived()
+        elif frame.topic == DOORBELL:
+            self._require(not self._is_amid_rows(frame.page) and self._is_of_rail and frame.tag < MOST_CHUNKS, frame)
             self._expect_rows(frame)
         else:
             self._require(not self._is_amid_rows(frame.page) and frame.topic == HEADER, frame)
             self._take_header(frame)
 
     def _is_amid_rows(self, page: Page) -> bool:
-        return bool(self._shelf.due) or self._shelf.was_due(page)
+        return bool(self._pages.due) or self._pages.was_due(page)
 
     def _take_header(self, frame: Frame) -> None:
         layout = self._words.layout
         is_whole = frame.page.num_bytes == 8 * layout.header_words
-        is_next = frame.place > self._progress.load_acquire()
-        self._require(is_whole and is_next and frame.place >> STEP_BITS == frame.epoch, frame)
+        is_next = frame.tag > self._progress.load_acquire()
+        self._require(is_whole and is_next and frame.tag >> STEP_BITS == frame.epoch, frame)
         self._words.write(layout.header(frame.epoch, self._rank), frame.page.view())
-        self._progress.store_release(frame.place)
+        self._progress.store_release(frame.tag)
 
     def _expect_rows(self, frame: Frame) -> None:
-        self._require(frame.page.num_bytes == _BELL_IN_FRAME.size, frame)
-        piece, *places = _BELL_IN_FRAME.unpack(frame.page.view())
-        sections = zip(places[::2], places[1::2], strict=True)
-        self._shelf.due.extend(self._rows.view(piece, target, size) for target, size in sections if size)
-        self._coming = (frame.epoch, frame.place)
-        self._land_when_whole()
+        self._require(frame.page.num_bytes == _DOORBELL_IN_FRAME.size, frame)
+        piece, *fields = _DOORBELL_IN_FRAME.unpack(frame.page.view())
+        sections = zip(fields[::2], fields[1::2], strict=True)
+        self._pages.due.extend(self._rows.view(piece, target, size) for target, size in sections if size)
+        self._coming = (frame.epoch, frame.tag)
+        self._mark_arrived()
 
-    def _land_when_whole(self) -> None:
-        if not self._shelf.due:
+    def _mark_arrived(self) -> None:
+        if not self._pages.due:
             epoch, chunk = self._coming
-            self._words.word(self._words.layout.landed_word(self._node, chunk)).store_release(epoch)
+            self._words.word(self._words.layout.arrival_word(self._node, chunk)).store_release(epoch)
 
     def _require(self, is_right: bool, frame: Frame) -> None:
         if not is_right:
             raise EPTransportError(
-                f"courier: rank {self._rank} must send what can follow, seen topic {frame.topic}, call {frame.epoch}, "
-                f"place {frame.place}, {frame.page.num_bytes} bytes"
+                f"proxy: rank {self._rank} must send what can follow, seen topic {frame.topic}, call {frame.epoch}, "
+                f"tag {frame.tag}, {frame.page.num_bytes} bytes"
             )

@@ -10,15 +10,15 @@ import torch
 from ... import logfmt
 from ...sizing import align
 from ...transport.sparse import GRAIN_BYTES
-from .far import FarPost, Outgoing, new_frame, spoiled
 from .geometry import Geometry
+from .remote import Outgoing, RemotePost, new_frame, spoiled
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
-    from ...transport.mesh import Grounds, Mesh
+    from ...transport.mesh import Mesh, ReceiveArena
 
 
-class FarRows(NamedTuple):
-    """What a far rank's experts have for this rank.
+class RemoteRows(NamedTuple):
+    """What a remote rank's experts have for this rank.
 
     Attributes:
         counts: [L] int64, rows of each of its experts.
@@ -39,11 +39,11 @@ def plain_frame(
     return frame, frame.sections[1].view(-1, pitch)
 
 
-def plain_rows(post: FarPost, geometry: Geometry) -> FarRows:
-    """BF16 rows, where they have landed. Checked."""
+def plain_rows(post: RemotePost, geometry: Geometry) -> RemoteRows:
+    """BF16 rows, where they have arrived. Checked."""
     pitch = _pitch(geometry)
     numbers, rows = post.sections((8 * geometry.num_local_experts, post.num_rows * pitch))
-    return FarRows(_counts(post, numbers), rows.view(-1, pitch))
+    return RemoteRows(_counts(post, numbers), rows.view(-1, pitch))
 
 
 def logfmt_frame(
@@ -56,7 +56,7 @@ def logfmt_frame(
         said: The words of what must agree, and the masks of this rank.
         geometry: The sizes of the call.
         counts: [L] int64, rows of each expert.
-        slots: [n, slot_bytes] uint8, as near ranks get them.
+        slots: [n, slot_bytes] uint8, as local ranks get them.
     """
     units, ranges = _parts(geometry, slots)
     packed = logfmt.pack_units(units, ranges)
@@ -69,19 +69,19 @@ def logfmt_frame(
     return frame
 
 
-def logfmt_rows(post: FarPost, geometry: Geometry, grounds: Grounds) -> FarRows:
-    """LogFMT rows, as near ranks get them, in a new landing. Checked."""
+def logfmt_rows(post: RemotePost, geometry: Geometry, receive_arena: ReceiveArena) -> RemoteRows:
+    """LogFMT rows, as local ranks get them, in a new receive buffer. Checked."""
     ranges_bytes = 4 * geometry.num_groups * post.num_rows
     numbers, beside, packed = post.sections((8 * geometry.num_local_experts, ranges_bytes, post.extent))
     counts = _counts(post, numbers)
-    slots = grounds.take(post.num_rows * geometry.slot_bytes).tensor().view(-1, geometry.slot_bytes)
+    slots = receive_arena.take(post.num_rows * geometry.slot_bytes).tensor().view(-1, geometry.slot_bytes)
     units, ranges = _parts(geometry, slots)
     ranges.copy_(beside.view(torch.bfloat16).view(ranges.shape))
     try:
         logfmt.unpack_units(packed, ranges, units)
     except ValueError:
         raise spoiled(post.rank) from None
-    return FarRows(counts, slots)
+    return RemoteRows(counts, slots)
 
 
 def _pitch(geometry: Geometry) -> int:
@@ -94,7 +94,7 @@ def _parts(geometry: Geometry, slots: torch.Tensor) -> tuple[torch.Tensor, torch
     return slots[:, : 2 * geometry.hidden], slots[:, first:stop].view(torch.bfloat16).unflatten(-1, (-1, 2))
 
 
-def _counts(post: FarPost, numbers: torch.Tensor) -> torch.Tensor:
+def _counts(post: RemotePost, numbers: torch.Tensor) -> torch.Tensor:
     counts = numbers.view(torch.int64)
     post.require((counts >= 0) & (counts <= post.num_rows) & (counts.sum() == post.num_rows))
     return counts

@@ -1,17 +1,18 @@
-"""Far memory: what a GPU rank shares with ranks of other nodes, who cannot address its window.
+"""Remote memory: what a GPU rank shares with ranks of other nodes, who cannot address its window.
 
-Every rank has the same pieces, laid out alike. A *courier* carries bytes out of a piece of one rank to the same piece
-of another, and then stores a word there: a thread over TCP, with the pieces in pinned host memory (`courier.py`), or
+Every rank has the same pieces, laid out alike. A *proxy* carries bytes out of a piece of one rank to the same piece
+of another, and then stores a word there: a thread over TCP, with the pieces in pinned host memory (`proxy.py`), or
 kernels over NVSHMEM, with the pieces in its symmetric memory (`nvshmem.py`). `docs/protocol.md` has the state table.
 
 The *words* are one piece:
 
-    board      [board words]       written for this rank by far ranks, as a near board is by near ones
-    landed     [N, C, 8]           line (n, c), word 0: the last call of which chunk c of node n's rows has landed
-    mirrors    [R, board words]    what this rank says to each far rank, before it is carried to that one's board
-    doorbells  [N, C, 16]          what is to be carried of this rank's rows, see `Doorbell`
+    board          [board words]       written for this rank by remote ranks, as a local board is by local ones
+    arrived        [N, C, 8]           line (n, c), word 0: the last call of which chunk c of node n's rows has arrived
+    shadow_boards  [R, board words]    what this rank says to each remote rank, before it is carried to that one's board
+    doorbells      [N, C, 16]          what is to be carried of this rank's rows, see `Doorbell`
 
-The *rows* are a piece of 2 B bytes: the outbox, from which rows are carried, and at B the landing, where they come.
+The *rows* are a piece of 2 B bytes: the outbox, from which rows are carried, and at B the receive buffer, where they
+come.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ DOORBELL_WORDS = 16
 MOST_SECTIONS = 3  # payload, scales, records
 
 # Words of a doorbell. The epoch comes last, with release. A section without bytes is not carried. Offsets count from
-# the beginning of the piece. The courier stores the epoch into the last word once the rows may be overwritten.
-BELL_EPOCH, BELL_PIECE, BELL_SECTIONS = 0, 1, 2  # then, for each section: source and target offset, bytes
-BELL_LEFT = DOORBELL_WORDS - 1
+# the beginning of the piece. The proxy stores the epoch into the last word once the rows may be overwritten.
+DOORBELL_EPOCH, DOORBELL_PIECE, DOORBELL_SECTIONS = 0, 1, 2  # then, for each section: source and target offset, bytes
+DOORBELL_LEFT = DOORBELL_WORDS - 1
 
 # Kernels know these by the same numbers (`kernels/exchange.py`).
 STEP_BITS = 24  # progress is `epoch << STEP_BITS | step`
@@ -35,8 +36,8 @@ HAS_FAILED = 1  # the word before a record; any other but 0 is a call that the r
 
 
 @dataclass(frozen=True)
-class FarLayout:
-    """Where the words of a rank's far memory are, counted in words of 8 bytes.
+class RemoteLayout:
+    """Where the words of a rank's remote memory are, counted in words of 8 bytes.
 
     Attributes:
         num_ranks: R.
@@ -54,19 +55,19 @@ class FarLayout:
         return 2 * LINE_WORDS * self.num_ranks + 2 * self.num_ranks * self.header_words
 
     @property
-    def landed(self) -> int:
+    def arrived(self) -> int:
         """Where the landed words begin."""
         return self.board_words
 
     @property
-    def mirrors(self) -> int:
-        """Where the mirrors begin."""
-        return self.landed + self.num_nodes * MOST_CHUNKS * LINE_WORDS
+    def shadow_boards(self) -> int:
+        """Where the shadow boards begin."""
+        return self.arrived + self.num_nodes * MOST_CHUNKS * LINE_WORDS
 
     @property
     def doorbells(self) -> int:
         """Where the doorbells begin."""
-        return self.mirrors + self.num_ranks * self.board_words
+        return self.shadow_boards + self.num_ranks * self.board_words
 
     @property
     def num_words(self) -> int:
@@ -85,13 +86,13 @@ class FarLayout:
         """The header of a rank in a call, in a board."""
         return 2 * LINE_WORDS * self.num_ranks + ((epoch & 1) * self.num_ranks + rank) * self.header_words
 
-    def mirror(self, rank: int) -> int:
-        """The mirror of a far rank's board."""
-        return self.mirrors + rank * self.board_words
+    def shadow_board(self, rank: int) -> int:
+        """The shadow of a remote rank's board."""
+        return self.shadow_boards + rank * self.board_words
 
-    def landed_word(self, node: int, chunk: int) -> int:
+    def arrival_word(self, node: int, chunk: int) -> int:
         """The word of a chunk that came from a node."""
-        return self.landed + (node * MOST_CHUNKS + chunk) * LINE_WORDS
+        return self.arrived + (node * MOST_CHUNKS + chunk) * LINE_WORDS
 
     def doorbell(self, node: int, chunk: int) -> int:
         """The doorbell of a chunk that goes to a node."""

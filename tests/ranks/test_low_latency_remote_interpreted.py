@@ -38,7 +38,7 @@ pytestmark = [
 
 
 def over_heaps(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Inside a rank: run its function with buffers whose far ranks are reached by the stand-in."""
+    """Inside a rank: run its function with buffers whose remote ranks are reached by the stand-in."""
     stand_in(has_small_copies=function is not tight)
     return function(rank, num_ranks, *args)
 
@@ -46,7 +46,7 @@ def over_heaps(rank: int, num_ranks: int, function: Callable[..., Any], *args: A
 def run_nodes(
     function: Callable[..., Any], num_ranks: int, ranks_per_node: int, *args: Any, rows: str = "put", **options: Any
 ) -> list:
-    """Run ranks whose words are carried, or with `rows="fetch"` written straight to far boards."""
+    """Run ranks whose words are carried, or with `rows="fetch"` written straight to remote boards."""
     env = nodes_of(ranks_per_node, DEEP_EP_TRANSPORT="interpreted", DEEP_EP_DEVICE="cpu", DEEP_EP_NVSHMEM_ROWS=rows)
     return run_ranks(over_heaps, num_ranks, function, *args, env=env, **options)
 
@@ -84,7 +84,7 @@ def test_short_rows_fit_into_copies() -> None:
 # Masks, silence, disagreement ----------------------------------------------------------------------------------------
 
 
-def test_masks_of_the_caller_and_of_a_silent_far_rank() -> None:
+def test_masks_of_the_caller_and_of_a_silent_remote_rank() -> None:
     told = run_nodes(masks, 3, 1)
     for rank in (0, 2):
         (text,) = told[rank]
@@ -93,7 +93,7 @@ def test_masks_of_the_caller_and_of_a_silent_far_rank() -> None:
     assert told[1] == []
 
 
-def test_a_silent_far_rank_is_named_at_the_limit_without_shrink() -> None:
+def test_a_silent_remote_rank_is_named_at_the_limit_without_shrink() -> None:
     for rank, errors in enumerate(run_nodes(silence, 3, 1)):
         assert errors[0][0] == "EPTimeout"
         assert "from rank 1 " in errors[0][1], errors[0]
@@ -126,7 +126,7 @@ def told_by_far(rank: int, num_ranks: int) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("rows", ["put", "fetch"])
-def test_far_ranks_hear_of_a_failure_at_once(rows: str) -> None:
+def test_remote_ranks_hear_of_a_failure_at_once(rows: str) -> None:
     for rank, (kind, text, elapsed) in enumerate(run_nodes(told_by_far, 4, 2, rows=rows)):
         if rank:
             assert kind == "EPTimeout", text

@@ -30,7 +30,7 @@ class _Marked:
         self.rows: dict[str, torch.Tensor] = {}
 
 
-class Marks:
+class TraceMarks:
     """The calls of a buffer that were launched and not yet recorded.
 
     Args:

@@ -1,4 +1,4 @@
-"""Far memory as the engine uses it: the words and the rows of this rank, and how a call lays rows there."""
+"""Remote memory as the engine uses it: the words and the rows of this rank, and how a call lays rows there."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ from collections.abc import Sequence
 import torch
 
 from ....errors import EPTransportError
-from ....kernels.rail import FarPlaces, FarRows
+from ....kernels.rail import RemoteContext, RemoteRowLayout
 from ....sizing import align
 from ....transport.device import Part
-from ....transport.far import DOORBELL_WORDS, MOST_CHUNKS, MOST_SECTIONS, FarLayout
-from .couriers import Courier
+from ....transport.remote import DOORBELL_WORDS, MOST_CHUNKS, MOST_SECTIONS, RemoteLayout
+from .proxies import Proxy
 
 _SECTION_BYTES = 16  # sections begin at multiples of this
 _GROWTH_BYTES = 1 << 20
 
 
-class Far:
-    """The far memory of a rank.
+class RemoteMemory:
+    """The remote memory of a rank.
 
     Args:
         layout: Of the words.
         words: [n] int64.
-        num_bytes: Of rows, of outbox and landing together. All ranks say the same.
+        num_bytes: Of rows, of outbox and receive buffer together. All ranks say the same.
 
     Attributes:
-        places: Where the words are, for kernels.
-        courier: Set once it is there.
+        context: Where the words are, for kernels.
+        proxy: Set once it is there.
     """
 
-    courier: Courier
+    proxy: Proxy
 
-    def __init__(self, layout: FarLayout, words: torch.Tensor, num_bytes: int):
+    def __init__(self, layout: RemoteLayout, words: torch.Tensor, num_bytes: int):
         self.layout = layout
-        self.places = FarPlaces(words, layout.doorbells, DOORBELL_WORDS, layout.landed, MOST_CHUNKS)
+        self.context = RemoteContext(words, layout.doorbells, DOORBELL_WORDS, layout.arrived, MOST_CHUNKS)
         self._first_bytes = num_bytes
         self._pieces: list[Part] = []
 
-    def start(self, courier: Courier) -> None:
+    def start(self, proxy: Proxy) -> None:
         """Begin with the first piece of rows. All ranks call it together.
 
         Raises:
             EPTransportError: Some rank has no memory for it; all ranks raise.
         """
-        self.courier = courier
+        self.proxy = proxy
         self._add_piece(self._first_bytes // 2)
 
     @property
-    def half_bytes(self) -> int:
-        """Bytes of the outbox, and of the landing."""
+    def outbox_bytes(self) -> int:
+        """Bytes of the outbox, and of the receive buffer."""
         return self._pieces[-1].memory.numel() // 2
 
     @property
@@ -57,7 +57,7 @@ class Far:
         """[2 B] uint8, the rows."""
         return self._pieces[-1].memory
 
-    def rows(self, widths: Sequence[int]) -> FarRows:
+    def rows(self, widths: Sequence[int]) -> RemoteRowLayout:
         """How rows of these widths are laid: as many of them as there is room for, so that all ranks do it alike.
 
         Args:
@@ -69,24 +69,24 @@ class Far:
             start += align(capacity * width, _SECTION_BYTES)
         zeros = (0,) * (MOST_SECTIONS - len(widths))
         first, second, third = (*offsets, *zeros)
-        return FarRows(len(self._pieces) - 1, self.half_bytes, (*widths, *zeros), (first, second, third))  # type: ignore[arg-type]
+        return RemoteRowLayout(len(self._pieces) - 1, self.outbox_bytes, (*widths, *zeros), (first, second, third))  # type: ignore[arg-type]
 
     def capacity(self, widths: Sequence[int]) -> int:
-        """Rows of these widths that the outbox holds, and the landing."""
-        return max(0, self.half_bytes - MOST_SECTIONS * _SECTION_BYTES) // max(1, sum(widths))
+        """Rows of these widths that the outbox holds, and the receive buffer."""
+        return max(0, self.outbox_bytes - MOST_SECTIONS * _SECTION_BYTES) // max(1, sum(widths))
 
-    def make_room(self, num_rows: int, row_bytes: int) -> bool:
+    def reserve(self, num_rows: int, row_bytes: int) -> bool:
         """Have room for so many rows. All ranks call it together, with the same numbers; never inside a capture."""
         needed = num_rows * row_bytes + MOST_SECTIONS * _SECTION_BYTES
-        return needed <= self.half_bytes or self._grow(needed)
+        return needed <= self.outbox_bytes or self._grow(needed)
 
-    def _grow(self, half_bytes: int) -> bool:
+    def _grow(self, outbox_bytes: int) -> bool:
         try:
-            self._add_piece(half_bytes)
+            self._add_piece(outbox_bytes)
         except EPTransportError:
             return False
         return True
 
-    def _add_piece(self, half_bytes: int) -> None:
+    def _add_piece(self, outbox_bytes: int) -> None:
         """Add a piece. Those before stay: graphs that were captured know them."""
-        self._pieces.append(self.courier.grow(2 * align(max(1, half_bytes), _GROWTH_BYTES)))
+        self._pieces.append(self.proxy.grow(2 * align(max(1, outbox_bytes), _GROWTH_BYTES)))

@@ -21,18 +21,18 @@ from ..cpu.call import Call
 from ..protocol import Agreement, Header
 from .agreement import Verdict
 from .calls import BARRIER
-from .far import FarPost, Outgoing, new_frame
-from .geometry import NUM_SETS, Plan
+from .geometry import NUM_SETS, SetPlan
+from .remote import Outgoing, RemotePost, new_frame
 from .shared import ExcludedError, Shared, SpoiledError, table_offset
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
     from ...transport.mesh import Mesh
 
 
-_NUM_POST_WORDS = 1 + 3  # of a `Post`: the rows, and a base
+_NUM_POST_WORDS = 1 + 3  # of a `LocalPost`: the rows, and a base
 
 
-class Post(NamedTuple):
+class LocalPost(NamedTuple):
     """What a rank says of a call that it has sent, beside what must agree.
 
     Attributes:
@@ -48,12 +48,12 @@ class Posts(NamedTuple):
     """What the ranks that are not masked have sent in a call, by rank.
 
     Attributes:
-        near: Of this node: what they say, and where their rows are.
-        far: Of other nodes: what has landed of them.
+        local: Of this node: what they say, and where their rows are.
+        remote: Of other nodes: what has arrived of them.
     """
 
-    near: dict[int, Post]
-    far: dict[int, FarPost]
+    local: dict[int, LocalPost]
+    remote: dict[int, RemotePost]
 
 
 def warn_of_masks(where: str, lost: dict[int, str], me: str) -> None:
@@ -87,7 +87,7 @@ class LowLatencyCall(ABC):
     slot: int | None = None
     own_refusal = NO_REFUSAL
 
-    def __init__(self, shared: Shared, plan: Plan, wait_stats: torch.Tensor | None):
+    def __init__(self, shared: Shared, plan: SetPlan, wait_stats: torch.Tensor | None):
         self.shared = shared
         self.plan = plan
         self._wait_stats = wait_stats
@@ -107,10 +107,10 @@ class LowLatencyCall(ABC):
         window.board.post_sent(self.number, words)
         self.shared.fault(f"{operation}: before sent")
         window.board.sent.store_release(self.number)
-        self.shared.fault(f"{operation}: near sent")
+        self.shared.fault(f"{operation}: local sent")
         if self.shared.mesh is not None:
             with self._slice("send to other nodes", SEND):
-                self._send_far(self.shared.mesh)
+                self._send_remote(self.shared.mesh)
         self.shared.fault(f"{operation}: after sent")
 
     def receive(self) -> None:
@@ -137,17 +137,17 @@ class LowLatencyCall(ABC):
         if spoiled is not None:
             raise EPError(str(spoiled))
         self._finish()
-        for sender in self.shared.far(self.number).values():
+        for sender in self.shared.remote(self.number).values():
             sender.forget(self.number)
         self.shared.end(self.number)
 
-    def _send_far(self, mesh: Mesh) -> None:
+    def _send_remote(self, mesh: Mesh) -> None:
         """Send each rank of another node its part."""
-        for rank in self.shared.far(self.number):
+        for rank in self.shared.remote(self.number):
             mesh.send(rank, self.number, self._frame_to(mesh, rank).page)
 
     @abstractmethod
-    def _publish(self) -> Post:
+    def _publish(self) -> LocalPost:
         """Write rows and table into this rank's memory."""
 
     def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
@@ -208,7 +208,7 @@ class LowLatencyCall(ABC):
             arrivals = wait_sent(senders, self.number, operation, me, *limits, may_lose=may_lose, told_lost=told_lost)
             waiting.waited({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items() if ns})
         if self._wait_stats is not None:
-            waited_ns = [arrivals.waited_ns.get(rank, 0) for rank in range(window.place.num_ranks)]
+            waited_ns = [arrivals.waited_ns.get(rank, 0) for rank in range(window.group_ranks.num_ranks)]
             self._wait_stats.add_(torch.tensor(waited_ns))
         return arrivals.lost
 
@@ -218,8 +218,8 @@ class LowLatencyCall(ABC):
 
     def _has_gone_on(self, rank: int) -> bool:
         """Whether a rank of another node has sent a later call, and this one never."""
-        far = self.shared.far(self.number).get(rank)
-        return far is not None and far.latest > self.number
+        remote = self.shared.remote(self.number).get(rank)
+        return remote is not None and remote.latest > self.number
 
     def _hear(self) -> bool:
         """Look whether all who have sent the call count on this rank, and whom they have lost.
@@ -248,14 +248,14 @@ class LowLatencyCall(ABC):
         shared, first = self.shared, len(Agreement._fields) + _NUM_POST_WORDS
         last = first + 1 + 2 * shared.num_mask_words
         said = {}
-        for rank in shared.near:
+        for rank in shared.local:
             if rank != shared.rank and not shared.is_masked(rank, self.number):
                 number, *words = shared.peer(rank).board.read_sent(self.number, last)[first:]
                 said[rank] = (number, words)
-        for rank, sender in shared.far(self.number).items():
-            page = sender.landed(self.number)
+        for rank, sender in shared.remote(self.number).items():
+            page = sender.arrived(self.number)
             if page is not None:  # else it has gone on meanwhile, which `_ahead` notices
-                said[rank] = (self.number, FarPost.of(rank, page, 2 * shared.num_mask_words).masks)
+                said[rank] = (self.number, RemotePost.of(rank, page, 2 * shared.num_mask_words).masks)
         return said
 
     def _posts(self) -> Posts:
@@ -267,18 +267,18 @@ class LowLatencyCall(ABC):
         shared, mine = self.shared, self.agreement
         expected, said = mine.words(), {}
         size, posts = len(expected), Posts({}, {})
-        for rank in shared.near:
+        for rank in shared.local:
             # A masked rank's post may be of any call. This rank itself can be masked, too.
             if shared.is_masked(rank, self.number):
                 continue
             words = shared.peer(rank).board.read_sent(self.number, size + _NUM_POST_WORDS)
             said[rank] = words[:size]
-            posts.near[rank] = Post(words[size], Base.from_words(words[size + 1 : size + 4]))
-        for rank, sender in shared.far(self.number).items():
-            page = sender.landed(self.number)
+            posts.local[rank] = LocalPost(words[size], Base.from_words(words[size + 1 : size + 4]))
+        for rank, sender in shared.remote(self.number).items():
+            page = sender.arrived(self.number)
             if page is not None:  # else it has gone on meanwhile, which `_ahead` notices
-                posts.far[rank] = FarPost.of(rank, page, 2 * shared.num_mask_words)
-                said[rank] = posts.far[rank].agreed
+                posts.remote[rank] = RemotePost.of(rank, page, 2 * shared.num_mask_words)
+                said[rank] = posts.remote[rank].agreed
         clashes = [
             f"rank {rank} has {mine.differences(Agreement.from_words(words))}"
             for rank, words in sorted(said.items())
@@ -289,22 +289,26 @@ class LowLatencyCall(ABC):
                 f"{self.name}: all ranks must make the same call, but {'; '.join(clashes)} "
                 f"({shared.window.me()}). Make the calls in the same order on all ranks"
             )
-        for rank, post in posts.near.items():
+        for rank, post in posts.local.items():
             shared.reach(rank, post.base.segment)
-        shared.reach_landings()
+        shared.reach_receive_arena()
         return posts
 
     def _ahead(self) -> dict[int, str]:
         """Which ranks have begun to write over what they had in this call, or are further, and how that is said."""
         shared = self.shared
-        boards = {rank: shared.peer(rank).board for rank in shared.near if not shared.is_masked(rank, self.number)}
+        boards = {rank: shared.peer(rank).board for rank in shared.local if not shared.is_masked(rank, self.number)}
         sent = {rank: board.sent.load_acquire() for rank, board in boards.items()}
         spent = {rank for rank, board in boards.items() if board.spent.load_behind_reads() >= self.number}
         # A peer that still waits for this rank is at most 3 calls further (`docs/low-latency.md`).
         limit = self.number + NUM_SETS
         ahead = {rank: number for rank, number in sent.items() if number >= limit or rank in spent}
         ahead.update(
-            {rank: far.latest for rank, far in shared.far(self.number).items() if not far.has_sent(self.number)}
+            {
+                rank: remote.latest
+                for rank, remote in shared.remote(self.number).items()
+                if not remote.has_sent(self.number)
+            }
         )
         return {
             rank: f", which has gone on without this rank (it is at call {number})" for rank, number in ahead.items()
@@ -331,18 +335,18 @@ class LowLatencyCall(ABC):
     @property
     def _offset(self) -> int:
         """Where this rank's rows of the call begin."""
-        return self.plan.set_offset(self.number) if self.slot is None else self.plan.slot_offset(self.slot)
+        return self.plan.offset_of_set(self.number) if self.slot is None else self.plan.slot_offset(self.slot)
 
-    def _peer_table(self, rank: int, post: Post, size: int) -> torch.Tensor:
+    def _peer_table(self, rank: int, post: LocalPost, size: int) -> torch.Tensor:
         """[size] int64: a peer's table of this call, where it lies."""
         base = Base(post.base.segment, post.base.segment.start + table_offset(self.number))
         mapping = self.shared.peer(rank).mapping(base, base.offset + 8 * size)
         return mapping.rows(base.offset, 1, size, torch.int64)[0]
 
-    def _peer_place(self, rank: int, post: Post, num_bytes: int) -> int:
+    def _peer_grain(self, rank: int, post: LocalPost, num_bytes: int) -> int:
         """The place where a peer's rows begin, of which `num_bytes` will be read."""
         mapping = self.shared.peer(rank).mapping(post.base, post.base.offset + num_bytes)
-        return self.shared.atlas.place_of(mapping, post.base.offset)
+        return self.shared.atlas.grain_of(mapping, post.base.offset)
 
 
 class Barrier(LowLatencyCall):
@@ -350,5 +354,5 @@ class Barrier(LowLatencyCall):
 
     agreement = Agreement(BARRIER)
 
-    def _publish(self) -> Post:
-        return Post(0, self.shared.base(0))
+    def _publish(self) -> LocalPost:
+        return LocalPost(0, self.shared.base(0))

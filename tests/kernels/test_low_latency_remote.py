@@ -1,4 +1,6 @@
-"""Low-latency kernels with far ranks: what is carried, by a stand-in for NVSHMEM, is received as from a near one."""
+"""Low-latency kernels with remote ranks: what is carried, by a stand-in for NVSHMEM, is received as from a local
+one.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,18 @@ from test_low_latency_kernels import (
 from windows import synchronize
 
 from deep_ep.engine.low_latency import geometry as sizes_of_copies
-from deep_ep.engine.low_latency.copies import Carrier, Copies, FarRanks
-from deep_ep.engine.low_latency.geometry import Form, Geometry, Plan
+from deep_ep.engine.low_latency.copies import Copier, Copies, RemoteRanks
+from deep_ep.engine.low_latency.geometry import Geometry, RowFormat, SetPlan
 from deep_ep.engine.low_latency.slots import zero_copy_view
 from deep_ep.kernels import _triton, exchange
-from deep_ep.kernels.low_latency import carry, combine, dispatch, words
-from deep_ep.kernels.low_latency.words import Call, Patience
+from deep_ep.kernels.low_latency import combine, dispatch, remote_copy, words
+from deep_ep.kernels.low_latency.words import KernelCall, WaitOptions
 from deep_ep.topology import Topology
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="the stand-in is for Triton's interpreter")
 
 
-class FarGroup(Group):
+class RemoteGroup(Group):
     """Ranks of several nodes, all in this process: those of another node are reached by the stand-in alone.
 
     Args:
@@ -46,7 +48,7 @@ class FarGroup(Group):
         num_nodes: How many.
         monkeypatch: For the stand-in.
         times: How many times the hint there is.
-        is_small: A set of a copy is smaller than a quarter of a memory, as it is where buffers are large.
+        is_small: A set of a copy is smaller than a region of a memory, as it is where buffers are large.
     """
 
     def __init__(
@@ -60,51 +62,51 @@ class FarGroup(Group):
         super().__init__(geometry, "cpu", times)
         if is_small:
             monkeypatch.setattr(sizes_of_copies, "_LEAST_COPY_BYTES", 0)
-        ranks, near = range(geometry.num_ranks), geometry.num_ranks // num_nodes
-        room, max_experts = (self.board_bytes, self.num_bytes), geometry.num_experts + 3
-        topologies = [Topology(rank, geometry.num_ranks, near) for rank in ranks]
-        self.copies = [Copies(FarRanks(one, ranks, lambda: None), *room, max_experts) for one in topologies]
-        self.memory = [torch.full((one.room,), UNTOUCHED, dtype=torch.uint8) for one in self.copies]
+        ranks, local = range(geometry.num_ranks), geometry.num_ranks // num_nodes
+        sizes, max_experts = (self.board_bytes, self.num_bytes), geometry.num_experts + 3
+        topologies = [Topology(rank, geometry.num_ranks, local) for rank in ranks]
+        self.copies = [Copies(RemoteRanks(one, ranks, lambda: None), *sizes, max_experts) for one in topologies]
+        self.memory = [torch.full((one.num_bytes,), UNTOUCHED, dtype=torch.uint8) for one in self.copies]
         self.heaps = Heaps(self.memory)
-        self.heaps.stand_in(monkeypatch, carry)
+        self.heaps.stand_in(monkeypatch, remote_copy)
         bases = [one.data_ptr() for one in self.memory]
-        self.far_boards = [torch.zeros_like(board) for board in self.boards.boards]
+        self.remote_boards = [torch.zeros_like(board) for board in self.boards.boards]
         for rank, copies in enumerate(self.copies):
             self.memory[rank][: self.board_bytes] = 0
             windows = torch.tensor(copies.addresses(bases[rank], bases))
             for one in ranks:
-                if one // near != rank // near:
+                if one // local != rank // local:
                     self.copy_of(rank, one)[: self.board_bytes] = 0
-            homes = self.boards.places[rank].homes.clone()
-            is_far = torch.arange(geometry.num_ranks) // near != rank // near
-            homes[is_far] = self.far_boards[rank].data_ptr()
-            places = replace(self.boards.places[rank], num_nodes=num_nodes, homes=homes)
-            self.spots[rank] = replace(self.spots[rank], places=places, windows=windows)
-            copies.start(self.spots[rank], bases[rank])
+            own_boards = self.boards.contexts[rank].own_boards.clone()
+            is_remote = torch.arange(geometry.num_ranks) // local != rank // local
+            own_boards[is_remote] = self.remote_boards[rank].data_ptr()
+            buffer = replace(self.boards.contexts[rank], num_nodes=num_nodes, own_boards=own_boards)
+            self.contexts[rank] = replace(self.contexts[rank], buffer=buffer, windows=windows)
+            copies.start(self.contexts[rank], bases[rank])
 
-    def copy_of(self, rank: int, far: int) -> torch.Tensor:
-        """What a rank has of a far one, to the end of its memory."""
+    def copy_of(self, rank: int, remote: int) -> torch.Tensor:
+        """What a rank has of a remote one, to the end of its memory."""
         base = self.memory[rank].data_ptr()
-        start = self.copies[rank].addresses(base, [base] * len(self.copies))[far] - base
+        start = self.copies[rank].addresses(base, [base] * len(self.copies))[remote] - base
         return self.memory[rank][start:]
 
-    def plan(self, needed_bytes: int) -> Plan:
+    def plan(self, needed_bytes: int) -> SetPlan:
         set_bytes = sizes_of_copies.copy_bytes(self.num_bytes, self.geometry.num_ranks) // 4
         return super().plan(needed_bytes)._replace(copy_set_bytes=set_bytes)
 
-    def call(self, needed_bytes: int, agreement: tuple[int, int] = (5, 6)) -> Call:
+    def call(self, needed_bytes: int, agreement: tuple[int, int] = (5, 6)) -> KernelCall:
         copied = self.plan(needed_bytes).copy_set_bytes
         return replace(super().call(needed_bytes, agreement), copy_set_bytes=copied)
 
-    def carried(self, rank: int, carrier: Carrier, *args: torch.Tensor | int) -> None:
+    def copied(self, rank: int, copier: Copier, *args: torch.Tensor | int) -> None:
         self.heaps.pe = rank
-        carrier.launch(*args)
+        copier.launch(*args)
 
 
 class Case(NamedTuple):
     geometry: Geometry
     num_nodes: int
-    form: Form
+    form: RowFormat
     num_tokens: tuple[int, ...]
     masked: tuple[int, ...] = ()  # by rank 0
     idx_dtype: torch.dtype = torch.int64
@@ -127,33 +129,33 @@ CASES = {
 def test_what_is_received_is_what_the_oracle_says(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case = CASES[name]
     geometry, num_ranks = case.geometry, case.geometry.num_ranks
-    group = FarGroup(geometry, case.num_nodes, monkeypatch, is_small=case.is_small)
+    group = RemoteGroup(geometry, case.num_nodes, monkeypatch, is_small=case.is_small)
     call, sizes = group.dispatch(case.form)
-    assert (call.copy_set_bytes < call.quarter_bytes) == case.is_small
+    assert (call.copy_set_bytes < call.region_bytes) == case.is_small
     every = [inputs(rank, geometry, case.num_tokens[rank], case.idx_dtype) for rank in range(num_ranks)]
     for rank in case.masked:
-        group.spots[0].mask[rank] = 1
+        group.contexts[0].mask[rank] = 1
     publish(group, call, sizes, every)
     want = oracle(every, geometry, case.form, [set(case.masked), *[set[int]()] * (num_ranks - 1)])
-    for rank, spots in enumerate(group.spots):
+    for rank, context in enumerate(group.contexts):
         packed = empty_packed(geometry, case.form)
-        if not case.masked or rank == 0:  # a masked far rank is sent nothing, and would wait up to its limit
-            words.wait_for(spots, call, 0, Patience())
+        if not case.masked or rank == 0:  # a masked remote rank is sent nothing, and would wait up to its limit
+            words.wait_for(context, call, 0, WaitOptions())
             assert group.boards.record(rank) is None
-            dispatch.receive(spots, call, sizes, 0, *packed, None)
+            dispatch.receive(context, call, sizes, 0, *packed, None)
             check_packed(packed, want[rank])
 
 
-def publish(group: FarGroup, call: Call, sizes: dispatch.Sizes, every: list[Given]) -> None:
-    for rank, (spots, one) in enumerate(zip(group.spots, every, strict=True)):
-        dispatch.send(spots, call, sizes, one.x, one.topk_idx)
-        group.carried(rank, group.copies[rank].for_dispatch(call, sizes), spots.state)
+def publish(group: RemoteGroup, call: KernelCall, sizes: dispatch.DispatchSizes, every: list[Given]) -> None:
+    for rank, (context, one) in enumerate(zip(group.contexts, every, strict=True)):
+        dispatch.send(context, call, sizes, one.x, one.topk_idx)
+        group.copied(rank, group.copies[rank].for_dispatch(call, sizes), context.state)
 
 
 def test_a_receive_of_an_earlier_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight calls are sent, the last four are fetched, the newest first: copies have as many sets."""
     geometry = Geometry(2, 4, 3, 16, 2)
-    group = FarGroup(geometry, 2, monkeypatch, times=4)
+    group = RemoteGroup(geometry, 2, monkeypatch, times=4)
     call, sizes = group.dispatch(BF16)
     assert not call.takes_slot
     rounds = [[inputs(rank, geometry, 3, seed=seed) for rank in range(2)] for seed in range(8)]
@@ -161,9 +163,9 @@ def test_a_receive_of_an_earlier_call(monkeypatch: pytest.MonkeyPatch) -> None:
         publish(group, call, sizes, every)
     for age in range(4):
         want = oracle(rounds[7 - age], geometry, BF16)
-        for rank, spots in enumerate(group.spots):
+        for rank, context in enumerate(group.contexts):
             packed = empty_packed(geometry, BF16)
-            dispatch.receive(spots, call, sizes, age, *packed, None)
+            dispatch.receive(context, call, sizes, age, *packed, None)
             check_packed(packed, want[rank])
 
 
@@ -178,13 +180,13 @@ def test_sums_are_to_the_bit_those_of_one_node(
 ) -> None:
     """Two calls, so that two sets are used. The kernels of one node are compared with their twins elsewhere."""
     ranks = range(geometry.num_ranks)
-    near, far = Group(geometry, "cpu"), FarGroup(geometry, num_nodes, monkeypatch)
+    local, remote = Group(geometry, "cpu"), RemoteGroup(geometry, num_nodes, monkeypatch)
     every = [inputs(rank, geometry, geometry.max_tokens - rank % 2) for rank in ranks]
     want = oracle(every, geometry, BF16)
     some = logfmt_rows(geometry.hidden)
     for number in range(2):
         results = []
-        for group in (near, far):
+        for group in (local, remote):
             call, sizes = group.combine(how == "logfmt")
             earlier = [torch.full_like(one.topk_idx, -1, dtype=torch.int32) for one in every]
             for rank, one in enumerate(every):
@@ -198,16 +200,18 @@ def test_sums_are_to_the_bit_those_of_one_node(
                     first = group.board_bytes + group.plan(geometry.combine_bytes).slot_offset(slot)
                     x = zero_copy_view(group.memory[rank][first : first + geometry.combine_bytes], geometry).copy_(x)
                 ranges = want[rank].layout_range
-                combine.send(group.spots[rank], call, sizes, x.contiguous(), ranges, one.topk_idx, earlier[rank], slot)
-                if isinstance(group, FarGroup):
-                    carrier = group.copies[rank].for_combine(call, sizes)
-                    group.carried(rank, carrier, ranges)
+                combine.send(
+                    group.contexts[rank], call, sizes, x.contiguous(), ranges, one.topk_idx, earlier[rank], slot
+                )
+                if isinstance(group, RemoteGroup):
+                    copier = group.copies[rank].for_combine(call, sizes)
+                    group.copied(rank, copier, ranges)
             sums = []
             for rank, one in enumerate(every):
-                words.wait_for(group.spots[rank], call, 0, Patience())
+                words.wait_for(group.contexts[rank], call, 0, WaitOptions())
                 assert group.boards.record(rank) is None
                 out = torch.full((one.x.size(0), geometry.hidden), 7.0).bfloat16()
-                combine.receive(group.spots[rank], sizes, 0, out, one.topk_idx, one.topk_weights, earlier[rank])
+                combine.receive(group.contexts[rank], sizes, 0, out, one.topk_idx, one.topk_weights, earlier[rank])
                 sums.append(out)
             results.append(sums)
         for one, other in zip(*results, strict=True):
@@ -219,51 +223,51 @@ def test_sums_are_to_the_bit_those_of_one_node(
 WAITS = Geometry(3, 3, 2, 8, 1)
 
 
-def barrier(group: FarGroup, ranks: tuple[int, ...], agreement: tuple[int, int] = (5, 6)) -> Call:
+def barrier(group: RemoteGroup, ranks: tuple[int, ...], agreement: tuple[int, int] = (5, 6)) -> KernelCall:
     call = group.call(16, agreement)
     for rank in ranks:
-        words.signal(group.spots[rank], call)
-        group.carried(rank, group.copies[rank].for_barrier(call), group.spots[rank].state)
+        words.signal(group.contexts[rank], call)
+        group.copied(rank, group.copies[rank].for_barrier(call), group.contexts[rank].state)
     return call
 
 
 def test_barriers_of_three_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = FarGroup(WAITS, 3, monkeypatch)
+    group = RemoteGroup(WAITS, 3, monkeypatch)
     for number in range(1, 11):
         call = barrier(group, (0, 1, 2))
-        for rank, spots in enumerate(group.spots):
+        for rank, context in enumerate(group.contexts):
             assert group.sent(rank) == [number] * 3
-            words.wait_for(spots, call, 0, Patience())
+            words.wait_for(context, call, 0, WaitOptions())
             assert group.boards.record(rank) is None
 
 
-def test_a_far_rank_that_did_not_carry_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = FarGroup(WAITS, 3, monkeypatch)
+def test_a_remote_rank_that_did_not_carry_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = RemoteGroup(WAITS, 3, monkeypatch)
     call = barrier(group, (0, 2))
-    words.signal(group.spots[1], call)
-    words.wait_for(group.patient(0, SHORT_NS), call, 0, Patience())
+    words.signal(group.contexts[1], call)
+    words.wait_for(group.patient(0, SHORT_NS), call, 0, WaitOptions())
     assert group.boards.record(0) == [exchange.TIMEOUT, 1, OPERATION, 0b010, 0, 0, 0]
 
 
-def test_a_failure_is_heard_where_far_ranks_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = FarGroup(WAITS, 3, monkeypatch)
+def test_a_failure_is_heard_where_remote_ranks_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = RemoteGroup(WAITS, 3, monkeypatch)
     call = barrier(group, (0, 2))
     line = 8 * (3 + 1)
-    group.far_boards[0][line : line + 8] = torch.tensor([1, exchange.HOST, 7, 3, 0, 0, 0, 1])
-    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience(None, True))
+    group.remote_boards[0][line : line + 8] = torch.tensor([1, exchange.HOST, 7, 3, 0, 0, 0, 1])
+    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, WaitOptions(None, True))
     assert group.boards.record(0) == [exchange.HOST, 7, 3, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("has_come", [True, False])
-def test_what_far_ranks_said_is_told_if_it_has_come(monkeypatch: pytest.MonkeyPatch, has_come: bool) -> None:
+def test_what_remote_ranks_said_is_told_if_it_has_come(monkeypatch: pytest.MonkeyPatch, has_come: bool) -> None:
     """Rank 1 has noticed that rank 2 differs, and rank 0 hears of it before, or after, rank 2's own words."""
-    group = FarGroup(WAITS, 3, monkeypatch)
+    group = RemoteGroup(WAITS, 3, monkeypatch)
     call = barrier(group, (0, 1))
     if has_come:
         barrier(group, (2,), (5, 7))
     line = 8 * (3 + 1)
-    group.far_boards[0][line : line + 8] = torch.tensor([1, exchange.DISAGREE, 1, OPERATION, 0b100, 0, 0, 1])
-    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, Patience())
-    synchronize(group.boards.places[0])
+    group.remote_boards[0][line : line + 8] = torch.tensor([1, exchange.DISAGREE, 1, OPERATION, 0b100, 0, 0, 1])
+    words.wait_for(group.patient(0, 3600 * 10**9), call, 0, WaitOptions())
+    synchronize(group.boards.contexts[0])
     assert group.boards.record(0) == [exchange.DISAGREE, 1, OPERATION, 0b100, 0, 0, 1]
-    assert group.spots[0].seen.tolist() == [[5, 6], [5, 6], [5, 7] if has_come else [5, 6]]
+    assert group.contexts[0].seen.tolist() == [[5, 6], [5, 6], [5, 7] if has_come else [5, 6]]

@@ -83,7 +83,7 @@ class Routing:
 
 
 @dataclass(slots=True)
-class Received:
+class DispatchResult:
     """What a dispatch returns. On the CPU made by the caller's thread, and filled on the comm stream.
 
     Attributes:
@@ -103,7 +103,7 @@ class Received:
     is_staged: bool
 
 
-class Combined(NamedTuple):
+class CombineResult(NamedTuple):
     """What a combine returns: private memory, likewise.
 
     Attributes:
@@ -115,7 +115,7 @@ class Combined(NamedTuple):
     topk_weights: torch.Tensor | None
 
 
-make_combined: Callable[[tuple], Combined] = partial(tuple.__new__, Combined)  # see `notify.make_post`
+make_combined: Callable[[tuple], CombineResult] = partial(tuple.__new__, CombineResult)  # see `notify.make_post`
 
 
 class Unpacked(NamedTuple):
