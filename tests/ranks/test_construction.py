@@ -194,7 +194,7 @@ ACROSS_NODES = [
     "transport.message:mark",
     "transport.message:Link",
     "transport.message:Rail",
-    "transport.mesh:Grounds",
+    "transport.mesh:ReceiveArena",
     "transport.mesh:connect",
     "transport.mesh:Link",
     "transport.mesh:Mesh",
@@ -225,7 +225,7 @@ def test_a_rank_that_cannot_take_connections_is_named() -> None:
 INTERPRETED = [
     "transport.interpreted:bytes_tensor",
     "transport.proxy:MessageProxy",  # when others are in a joint step inside of this one
-    "engine.relays.couriers:_host_memory",
+    "engine.cuda.nodes.proxies:_host_memory",
     "buffers.legacy:registry.register",
 ]
 
