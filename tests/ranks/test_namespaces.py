@@ -57,7 +57,7 @@ class Watched(deque):
 
     def append(self, frame: Any) -> None:
         if frame.topic == ROWS:
-            self.events.append(("arrived", frame.place >> 24))
+            self.events.append(("arrived", frame.tag >> 24))
         super().append(frame)
 
 
