@@ -568,7 +568,7 @@ def _sum_row(
 
 @triton.jit
 def _load_wide(row, columns, num_columns, ELEMENT: tl.constexpr, WIDE: tl.constexpr):
-    """Load elements of the row at an address, for adding; a neutral element if there is none."""
+    """Load elements of the row at an address, for adding; zeros if there is none."""
     width = tl.where(row != 0, num_columns, 0)
     return tl.load(_at(row, ELEMENT) + columns, mask=columns < width, other=0.0).to(WIDE)
 
