@@ -613,7 +613,7 @@ class ElasticBuffer:
         return combined.x, combined.topk_weights, EventOverlap(event)
 
     def _remote_rows(self, handle: EPHandle, order: CallOrder) -> torch.Tensor:
-        """[T, K] int32: the expanded row of each selection at its rank, which that rank tells; -1: none."""
+        """[T, K] int32: the expanded row of each selection at its rank, exchanged by a combine; -1: none."""
         if handle._remote_rows is None:
             layout = handle._layout
             # As a combine of numbers: every rank gives those of its own columns, counted from 1, and 0 in others.

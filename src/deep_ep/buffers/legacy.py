@@ -201,7 +201,7 @@ class Buffer(LowLatencyMethods):
 
     @staticmethod
     def _bound(config: Config | None) -> int | None:
-        """The most blocks of a call: as the config says, or `set_num_sms`; None: nobody said anything."""
+        """Return the most blocks of a call, from the config or `set_num_sms`; None: neither was given."""
         if config is not None:
             return config.num_sms
         return Buffer.num_sms if Buffer._is_bounded else None

@@ -35,7 +35,7 @@ class Pull:
         shape: How to launch.
         section: Which of the peers' sections.
         hidden: H.
-        dtype: Of the rows.
+        dtype: The dtype of the rows.
         num_biases: At most two.
         is_aligned: `out` and the biases consist of vectors, see `word_of`.
         num_columns: K, if rows are added by columns; 0: by peers.

@@ -101,7 +101,7 @@ def ring_doorbell(
         rows: How they lie.
         plan: [N, PLAN_WORDS] int64.
         chunk: Which chunk.
-        num_chunks: Of the call.
+        num_chunks: Chunks of the call.
         is_back: The rows are sums that go back to where their tokens came from; else they are this rank's tokens.
         run: `launch`, or `prepare`.
     """
@@ -148,7 +148,7 @@ def await_arrived(
         context: The words.
         remote: The remote words.
         operation: For the record of a failure.
-        step: Likewise.
+        step: The step, for the record of a failure.
         chunk: The first one.
         num_chunks: How many.
         run: `launch`, or `prepare`.
@@ -242,7 +242,7 @@ def rail_handshake(
         rows: How the rows lie.
         plan: [N, PLAN_WORDS] int64.
         operation: For the record of a failure.
-        step: Likewise.
+        step: The step, for the record of a failure.
         is_back: As in `ring_doorbell`.
         run: `launch`, or `prepare`.
     """

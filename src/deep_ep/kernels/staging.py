@@ -131,7 +131,7 @@ class FinishCombine:
         step: `READY`; if no rank is staged, only the step after it is signalled.
         operation: For the record of a failure.
         hidden: H.
-        dtype: Of the rows.
+        dtype: The dtype of the rows.
         num_topk: K, of the weights that come with the rows; 0: none do.
     """
 

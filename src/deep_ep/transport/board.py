@@ -55,7 +55,7 @@ class Refusal(NamedTuple):
     """A call that a rank has refused to make, because its arguments are wrong: nothing of it was sent.
 
     Attributes:
-        number: Of the call.
+        number: The number of the call.
         times: How often the rank has refused it so far. It may correct the mistake and make the call after all.
         reason: The reason, for the error of a rank that waits for the call.
     """
@@ -71,7 +71,7 @@ class Refusal(NamedTuple):
         other rank is expected to correct it, too.
 
         Args:
-            number: Of the call.
+            number: The number of the call.
             own: The last refusal of the rank that waits.
         """
         return self.number == number and self.times > (own.times if own.number == number else 0)

@@ -407,7 +407,7 @@ class DeviceArena:
         """Reclaim the memory of dead regions for a call that is about to allocate.
 
         Args:
-            stream: Of the call.
+            stream: The stream of the call.
             users: The stream, as the `users` of a region have it.
             wanted_bytes: That it takes, in whole units; 0: none.
 

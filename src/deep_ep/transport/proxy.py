@@ -132,7 +132,7 @@ class MessageProxy:
     def _run(self) -> None:
         try:
             self._serve()
-            self._tell_changes()  # what was written before it was told to close
+            self._tell_changes()  # what was written before `close`
             self._choose_events()
             self._drain()
         except BaseException as error:  # neither this rank nor its peers may wait for a thread that is gone

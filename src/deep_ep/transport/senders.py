@@ -155,7 +155,7 @@ def wait_sent(
 
     Args:
         senders: To wait for.
-        number: Of the call.
+        number: The number of the call.
         operation: The call, for errors.
         me: This rank, for errors.
         limit_secs: Seconds that a rank may be silent.

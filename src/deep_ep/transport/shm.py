@@ -141,4 +141,4 @@ def _pidfd(address: Address) -> int:
             return os.pidfd_open(address.pid)
     except (OSError, AttributeError):
         pass
-    return -1  # an old kernel, or another process namespace, where the number is somebody else's
+    return -1  # an old kernel, or another process namespace, where the number is another process's

@@ -165,8 +165,8 @@ class Window:
         low_latency: Memory of low-latency calls; None: there is none.
         failure: Why this rank has failed; None: it has not.
         refusals: The last call of each kind that this rank has refused.
-        look: Raises if something else than the window has failed, told where the wait is and how long it has lasted;
-            None: there is nothing.
+        look: Raises if something else than the window has failed, called with the call that waits and the seconds so
+            far; None: there is nothing.
         trace: The trace in which calls are recorded; None: none is.
         fault: Called at every fault point, where tests stop, kill or delay the rank; None: there is none.
     """
@@ -305,7 +305,7 @@ class Window:
 
         Args:
             kind: Of calls: `NORMAL` or `LOW_LATENCY`.
-            number: Of the call.
+            number: The number of the call.
             reason: Why.
         """
         last = self.refusals[kind]

@@ -157,7 +157,7 @@ class Chain:
         """Enter the next call.
 
         Raises:
-            EPClosed: An earlier call failed; it says why.
+            EPClosed: An earlier call failed; the message has the reason.
         """
         self.require_working()
         self._epoch += 1

@@ -27,12 +27,12 @@ class Shapes:
 
     Attributes:
         put: The shape of dispatch, if the number of blocks is not bounded.
-        pull: Of combine, likewise.
-        copy: Of the copy into the window that may come before a combine.
-        bounded_put: Of dispatch with few blocks, each of which must then keep more bytes in flight. Its own number of
-            blocks is not used, as in the next two.
-        bounded_pull: Of combine, likewise.
-        bounded_copy: Of the copy, likewise.
+        pull: The shape of combine, if the number of blocks is not bounded.
+        copy: The shape of the copy into the window that may come before a combine.
+        bounded_put: The shape of dispatch with few blocks, each of which must then keep more bytes in flight. Its own
+            number of blocks is not used, as in the next two.
+        bounded_pull: The shape of combine with few blocks.
+        bounded_copy: The shape of the copy with few blocks.
     """
 
     put: LaunchShape = _FREE

@@ -27,7 +27,7 @@ from .signals import Signals
 
 
 class DispatchSignature(NamedTuple):
-    """What tells dispatches apart.
+    """The signature of a dispatch: what distinguishes it from others.
 
     Attributes:
         operation: One of `call.OPERATIONS`.
@@ -57,11 +57,11 @@ class DispatchSignature(NamedTuple):
 
 
 class CombineSignature(NamedTuple):
-    """What tells combines apart.
+    """The signature of a combine: what distinguishes it from others.
 
     Attributes:
         hidden: H.
-        dtype: Of the rows.
+        dtype: The dtype of the rows.
         num_columns: K, if rows are added in the order of columns; 0: in that of ranks.
         num_topk: K, of the weights that come back with the rows; 0: none do.
         num_biases: At most two.
@@ -83,7 +83,7 @@ class Ops(Protocol):
 
     Attributes:
         shapes: How bulk kernels are launched, of steps that are made from now on.
-        memory: Of the buffer.
+        memory: The memory of the buffer.
     """
 
     shapes: Shapes

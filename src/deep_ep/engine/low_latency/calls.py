@@ -40,7 +40,7 @@ def agreement_of(
     Args:
         operation: The call.
         geometry: Its sizes.
-        dtype: Of the rows.
+        dtype: The dtype of the rows.
         scale_dtype: Of their scales, or None.
         variant: 1 where scales are powers of two, or rows compressed.
         idx_dtype: Of the expert ids, where ranks compare it.
@@ -83,7 +83,7 @@ class Dispatching:
         geometry: Its sizes.
         form: How rows travel.
         mode: How it stands to the caller's stream.
-        idx_dtype: Of `topk_idx`.
+        idx_dtype: The dtype of `topk_idx`.
         has_recv_stats: The rows of each expert are added to a tensor.
         has_wait_stats: The nanoseconds waited for each rank are added to a tensor.
         found: What the engine caches for further calls of this kind. Private to the engine.
@@ -107,7 +107,7 @@ class Combining:
         mode: How it stands to the caller's stream.
         use_logfmt: Compress rows on their way.
         zero_copy: The rows lie in the handle's zero-copy tensor, `CombineInputs.x` is not read.
-        idx_dtype: Of `topk_idx`.
+        idx_dtype: The dtype of `topk_idx`.
         has_wait_stats: The nanoseconds waited for each rank are added to a tensor.
         found: What the engine caches for further calls of this kind. Private to the engine.
     """
@@ -146,8 +146,8 @@ class CombineInputs(NamedTuple):
         x: [L, R * M, H] BF16, the experts' rows where dispatch put their inputs.
         topk_idx: [T, K], as dispatched.
         topk_weights: [T, K] float32.
-        src_info: Of the handle.
-        layout_range: Of the handle.
+        src_info: `packed_recv_src_info` of the handle.
+        layout_range: `packed_recv_layout_range` of the handle.
     """
 
     x: torch.Tensor

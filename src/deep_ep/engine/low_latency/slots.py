@@ -58,7 +58,7 @@ class Slots:
         """The zero-copy tensor of a handle, known by its `packed_recv_src_info`: the one that it has, or a free slot.
 
         Args:
-            src_info: Of the handle.
+            src_info: `packed_recv_src_info` of the handle.
             num_consumed: All ranks have received all calls up to this number.
 
         Returns:
@@ -91,7 +91,7 @@ class Slots:
         """The slot that a handle's combine is about to send. It is not leased any more.
 
         Args:
-            src_info: Of the handle.
+            src_info: `packed_recv_src_info` of the handle.
             call: The number of the combine.
 
         Raises:

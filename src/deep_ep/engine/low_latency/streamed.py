@@ -386,7 +386,7 @@ class StreamedLowLatency:
         The caller has checked that the buffer works.
 
         Args:
-            kernels: Of the call.
+            kernels: The kernels of the call.
             work: The arguments of its phases.
             copier_args: The arguments of its copier, if it has one.
             slot: What it takes of the slots.
@@ -458,7 +458,7 @@ class StreamedLowLatency:
         """Launch the receive phase.
 
         Args:
-            kernels: Of the call.
+            kernels: The kernels of the call.
             num_blocks: The grid.
             received: Its tensors.
             stats: What the waiting kernel before it adds to, or any tensor; None: the send phase has waited.

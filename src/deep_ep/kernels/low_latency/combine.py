@@ -84,8 +84,8 @@ def sender(
     Args:
         context: The words.
         call: The call.
-        sizes: Of the rows.
-        idx_dtype: Of `topk_idx`.
+        sizes: The sizes of the rows.
+        idx_dtype: The dtype of `topk_idx`.
         is_copied: Rows are copied from `x`; otherwise they are in the zero-copy tensor.
         is_aligned: `x` begins at a multiple of 16 bytes.
         wait_options: The last block then waits for the peers, in this way; None: it does not.
@@ -140,7 +140,7 @@ def send(
     Args:
         context: The words.
         call: The call.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
         x: [L, n, H] BF16; not read where there is a zero-copy tensor.
         layout_range: [L, R] int64, of the handle.
         topk_idx: [T, K], of this rank's own tokens.
@@ -311,8 +311,8 @@ def receiver(
 
     Args:
         context: The words.
-        sizes: Of the rows.
-        idx_dtype: Of `topk_idx`.
+        sizes: The sizes of the rows.
+        idx_dtype: The dtype of `topk_idx`.
         is_aligned: `out` begins at a multiple of 16 bytes.
         can_mask: Mask a rank that has no row where one is wanted.
     """
@@ -351,7 +351,7 @@ def receive(
 
     Args:
         context: The words; `wait_for` came before.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
         age: How many calls this rank has sent since.
         out: [T, H] BF16, written; T is not 0.
         topk_idx: [T, K].

@@ -93,8 +93,8 @@ def sender(
     Args:
         context: The words.
         call: The call.
-        sizes: Of the rows.
-        idx_dtype: Of `topk_idx`.
+        sizes: The sizes of the rows.
+        idx_dtype: The dtype of `topk_idx`.
         is_aligned: `x` begins at a multiple of 16 bytes.
         wait_options: The last block then waits for the peers, in this way; None: it does not.
     """
@@ -141,7 +141,7 @@ def send(
     Args:
         context: The words.
         call: The call.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
         x: [T, H] BF16.
         topk_idx: [T, K].
         wait_options: The last block then waits for the peers, in this way; None: it does not.
@@ -387,7 +387,7 @@ def receiver(
     Args:
         context: The words.
         call: The call.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
         scale_dtype: Of the scales; None: there are none.
         has_stats: Counts are added to a tensor.
     """
@@ -441,7 +441,7 @@ def receive(
     Args:
         context: The words; `wait_for` came before.
         call: The call.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
         age: How many calls this rank has sent since.
         x: [L, R * M, H], written.
         scales: [L, R * M, S] over memory [L, S, R * M], written: float32, or int32 with four exponents each; or None.

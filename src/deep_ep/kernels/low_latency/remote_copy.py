@@ -86,7 +86,7 @@ def dispatch_copier(remote: CopyContext, call: KernelCall, sizes: dispatch.Dispa
     Args:
         remote: The words.
         call: The call.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
 
     Returns:
         The kernel, and its blocks.
@@ -105,7 +105,7 @@ def combine_copier(remote: CopyContext, call: KernelCall, sizes: combine.Combine
     Args:
         remote: The words.
         call: The call.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
 
     Returns:
         The kernel, and its blocks.
@@ -130,7 +130,7 @@ def poster(
         remote: The words.
         call: The call.
         kind: `BARRIER`, `DISPATCH` or `COMBINE`.
-        sizes: Of the rows, but for a barrier.
+        sizes: The sizes of the rows; not used for a barrier.
 
     Returns:
         The kernel, and its blocks.

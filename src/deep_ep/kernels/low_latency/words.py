@@ -315,7 +315,7 @@ def signal_all(
         memories: Addresses of the ranks' memory.
         ll: The private words.
         masks: Of this rank, as they were when the call began.
-        number: Of the call.
+        number: The number of the call.
         num_ranks: R.
         rank: This rank.
         word_a: The first word of the agreement.

@@ -91,7 +91,7 @@ class Traffic:
     Args:
         rail: The rail.
         wait: How the call waits.
-        epoch: Of the call.
+        epoch: The number of the call.
         form: Of the chunks.
         chunks: How rows are cut.
         num_out: For each node, the rows to send.
