@@ -38,8 +38,9 @@ _COMM_STREAM_METHODS = (
 
 
 class _Worker:
-    """The thread of a stream, and its queue. It has no reference to the stream, which may be freed while jobs are
-    queued.
+    """The thread of a stream, and its queue.
+
+    It has no reference to the stream, which may be freed while jobs are queued.
 
     The queue is a `SimpleQueue`, which takes no lock that Python code can hold: so whatever interrupts a thread in a
     put (a signal, garbage collection) may put something there, too.
@@ -188,8 +189,9 @@ class CommStream:
             raise
 
     def run_in_turn(self, work: Callable[[], Any]) -> None:
-        """Run `work` after everything submitted before, without waiting for it. If nothing is queued, it runs right
-        here.
+        """Run `work` after everything submitted before, without waiting for it.
+
+        If nothing is queued, it runs right here.
         """
         if self.query():
             work()
@@ -343,8 +345,9 @@ _NOWHERE = SavedStream(None, False, 0, False)
 
 
 class LaunchStream:
-    """The stream on which kernels are launched. This one is for the CPU, where Triton's interpreter is done when a
-    launch returns.
+    """The stream on which kernels are launched.
+
+    This one is for the CPU, where Triton's interpreter is done when a launch returns.
 
     Attributes:
         raw: The comm stream.

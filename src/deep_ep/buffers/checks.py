@@ -1,5 +1,6 @@
-"""Checks of the arguments of callers. They are made before anything is sent, and their messages say what to do
-instead.
+"""Checks of the arguments of callers.
+
+They are made before anything is sent, and their messages say what to do instead.
 """
 
 from __future__ import annotations

@@ -67,8 +67,9 @@ def make_engine(
     enable_shrink: bool = False,
     topology: Topology | None = None,
 ) -> tuple[Engine, str]:
-    """Make the engine of a buffer, and a line that describes how it reaches its peers. All ranks call it, in a joint
-    step.
+    """Make the engine of a buffer, and a line that describes how it reaches its peers.
+
+    All ranks call it, in a joint step.
 
     Args:
         control: The group.
@@ -268,8 +269,9 @@ class _Shared(NamedTuple):
 def _device_window(
     control: Control, memory: DeviceMemory, sizes: WindowSizes, num_nodes: int = 1
 ) -> tuple[DeviceWindow, _Shared]:
-    """Make a window for kernels. Memory is symmetric: the largest request counts for all, and a limit of one rank is
-    one of all.
+    """Make a window for kernels.
+
+    Memory is symmetric: the largest request counts for all, and a limit of one rank is one of all.
     """
     from ..engine.cuda.memory import staging_bytes
     from ..engine.cuda.signals import Signals

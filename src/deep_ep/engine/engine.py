@@ -307,14 +307,16 @@ class Engine(ABC):
         """Close a buffer that was never destroyed, once everything queued has finished. Only the reaper calls it."""
 
     def tune(self, config: Config | None) -> None:
-        """Take the chunk sizes of the next call from a config; None: choose them. Only CPU ranks across nodes have
-        chunks.
+        """Take the chunk sizes of the next call from a config; None: choose them.
+
+        Only CPU ranks across nodes have chunks.
         """
         del config
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Note that another stream uses a tensor of the window. On the CPU there is no stream but the caller's
-        thread.
+        """Note that another stream uses a tensor of the window.
+
+        On the CPU there is no stream but the caller's thread.
         """
         del tensor, stream
 

@@ -141,8 +141,9 @@ class CallScope(Protocol):
         ...
 
     def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
-        """Keep what a call reads until the device has read it. It is called before the first step, so it holds however
-        the call ends.
+        """Keep what a call reads until the device has read it.
+
+        It is called before the first step, so it holds however the call ends.
 
         Args:
             tensors: Those that may lie in the window.
@@ -204,8 +205,9 @@ class DispatchSteps(Protocol):
         ...
 
     def move(self, scope: Any, payload: Payload, routing: Routing | None, routes: Any, sections: Sections) -> None:
-        """Move the rows, and wait until the peers' rows have arrived. Does nothing while nothing, or too little, is
-        offered.
+        """Move the rows, and wait until the peers' rows have arrived.
+
+        Does nothing while nothing, or too little, is offered.
         """
         ...
 

@@ -269,8 +269,9 @@ def unpack_records(
 
 
 def make_local(unpacked: Unpacked, num_rows: int, rank: int, num_local: int) -> None:
-    """Make ids local: ids of experts of other ranks become -1, and their weights 0. The arguments are those of
-    `unpack_records`.
+    """Make ids local: ids of experts of other ranks become -1, and their weights 0.
+
+    The arguments are those of `unpack_records`.
     """
     ids, weights = unpacked.topk_idx, unpacked.topk_weights
     if ids is None or weights is None:

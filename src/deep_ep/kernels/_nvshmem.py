@@ -23,8 +23,9 @@ def _find() -> str:
 
 
 def _on_load(module: int) -> None:
-    """Set the addresses of all PEs' heaps in a module. NVSHMEM must have been started: a first piece of memory must
-    exist.
+    """Set the addresses of all PEs' heaps in a module.
+
+    NVSHMEM must have been started: a first piece of memory must exist.
     """
     from torch._C._distributed_c10d import _nvshmemx_cumodule_init  # not in every torch
 
@@ -92,7 +93,8 @@ def put_then_set(target, source, num_bytes, word, value, pe):
 
 @triton.jit
 def set_word(word, value, pe):
-    """Store a word at a PE, which may overtake earlier puts. For tensors, each element is a word that is stored
-    once.
+    """Store a word at a PE, which may overtake earlier puts.
+
+    For tensors, each element is a word that is stored once.
     """
     _signal(word, value, _SIGNAL_SET, pe)

@@ -1,5 +1,6 @@
-"""Synchronisation of ranks on the device: boards, signals, failures, and waits with a time limit. `docs/protocol.md`
-has the state table, `notify.py` the handshake that a call begins with.
+"""Synchronisation of ranks on the device: boards, signals, failures, and waits with a time limit.
+
+`docs/protocol.md` has the state table, `notify.py` the handshake that a call begins with.
 
 Shape letters: R ranks, E experts, L = E / R. All words are int64. One block of a kernel waits, and it must not occupy
 an SM that others need: it is the only block of its kernel, or the last one of it that still runs. `wait` describes what
@@ -411,8 +412,9 @@ def is_last_block(ended):
 
 @triton.jit
 def _has_failed(failed, refused, progress, epoch, is_rank):
-    """Return which ranks have failed, or do not make call `epoch`. A rank that has entered the call has corrected
-    its mistake.
+    """Return which ranks have failed, or do not make call `epoch`.
+
+    A rank that has entered the call has corrected its mistake.
     """
     has_entered = progress > epoch << _STEP_BITS
     return is_rank & must_stop(failed, refused, epoch, _NORMAL) & ((failed == 1) | ~has_entered)

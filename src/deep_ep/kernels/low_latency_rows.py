@@ -327,8 +327,9 @@ def _sum_logfmt(
     skipped: torch.Tensor,
     total: torch.Tensor,
 ) -> None:
-    """Do what `_sum_tiles` does, with rows that are LogFMT. Decoding takes most of the time, so this is not
-    optimised.
+    """Do what `_sum_tiles` does, with rows that are LogFMT.
+
+    Decoding takes most of the time, so this is not optimised.
     """
     tile, (num_tokens, hidden) = total.size(0), out.shape
     for start in range(0, num_tokens, tile):

@@ -43,8 +43,9 @@ if INTERPRETED:
 
     @triton.jit
     def to_fp8(values):
-        """FP32 values of at most 448 as FP8 E4M3, to the nearest, ties to even. The interpreter's own conversion
-        truncates.
+        """FP32 values of at most 448 as FP8 E4M3, to the nearest, ties to even.
+
+        The interpreter's own conversion truncates.
         """
         bits = tl.abs(values).to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)

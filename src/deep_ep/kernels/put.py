@@ -215,8 +215,9 @@ def dispatch_rows_kernel(
     LANES: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece also moves scales and
-    records.
+    """Items are pieces of rows: piece c of token t is item `t * pieces + c`.
+
+    The first piece also moves scales and records.
 
     Example: slots `[[0, 1]]`, first slots `[5, 7]`: token 0 goes to row 5 of peer 0 and to row 8 of peer 1.
     """

@@ -266,8 +266,9 @@ def _finish_rows_kernel(
 
 @triton.jit
 def _num_rounds(table, prefix, num_ranks, LANES: tl.constexpr):
-    """Return the rounds that the fullest part of staging needs. All ranks compute the same number, from the same
-    offers and prefix sums.
+    """Return the rounds that the fullest part of staging needs.
+
+    All ranks compute the same number, from the same offers and prefix sums.
     """
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks

@@ -120,8 +120,9 @@ class Arena:
         return torch.frombuffer(view, dtype=dtype).view(*shape) if view is not None else None
 
     def take(self, num_bytes: int) -> memoryview | None:
-        """Allocate bytes of the arena, at least one. They are free again when this view is freed, whatever slices it
-        has.
+        """Allocate bytes of the arena, at least one.
+
+        They are free again when this view is freed, whatever slices it has.
         """
         with self._lock:
             self._reclaim()

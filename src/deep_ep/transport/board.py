@@ -181,8 +181,9 @@ class Board:
         return self._sent_posts[number % NUM_SENT_POSTS][:num_words].tolist()
 
     def post_verdict(self, number: int, words: Sequence[int]) -> None:
-        """Publish which ranks this rank considers lost in a low-latency call. For the same call, ranks are only
-        added.
+        """Publish which ranks this rank considers lost in a low-latency call.
+
+        For the same call, ranks are only added.
         """
         call, room = self._verdicts[number % NUM_SENT_POSTS]
         if call.load_acquire() != number:

@@ -125,8 +125,9 @@ class DeviceWindow:
         return True
 
     def new_part(self, num_bytes: int) -> Part:
-        """Allocate a piece of memory on every rank, outside of the arena. All ranks call it together, with the same
-        size.
+        """Allocate a piece of memory on every rank, outside of the arena.
+
+        All ranks call it together, with the same size.
 
         Raises:
             EPTransportError: Some rank cannot have it; all ranks raise.

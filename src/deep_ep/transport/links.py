@@ -283,8 +283,9 @@ class Link:
         self.flush()
 
     def flush(self) -> None:
-        """Hand to the system what it accepts. A broken connection shows when reading: the peer's last frames may be
-        there.
+        """Hand to the system what it accepts.
+
+        A broken connection shows when reading: the peer's last frames may be there.
         """
         try:
             while self._outbox:

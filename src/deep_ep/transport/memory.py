@@ -231,8 +231,9 @@ class SharedMemory:
 
 
 class PrivateMemory:
-    """Anonymous memory without peers, with the interface of `SharedMemory`, on every system. For a group of one
-    rank, and for recycled results.
+    """Anonymous memory without peers, with the interface of `SharedMemory`, on every system.
+
+    For a group of one rank, and for recycled results.
     """
 
     def __init__(self) -> None:

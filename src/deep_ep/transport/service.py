@@ -34,8 +34,9 @@ def type_of_service(level: int) -> int | None:
 
 
 def pass_on(level: int | None, variables: MutableMapping[str, str] | None = None) -> None:
-    """Set the level in NVSHMEM's environment, before it starts. What is set already stays: it is from the operator, or
-    from an earlier buffer.
+    """Set the level in NVSHMEM's environment, before it starts.
+
+    What is set already stays: it is from the operator, or from an earlier buffer.
 
     Args:
         level: The level of its traffic; None: nothing is set.

@@ -86,8 +86,9 @@ class Atlas:
         return (address - self._low) // GRAIN_BYTES
 
     def rows(self, num_columns: int, dtype: torch.dtype, shift_bytes: int = 0) -> torch.Tensor:
-        """Return [grains, num_columns]: row i begins `shift_bytes` behind grain i. Valid until the next mapping is
-        added.
+        """Return [grains, num_columns]: row i begins `shift_bytes` behind grain i.
+
+        Valid until the next mapping is added.
         """
         if dtype not in self._everything:
             memory = (ctypes.c_char * (self._high - self._low)).from_address(self._low)

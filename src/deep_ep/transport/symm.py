@@ -53,8 +53,9 @@ def backend() -> str | None:
 
 
 def used_backend() -> str | None:
-    """Return the backend from which this library has allocated in this process. Torch itself only shows it by
-    refusing another.
+    """Return the backend from which this library has allocated in this process.
+
+    Torch itself only shows it by refusing another.
     """
     return _used_backend
 

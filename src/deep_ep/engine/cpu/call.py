@@ -50,8 +50,9 @@ class Call:
         return f"{self.operation} (call {self.epoch})"
 
     def post_header(self, *counts: torch.Tensor) -> None:
-        """Write the header, with [R] and [E] int32 counts if there are any. Peers see it only after the next
-        `signal`.
+        """Write the header, with [R] and [E] int32 counts if there are any.
+
+        Peers see it only after the next `signal`.
         """
         self.window.board.post(HEADER, self.epoch, self._words)
         if counts:
@@ -62,8 +63,9 @@ class Call:
         self.window.board.post(OFFER, self.epoch, offer.words())
 
     def signal(self, step: int) -> None:
-        """Signal to all peers that this rank has completed `step`. There is a fault point before and after the
-        signal.
+        """Signal to all peers that this rank has completed `step`.
+
+        There is a fault point before and after the signal.
         """
         self._reach_fault("before", step)
         self.window.signal(self.epoch, step)
@@ -204,14 +206,16 @@ class Chain:
             self.window.fail(f"failed: {where}{account(error)}")
 
     def give_up(self, error: BaseException, call: Call | None) -> None:
-        """Do what `fail` does while the comm stream may be in the middle of the call. `tell_failure` must follow on
-        that stream.
+        """Do what `fail` does while the comm stream may be in the middle of the call.
+
+        `tell_failure` must follow on that stream.
         """
         Chain.fail(self, error, call)
 
     def tell_failure(self) -> None:
-        """Report a failure to the ranks that cannot read this window. Inside one node there are none, so this does
-        nothing.
+        """Report a failure to the ranks that cannot read this window.
+
+        Inside one node there are none, so this does nothing.
         """
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

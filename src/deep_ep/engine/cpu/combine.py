@@ -169,8 +169,9 @@ class CpuCombine:
         return CpuCombineSource(path, Offer(self._x.size(0), False, bases), tuple(regions), None)
 
     def _sum_posted(self, call: Call) -> None:
-        """Sum the rows that all ranks have posted. A board stays unchanged until its peers have made their next call,
-        so there is no wait.
+        """Sum the rows that all ranks have posted.
+
+        A board stays unchanged until its peers have made their next call, so there is no wait.
         """
         blocks = token_blocks(self._ends)[self._window.rank]
         counts = [stop - start for start, stop in blocks]
@@ -183,8 +184,9 @@ class CpuCombine:
             sum_rows(out, part, token_idx, counts, bias)
 
     def _sum_in_rounds(self, call: Call, headers: list[Header], offers: list[Offer], staging: Staging | None) -> int:
-        """Sum the rows round by round: copy in if staged, signal, wait, sum, signal, wait. There is one round if no
-        rank is staged.
+        """Sum the rows round by round: copy in if staged, signal, wait, sum, signal, wait.
+
+        There is one round if no rank is staged.
         """
         most_tokens = max(header.num_tokens for header in headers)
         staged_rows = [offer.rows_per_source(len(offers)) for offer in offers if offer.is_staged]
@@ -229,8 +231,9 @@ class CpuCombine:
             reduce_rows(out[start:stop], table, slots[start:stop], shifts, bias)
 
     def _shifts(self, offers: list[Offer], start: int, range_tokens: int) -> list[int]:
-        """Return the distance between the rows of a range and their slots. At a staged rank, rows begin at this rank's
-        part of staging.
+        """Return the distance between the rows of a range and their slots.
+
+        At a staged rank, rows begin at this rank's part of staging.
         """
         if not any(offer.is_staged for offer in offers):
             return [0] * len(offers)

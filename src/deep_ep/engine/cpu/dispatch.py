@@ -330,8 +330,9 @@ class CpuDispatch:
         scope.call.signal(OFFERED)
 
     def _fetch_rows(self, call: Call, blocks: Blocks, sections: Sections) -> None:
-        """Fetch the rows that the ranks posted for this rank, by source rank. Each rank posts its rows in the order of
-        their destinations.
+        """Fetch the rows that the ranks posted for this rank, by source rank.
+
+        Each rank posts its rows in the order of their destinations.
         """
         rank = self._window.rank
         counts = [[stop - start for start, stop in row] for row in blocks]

@@ -48,8 +48,9 @@ class CpuEngine(Engine):
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: CallOrder
     ) -> tuple[layout.DispatchLayout, EventHandle | None]:
-        """Count where this rank's tokens go. Local. It runs at once, unless it has to wait for an event that is not yet
-        complete.
+        """Count where this rank's tokens go.
+
+        Local. It runs at once, unless it has to wait for an event that is not yet complete.
         """
         return count_layout(self.stream, topk_idx, num_experts, len(self.window.peers), num_nodes, order)
 

@@ -21,8 +21,9 @@ from .call import Call, Chain
 
 
 class CpuScope:
-    """The scope of a call, see `ops.CallScope`. The steps hand over functions, which run one after the other on the
-    comm stream.
+    """The scope of a call, see `ops.CallScope`.
+
+    The steps hand over functions, which run one after the other on the comm stream.
 
     Whatever exception leaves a call, at whatever point, the call has ended, or was refused or failed. Half a call must
     not be followed by the next: peers would take its signals for this one's.

@@ -109,8 +109,9 @@ class Signals:
         return self._ticket
 
     def handshake(self, terms: Terms, form: HandshakeForm) -> Handshaking:
-        """Make the handshakes of calls with one signature. From the first launch on, an error of one rank is an error
-        of all ranks.
+        """Make the handshakes of calls with one signature.
+
+        From the first launch on, an error of one rank is an error of all ranks.
 
         If a kernel sends words to remote ranks, it is launched between the send half and the receive half.
         """
@@ -165,8 +166,9 @@ class Signals:
         )
 
     def _wait_for_ticket(self) -> None:
-        """Poll until the kernel has echoed the ticket. The kernel waits for peers with its own time limit; the limit
-        here is longer.
+        """Poll until the kernel has echoed the ticket.
+
+        The kernel waits for peers with its own time limit; the limit here is longer.
         """
         word, ticket, failed = self._ticket_word, self._ticket, self._failed_word
         for _ in range(_NUM_LOOKS):  # some hundred microseconds, within which counts come as a rule
@@ -206,8 +208,9 @@ class Signals:
         self.is_calling = True
 
     def propagate_failure(self, operation: str, error: BaseException) -> None:
-        """Report to the peers what went wrong in a call. A call that was not announced may be corrected and made
-        after all.
+        """Report to the peers what went wrong in a call.
+
+        A call that was not announced may be corrected and made after all.
         """
         if self.has_failed():
             return

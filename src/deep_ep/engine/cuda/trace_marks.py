@@ -82,8 +82,9 @@ class TraceMarks:
             self._open.args.update(args)
 
     def note_rows(self, **rows: torch.Tensor) -> None:
-        """Attach row counts for each rank, [R] on the device, to the call in the trace. They are copied in stream
-        order.
+        """Attach row counts for each rank, [R] on the device, to the call in the trace.
+
+        They are copied in stream order.
         """
         if self._open is not None:
             for name, counts in rows.items():

@@ -1,5 +1,6 @@
-"""Low-latency combine on the CPU: the experts' rows go back to their tokens. Rows that are copied in are packed
-without gaps.
+"""Low-latency combine on the CPU: the experts' rows go back to their tokens.
+
+Rows that are copied in are packed without gaps.
 """
 
 from __future__ import annotations
@@ -143,8 +144,9 @@ class LowLatencyCombine(LowLatencyCall):
             self._note(selections.counts.view(geometry.num_ranks, -1).sum(1), geometry.slot_bytes)
 
     def _remote_rows(self, posts: dict[int, RemotePost]) -> dict[int, RemoteRows]:
-        """Return the rows that ranks of other nodes have sent, after mapping them in the atlas. This may move
-        grains.
+        """Return the rows that ranks of other nodes have sent, after mapping them in the atlas.
+
+        This may move grains.
         """
         geometry, mesh = self._geometry, self.shared.mesh
         if not self._use_logfmt or mesh is None:

@@ -241,8 +241,9 @@ class DirectLowLatency:
 
     @contextmanager
     def _calling(self, call: LowLatencyCall) -> Iterator[None]:
-        """A context manager around a phase of a call. Whatever exception leaves it, the phase has ended, or the buffer
-        has failed.
+        """A context manager around a phase of a call.
+
+        Whatever exception leaves it, the phase has ended, or the buffer has failed.
 
         A number that was given to a call, and never sent, would be taken for sent as soon as the next one is; a call
         that was never received would be taken for read.

@@ -22,8 +22,9 @@ if TYPE_CHECKING:  # it needs sockets that other systems do not have
 
 
 class LowLatencyDispatch(LowLatencyCall):
-    """A low-latency dispatch: tokens go to experts. A set holds T rows, and behind them the tokens of each expert:
-    [n] int32, by expert.
+    """A low-latency dispatch: tokens go to experts.
+
+    A set holds T rows, and behind them the tokens of each expert: [n] int32, by expert.
     """
 
     def __init__(
@@ -124,8 +125,9 @@ class LowLatencyDispatch(LowLatencyCall):
     # What each rank sends to this rank's experts ----------------------------------------------------------------------
 
     def _arrivals(self, posts: Posts) -> _Arrivals:
-        """Return what comes, from local ranks' tables and remote ranks' frames. It is checked, as it becomes
-        addresses.
+        """Return what comes, from local ranks' tables and remote ranks' frames.
+
+        It is checked, as it becomes addresses.
         """
         geometry, row_bytes = self._geometry, self._geometry.row_bytes(self._form)
         counts = torch.zeros(geometry.num_ranks, geometry.num_local_experts, dtype=torch.int64)

@@ -226,8 +226,9 @@ def _plan(where: str, num_bytes: int, geometry: Geometry, needed_bytes: int, cop
 
 
 def _copy_set_bytes(num_bytes: int, num_ranks: int) -> int:
-    """Return the bytes of a set in a copy. A rank's part of a combine's slot is at most 1 / R of it, so it fits here,
-    too.
+    """Return the bytes of a set in a copy.
+
+    A rank's part of a combine's slot is at most 1 / R of it, so it fits here, too.
 
     A dispatch's set is as large as in the rank's own memory. Where a rank has several experts that is less than a
     combine's part; where it has one, the expert slots come on top.

@@ -114,8 +114,9 @@ class LowLatencyCall(ABC):
         self.shared.fault(f"{operation}: after sent")
 
     def receive(self) -> None:
-        """Wait for all ranks that are not masked, and fetch. Fetch again without some, if they turn out to be too
-        far ahead.
+        """Wait for all ranks that are not masked, and fetch.
+
+        Fetch again without some, if they turn out to be too far ahead.
         """
         self.shared.fault(f"{self.agreement.operation}: before receive")
         while True:
@@ -163,8 +164,9 @@ class LowLatencyCall(ABC):
         return [*self.agreement.words(), *self.shared.mask_words()]
 
     def _fetch(self, posts: Posts) -> None:
-        """Read what the ranks in `posts` have published. It is repeated without some of them, if they went on too
-        early.
+        """Read what the ranks in `posts` have published.
+
+        It is repeated without some of them, if they went on too early.
 
         Raises:
             SpoiledError: What a rank has published is inconsistent.

@@ -36,8 +36,9 @@ class Met(NamedTuple):
 
 
 def meet(shared: Shared, following: int, look: Callable[[object], None]) -> Met:
-    """Agree with all ranks that are not masked on the number of the next call, whatever calls they have made. Runs on
-    the comm stream.
+    """Agree with all ranks that are not masked on the number of the next call, whatever calls they have made.
+
+    Runs on the comm stream.
 
     Args:
         shared: The state that the calls of the buffer share.

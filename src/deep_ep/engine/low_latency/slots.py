@@ -22,8 +22,9 @@ class _Slot:
     last_call: int = 0  # that used it
 
     def is_leased(self) -> bool:
-        """Whether a handle has it as its zero-copy tensor and is still to be combined. A handle may be freed before
-        that.
+        """Whether a handle has it as its zero-copy tensor and is still to be combined.
+
+        A handle may be freed before that.
         """
         return self.handle is not None and self.handle() is not None
 

@@ -289,8 +289,9 @@ class StreamedLowLatency:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _kernels_of(self, kind: Dispatching | Combining, alignment: Any) -> Kernels:
-        """Return the kernels of a kind of call, and of every equal kind. They are cached in the kind for its next
-        call.
+        """Return the kernels of a kind of call, and of every equal kind.
+
+        They are cached in the kind for its next call.
         """
         kernels = self._kernels.get((kind, alignment))
         if kernels is None:

@@ -63,7 +63,8 @@ class RailChain(Chain):
         )
 
     def mark(self, epoch: int) -> int:
-        """Return a number that identifies a dispatch among those of all buffers. It is the same on all ranks, and never
-        0.
+        """Return a number that identifies a dispatch among those of all buffers.
+
+        It is the same on all ranks, and never 0.
         """
         return zlib.crc32(f"{self._number} {epoch}".encode()) >> 2 | 1

@@ -147,8 +147,9 @@ class RailsCombine(CpuCombine):
             rows[first:last].copy_(theirs[start : start + last - first])
 
     def _sum_nodes(self, call: Call, routes: RailRoutes, tables: list[list[torch.Tensor]], taken: int) -> None:
-        """Sum inside the node for every node, exchange the sums, add them up. `taken` is the step that says that the
-        rows have been read.
+        """Sum inside the node for every node, exchange the sums, add them up.
+
+        `taken` is the step that says that the rows have been read.
         """
         sections, shifts = self._sections(), [0] * self._topology.ranks_per_node
         scratch = Scratch()

@@ -228,8 +228,9 @@ class RailsDispatch(CpuDispatch):
         return list(map(sum, zip(*counts, strict=True)))
 
     def _agreed_counts(self, call: Call) -> torch.Tensor:
-        """Return the counts of a worst-case dispatch, if the rows fit on every rank. All nodes exchange whether they
-        do.
+        """Return the counts of a worst-case dispatch, if the rows fit on every rank.
+
+        All nodes exchange whether they do.
         """
         headers, first = call.headers(), self._window.group_ranks.first_rank
         prefix = self._read_counts(call)

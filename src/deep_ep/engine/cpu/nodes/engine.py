@@ -55,8 +55,9 @@ class RailsEngine(CpuEngine):
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: CallOrder
     ) -> tuple[layout.DispatchLayout, EventHandle | None]:
-        """Count where this rank's tokens go. Local. It runs at once, unless it has to wait for an event that is not yet
-        complete.
+        """Count where this rank's tokens go.
+
+        Local. It runs at once, unless it has to wait for an event that is not yet complete.
         """
         return count_layout(self.stream, topk_idx, num_experts, self._topology.num_ranks, num_nodes, order)
 

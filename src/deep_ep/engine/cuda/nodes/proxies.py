@@ -153,8 +153,9 @@ class ThreadProxy:
         rail.await_arrived(self._context, self._remote, transfer.operation, READY, chunk, num_chunks)
 
     def tell_failure(self) -> None:
-        """Wait until the thread has sent the failure. It would do so without being asked, but the process may be
-        about to end.
+        """Wait until the thread has sent the failure.
+
+        It would do so without being asked, but the process may be about to end.
         """
         self._thread.tell_failure(_TELLING_SECS)
 
@@ -315,8 +316,9 @@ class MemoryProxy(_Hostless):
         """Do nothing: the handshake of this call implies that the rows of the last call have been fetched."""
 
     def send(self, transfer: Transfer, chunk: int) -> None:
-        """Signal that this rank's rows may be fetched, and wait until those of the rail may be. With one chunk this
-        is one handshake.
+        """Signal that this rank's rows may be fetched, and wait until those of the rail may be.
+
+        With one chunk this is one handshake.
         """
         del chunk
         context, remote, operation = self._context, self._remote, transfer.operation

@@ -58,8 +58,9 @@ class RemoteMemory:
         return self._pieces[-1].memory
 
     def rows(self, widths: Sequence[int]) -> RemoteRowLayout:
-        """Return the layout of rows of these widths. It is for as many rows as fit, so that it is the same on all
-        ranks.
+        """Return the layout of rows of these widths.
+
+        It is for as many rows as fit, so that it is the same on all ranks.
 
         Args:
             widths: Bytes of a row of each section; 0: it does not travel.
@@ -77,8 +78,9 @@ class RemoteMemory:
         return max(0, self.outbox_bytes - MOST_SECTIONS * _SECTION_BYTES) // max(1, sum(widths))
 
     def reserve(self, num_rows: int, row_bytes: int) -> bool:
-        """Have memory for at least `num_rows` rows. All ranks call it together, with the same numbers; never inside
-        a capture.
+        """Have memory for at least `num_rows` rows.
+
+        All ranks call it together, with the same numbers; never inside a capture.
         """
         needed = num_rows * row_bytes + MOST_SECTIONS * _SECTION_BYTES
         return needed <= self.outbox_bytes or self._grow(needed)
