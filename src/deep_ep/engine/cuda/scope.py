@@ -24,8 +24,7 @@ class CudaScope:
     """The scope of a call on a GPU, see `ops.CallScope`.
 
     The launches of the call come after the caller's work (or just after an event) and after earlier calls. Autograd
-    does not record inside, and an error on the host is reported to the peers. Entering it raises if the buffer has
-    failed.
+    does not record inside, and an error on the host is reported to the peers. The buffer must not have failed.
 
     Args:
         operation: One of `call.OPERATIONS`.
