@@ -38,10 +38,12 @@ _COMM_STREAM_METHODS = (
 
 
 class _Worker:
-    """The thread of a stream, and its queue. It does not hold the stream, which may be forgotten while jobs are queued.
+    """The thread of a stream, and its queue.
 
-    The queue is a `SimpleQueue`, which takes no lock that Python code can hold: whatever interrupts a thread while it
-    puts something there (a signal, garbage collection) may do so, too.
+    It has no reference to the stream, which may be freed while jobs are queued.
+
+    The queue is a `SimpleQueue`, which takes no lock that Python code can hold: so whatever interrupts a thread in a
+    put (a signal, garbage collection) may put something there, too.
 
     Args:
         name: Of the thread.
@@ -58,8 +60,8 @@ class _Worker:
     def start(self) -> None:
         """Start the thread, if there is none yet."""
         if self._thread is None:
-            # A daemon: an interpreter that ends first waits for other threads, and this one has no end of its own. Who
-            # owns the stream stops it before (`reaper.py`).
+            # A daemon: an interpreter that ends first waits for other threads, and this one has no end of its own. The
+            # owner of the stream stops it before (`reaper.py`).
             thread = threading.Thread(target=self._run, name=self.name, daemon=True)
             thread.start()
             # An interrupt in between leaves a thread too many. They take turns.
@@ -84,7 +86,7 @@ class _Worker:
         self.jobs.put(None)  # for a thread too many
 
     def _run_next(self) -> bool:
-        """Do the next job. Whether there was one, and not the end."""
+        """Run the next job. Returns whether there was one, rather than the end."""
         item = self.jobs.get()
         if item is None:
             return False
@@ -95,7 +97,7 @@ class _Worker:
                 result = _without_autograd(work)
             except BaseException as raised:
                 error = raised
-        # What a job holds lives no longer than its caller wants it to. And who has heard of it finds the stream idle,
+        # What a job holds lives no longer than its caller wants it to. And a caller that sees it done finds it idle,
         # if it was the last one.
         del item, work
         self.unfinished.pop()
@@ -108,11 +110,11 @@ class _Worker:
 
 
 class JobTraceback(Exception):
-    """Where a job has raised, as text."""
+    """The traceback of a job that has raised, as text."""
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """The error with its traceback as text: the job may be kept, and with it the error, but not its tensors.
+    """Return the error with its traceback as text: the job may be kept, and with it the error, but not its tensors.
 
     Clearing the frames of the traceback would not do: a frame that is cleared still has its function, and that has what
     the function was closed over.
@@ -135,7 +137,7 @@ class CommStream:
         weakref.finalize(self, self._worker.stop).atexit = False  # it only puts something into the queue
 
     def submit(self, work: Callable[[], Any]) -> Future:
-        """Queue `work` behind everything submitted before. Its result, or what it raised, is in the future.
+        """Queue `work` after everything submitted before. The future gets its result, or its exception.
 
         Raises:
             RuntimeError: The stream has been stopped.
@@ -149,7 +151,7 @@ class CommStream:
         try:
             worker.unfinished.append(None)
             worker.jobs.put((job, work))
-            if worker.is_stopped and job.cancel():  # by another thread, meanwhile: nobody would run it
+            if worker.is_stopped and job.cancel():  # by another thread, meanwhile: it would never run
                 raise RuntimeError(f"stream {worker.name}: it has been stopped")
         except BaseException:
             job.cancel()  # an interrupt: whether it has been queued or not, it shall not run
@@ -158,14 +160,14 @@ class CommStream:
         return job
 
     def has_made(self, event: EventHandle | None) -> bool:
-        """Whether an event stands for a job of this stream."""
+        """Return whether an event stands for a job of this stream."""
         return event is not None and getattr(event.completion, "worker", None) is self._worker
 
     def run(self, work: Callable[[], Any], on_abandon: Callable[[BaseException], bool] | None = None) -> Any:
-        """Do `work` behind everything submitted before, and wait for it.
+        """Run `work` after everything submitted before, and wait for it.
 
         If nothing is queued it runs right here: two changes of threads cost as much as a small call. The caller makes
-        sure that nobody submits meanwhile, so jobs still run one after the other.
+        sure that no thread submits meanwhile, so jobs still run one after the other.
 
         Args:
             work: What to do.
@@ -187,7 +189,10 @@ class CommStream:
             raise
 
     def run_in_turn(self, work: Callable[[], Any]) -> None:
-        """Do `work` behind everything submitted before, without waiting for that: right here, if nothing is queued."""
+        """Run `work` after everything submitted before, without waiting for it.
+
+        If nothing is queued, it runs right here.
+        """
         if self.query():
             work()
         else:
@@ -220,11 +225,11 @@ class CommStream:
             self.submit(_nothing).result()
 
     def query(self) -> bool:
-        """Whether everything submitted so far is done."""
+        """Return whether everything submitted so far is done."""
         return not self._worker.unfinished
 
     def record_event(self, event: EventHandle | None = None) -> EventHandle:
-        """An event that completes with everything submitted so far, and raises what the last job raised."""
+        """Return an event that completes with everything submitted so far, and raises what the last job raised."""
         event = event or EventHandle()
         last = self._last
         if last is not None and last.cancelled():  # it is over, but what was queued before it may not be
@@ -245,7 +250,7 @@ class CommStream:
 
 
 def _nothing() -> None:
-    """A job that only marks a place in the queue."""
+    """Do nothing: a job that only marks a point in the queue."""
 
 
 def _without_autograd(work: Callable[[], Any]) -> Any:
@@ -275,7 +280,9 @@ class _PromptSwitches:
             os.register_at_fork(after_in_child=self._forget_jobs)
 
     def _forget_jobs(self) -> None:
-        """In a forked child, where none of the jobs run, and where nobody gives back a lock that was held."""
+        """Forget all jobs in a forked child, where none of them runs, and where a lock that was held is never
+        released.
+        """
         self._lock = threading.Lock()
         if self._num_jobs:
             self._num_jobs = 0
@@ -300,31 +307,31 @@ _prompt_switches = _PromptSwitches()
 
 
 class Mark(Protocol):
-    """A place in a stream."""
+    """A point in a stream."""
 
     def reached_ns(self) -> int | None:
-        """When the stream came there, as `time.monotonic_ns` counts; None: it has not, yet."""
+        """Return when the stream reached it, as `time.monotonic_ns` counts; None: it has not, yet."""
         ...
 
 
 class _PassedMark:
-    """A place that was passed when it was made."""
+    """A point that the stream had passed when the mark was made."""
 
     def __init__(self) -> None:
         self._at_ns = time.monotonic_ns()
 
     def reached_ns(self) -> int:
-        """When that was."""
+        """Return when the mark was made."""
         return self._at_ns
 
 
 class SavedStream(NamedTuple):
-    """Where a call has come from.
+    """The stream and the device of a caller, to which `exit` returns.
 
     Attributes:
         caller: The caller's stream.
         is_elsewhere: The call is launched on another one.
-        device: The caller's.
+        device: The caller's device.
         is_capturing: The caller's stream is being captured.
     """
 
@@ -338,7 +345,9 @@ _NOWHERE = SavedStream(None, False, 0, False)
 
 
 class LaunchStream:
-    """Where kernels are launched. This one is for the CPU, where Triton's interpreter is done when a launch returns.
+    """The stream on which kernels are launched.
+
+    This one is for the CPU, where Triton's interpreter is done when a launch returns.
 
     Attributes:
         raw: The comm stream.
@@ -368,10 +377,10 @@ class LaunchStream:
         return _NOWHERE
 
     def exit(self, saved: SavedStream) -> None:
-        """Back to the caller's stream."""
+        """Return to the caller's stream."""
 
     def caller(self) -> Any:
-        """The caller's stream."""
+        """Return the caller's stream."""
         return None
 
     def behind(self, caller: Any) -> AbstractContextManager:
@@ -385,7 +394,7 @@ class LaunchStream:
         return nullcontext()
 
     def leave(self, is_async: bool) -> EventHandle | None:
-        """An event for what was launched; None: the caller's stream waits for it."""
+        """Return an event for what was launched; None: the caller's stream waits for it."""
         return EventHandle() if is_async else None
 
     @contextmanager
@@ -401,11 +410,11 @@ class LaunchStream:
         """Keep the memory of tensors until a stream is done with what was launched."""
 
     def can_mark(self) -> bool:
-        """Whether places can be marked now: not in a capture."""
+        """Whether points can be marked now: not in a capture."""
         return True
 
     def mark(self) -> Mark:
-        """Mark the place behind what was launched."""
+        """Mark the point after everything that was launched."""
         return _PassedMark()
 
     def await_capture(self) -> bool:
@@ -442,7 +451,7 @@ class _CudaClock:
         self._at_ns = time.monotonic_ns()  # late by the return from the wait: some microseconds
 
     def time_of(self, event: torch.cuda.Event) -> int:
-        """When an event happened, which has."""
+        """Return when an event, which has completed, happened."""
         distance_ms = self._event.elapsed_time(event)
         at_ns = self._at_ns + round(distance_ms * 1e6)
         if distance_ms > self._MOST_MS:
@@ -451,7 +460,7 @@ class _CudaClock:
 
 
 class _CudaMark:
-    """A place in a CUDA stream."""
+    """A point in a CUDA stream."""
 
     def __init__(self, clock: _CudaClock, stream: torch.cuda.Stream):
         self._clock = clock
@@ -460,7 +469,7 @@ class _CudaMark:
         self._at_ns: int | None = None
 
     def reached_ns(self) -> int | None:
-        """When the stream came there; None: it has not, yet."""
+        """Return when the stream reached it; None: it has not, yet."""
         if self._at_ns is None and self._event.query():
             self._at_ns = self._clock.time_of(self._event)
         return self._at_ns
@@ -483,8 +492,8 @@ class _AllocationStream:
 class CudaStream(LaunchStream):
     """A CUDA stream of high priority, beside the caller's.
 
-    A call that nobody wants to overlap (no event before it, none asked for) is launched on the caller's own stream: its
-    place in the order is the same, and two hops from stream to stream are saved.
+    A call that is not to overlap with anything (no event before it, none requested) is launched on the caller's own
+    stream: the order is the same, and two waits between streams are saved.
 
     Args:
         device: The GPU.
@@ -530,7 +539,7 @@ class CudaStream(LaunchStream):
         return saved
 
     def exit(self, saved: SavedStream) -> None:
-        """Back to the caller's stream."""
+        """Return to the caller's stream."""
         if saved.is_elsewhere:
             torch.cuda.set_stream(saved.caller)
         if saved.device != self._index:
@@ -541,11 +550,11 @@ class CudaStream(LaunchStream):
                 self._record_last(self.current)  # now: what the caller launches later is none of our calls
 
     def caller(self) -> torch.cuda.Stream:
-        """The caller's stream."""
+        """Return the caller's stream."""
         return self._here().caller
 
     def _here(self) -> SavedStream:
-        """The way back of a call that stays where it was made, on the caller's stream and on this device."""
+        """Return the `SavedStream` of a call that stays on the caller's stream and on this device."""
         key = torch._C._cuda_getCurrentStream(self._index)
         saved = self._callers.get(key)
         if saved is None:
@@ -564,7 +573,7 @@ class CudaStream(LaunchStream):
         return _AllocationStream(stream, self.current)
 
     def leave(self, is_async: bool) -> EventHandle | None:
-        """An event for what was launched; None: the caller's stream waits for it."""
+        """Return an event for what was launched; None: the caller's stream waits for it."""
         if is_async:
             return EventHandle(self.raw.record_event())
         if self.current is self.raw:
@@ -589,11 +598,11 @@ class CudaStream(LaunchStream):
                 tensor.record_stream(stream)
 
     def can_mark(self) -> bool:
-        """Whether places can be marked now: not in a capture."""
+        """Whether points can be marked now: not in a capture."""
         return not torch.cuda.is_current_stream_capturing()
 
     def mark(self) -> Mark:
-        """Mark the place behind what was launched."""
+        """Mark the point after everything that was launched."""
         if self._clock is None:
             self._clock = _CudaClock(self.raw)
         return _CudaMark(self._clock, self.current)

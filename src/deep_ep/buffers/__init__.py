@@ -1,1 +1,1 @@
-"""The public classes."""
+"""The public buffer classes."""

@@ -1,4 +1,4 @@
-"""What all calls of a buffer have around them: the lock, the trace, and a word to the peers if they are left early."""
+"""The decorator of all calls of a buffer: the lock, the trace, and the report to the peers if a call is left early."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def call(method: F) -> F:
     """A method of a buffer that all ranks call together.
 
     One thread at a time makes it (autograd calls from threads of its own). If an exception leaves it before anything
-    was sent, be it a wrong argument or Ctrl-C, the peers are told, so that they do not wait for this rank. A trace
-    shows how long the caller was in it. `torch.compile` makes it as it is, and traces nothing inside.
+    was sent, be it a wrong argument or Ctrl-C, that is reported to the peers, so that they do not wait for this rank. A
+    trace shows how long the caller was in it. `torch.compile` calls it without tracing inside.
     """
     name = method.__name__
 

@@ -1,4 +1,7 @@
-"""What callers may pass. Everything here is checked before anything is sent, and says what to do instead."""
+"""Checks of the arguments of callers.
+
+They are made before anything is sent, and their messages say what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ def _is_shaped(shape: torch.Size, wanted: tuple[int | str, ...]) -> bool:
 
 
 def check_int(where: str, name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """Check one integer argument."""
+    """Check one integer argument, and return it."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -93,7 +96,7 @@ def check_int(where: str, name: str, value: Any, least: int | None = None, most:
 
 
 def check_bytes(where: str, name: str, value: Any) -> int:
-    """Check a size of the window."""
+    """Check a size of the window, in bytes."""
     num_bytes = check_int(where, name, value, 0)
     if num_bytes > env.MOST_BYTES:
         raise ValueError(
@@ -163,7 +166,7 @@ def check_payload(where: str, x: Any, device: torch.device) -> Payload:
 
 @functools.cache
 def _warn_of_lost_gradients(where: str) -> None:
-    """Once in a process."""
+    """Warn, once for each method, that no gradient flows through a buffer."""
     warnings.warn(
         f"Buffer.{where}: `x` requires gradients, and the rows that it brings do not: a buffer does not know autograd. "
         "Use `deep_ep.moe.dispatch` and `deep_ep.moe.combine`, which do; or pass `x.detach()`, if that is meant",
@@ -247,7 +250,7 @@ def check_biases(where: str, bias: Any, like: torch.Tensor, num_tokens: int) -> 
 
 
 def check_config(where: str, config: Any) -> Config | None:
-    """Check `config`."""
+    """Check the `config` argument."""
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"{where}: `config` must be a deep_ep.Config, got {type(config).__name__}")
     return config

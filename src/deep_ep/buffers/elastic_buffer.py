@@ -105,7 +105,7 @@ class EPHandle:
 
     @classmethod
     def _of(cls, layout: Layout, num_experts: int, num_sms: int) -> EPHandle:
-        """The handle of a dispatch."""
+        """Make the handle of a dispatch."""
         form = layout.form
         handle = cls(
             form.is_expanded,
@@ -221,7 +221,7 @@ class ElasticBuffer:
 
     @property
     def runtime(self) -> Any:
-        """None after `destroy`."""
+        """The runtime of the buffer, see `legacy.Runtime`; None after `destroy`."""
         return self._buffer.runtime
 
     # What `call` looks for
@@ -295,7 +295,7 @@ class ElasticBuffer:
 
     @call
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Have the streams of all ranks meet.
+        """Make a barrier over the streams of all ranks.
 
         Args:
             use_comm_stream: On the comm stream, which first waits for the caller's; that one then waits for it.
@@ -315,11 +315,11 @@ class ElasticBuffer:
         return self._buffer.get_comm_stream()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """Nodes, and ranks of a node."""
+        """Return the number of nodes, and of ranks of a node."""
         return self._domains.physical
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """Scale-out and scale-up ranks."""
+        """Return the number of scale-out and of scale-up ranks."""
         return self._domains.logical
 
     def get_theoretical_num_sms(
@@ -613,7 +613,7 @@ class ElasticBuffer:
         return combined.x, combined.topk_weights, EventOverlap(event)
 
     def _remote_rows(self, handle: EPHandle, order: CallOrder) -> torch.Tensor:
-        """[T, K] int32: the expanded row of each selection at its rank, which that rank tells; -1: none."""
+        """[T, K] int32: the expanded row of each selection at its rank, exchanged by a combine; -1: none."""
         if handle._remote_rows is None:
             layout = handle._layout
             # As a combine of numbers: every rank gives those of its own columns, counted from 1, and 0 in others.
@@ -657,7 +657,7 @@ def _prepare(
 
 
 def _results(arrived: Arrived) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
-    """The first three results of a dispatch."""
+    """Return the first three results of a dispatch."""
     x = arrived.x if arrived.scales is None else (arrived.x, arrived.scales)
     return x, arrived.topk_idx, arrived.topk_weights
 
@@ -673,7 +673,7 @@ def _order(where: str, previous_event: Any, is_async: bool) -> CallOrder:
 
 
 def _ranks_per_node(group: dist.ProcessGroup) -> int:
-    """Ranks of a node. The first time for a group, all its ranks ask together."""
+    """Ranks of a node. The first time for a group, all its ranks call it together."""
     known = _domains_of.get(group)
     if known is None:
         control = Control(group, None, checks.check_secs("ElasticBuffer", "num_cpu_timeout_secs", None))

@@ -1,4 +1,4 @@
-"""Which engine a buffer gets: by its device, its group and what the environment asks for."""
+"""The choice of a buffer's engine: by its device, its group and the environment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ _LEAST_REMOTE_BYTES = 2 << 20  # likewise, between nodes
 
 
 def find_device(device: torch.device | str | None) -> torch.device:
-    """The device of a new buffer: as asked for, else `DEEP_EP_DEVICE`, else a GPU if there is one."""
+    """Return the device of a new buffer: the one that is requested, else `DEEP_EP_DEVICE`, else a GPU if there is
+    one.
+    """
     wish = device or env.DEVICE.get() or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(wish)
@@ -65,7 +67,9 @@ def make_engine(
     enable_shrink: bool = False,
     topology: Topology | None = None,
 ) -> tuple[Engine, str]:
-    """The engine of a buffer, and a line that says how it reaches its peers. All ranks call it, in a joint step.
+    """Make the engine of a buffer, and a line that describes how it reaches its peers.
+
+    All ranks call it, in a joint step.
 
     Args:
         control: The group.
@@ -104,7 +108,7 @@ def make_engine(
 
 
 def _rails(control: Control, topology: Topology, sizes: WindowSizes, enable_shrink: bool) -> tuple[Engine, str]:
-    """The engine across nodes: a window inside the node, messages on the rail, and on the mesh for low latency."""
+    """Make the engine across nodes: a window inside the node, messages on the rail, and on the mesh for low latency."""
     # Not before a buffer needs them: other systems have no such sockets.
     from ..engine.cpu.nodes.engine import RailsEngine
     from ..transport.mesh import make_mesh
@@ -112,7 +116,7 @@ def _rails(control: Control, topology: Topology, sizes: WindowSizes, enable_shri
 
     size, low_latency_bytes = topology.ranks_per_node, sizes.low_latency_bytes
     said = control.gather((secrets.randbits(32), low_latency_bytes), "numbering the buffer")
-    # All ranks must divide this memory alike, also those of other nodes: the largest wish is everybody's.
+    # All ranks must divide this memory alike, also those of other nodes: the largest request counts for all.
     sizes = replace(sizes, low_latency_bytes=max(wish for _, wish in said))
     choice = choose(size)
     window = choice.make_window(NodeControl(control, topology.node * size, size), sizes)
@@ -136,7 +140,7 @@ def _relayed(
     topology: Topology,
     enable_shrink: bool,
 ) -> tuple[Engine, str]:
-    """The engine across nodes whose kernels do the waiting: a window inside the node, and a proxy between nodes."""
+    """Make the engine across nodes whose kernels wait: a window inside the node, and a proxy between nodes."""
     # Not before a buffer needs them: they import Triton, and importing us must not.
     from ..engine.cuda.engine import CudaEngine
     from ..engine.cuda.memory import Memory
@@ -206,7 +210,7 @@ class _Whole(NamedTuple):
 
 
 def _whole_memory(control: Control, group: dist.ProcessGroup | None, device: torch.device) -> _Whole:
-    """NVSHMEM's memory, if it can be had on all ranks and is wanted."""
+    """Return NVSHMEM's memory, if it is wanted and available on all ranks."""
     from ..transport import nvshmem
 
     wish = env.TRANSPORT.get()
@@ -237,7 +241,7 @@ def _whole_memory(control: Control, group: dist.ProcessGroup | None, device: tor
 def _node_memory(
     control: Control, group: dist.ProcessGroup | None, device: torch.device, topology: Topology
 ) -> DeviceMemory:
-    """Memory that the ranks of a node share."""
+    """Return memory that the ranks of a node share."""
     size = topology.ranks_per_node
     local = NodeControl(control, topology.node * size, size)
     if device.type == "cpu":
@@ -254,8 +258,8 @@ class _Shared(NamedTuple):
     """What the ranks of a group settled on.
 
     Attributes:
-        low_latency_bytes: The largest wish.
-        remote_bytes: Likewise.
+        low_latency_bytes: The largest request of any rank.
+        remote_bytes: The largest request of any rank.
     """
 
     low_latency_bytes: int
@@ -265,7 +269,10 @@ class _Shared(NamedTuple):
 def _device_window(
     control: Control, memory: DeviceMemory, sizes: WindowSizes, num_nodes: int = 1
 ) -> tuple[DeviceWindow, _Shared]:
-    """A window for kernels. Memory is symmetric: the largest wish is everybody's, a limit of one rank is one of all."""
+    """Make a window for kernels.
+
+    Memory is symmetric: the largest request counts for all, and a limit of one rank is one of all.
+    """
     from ..engine.cuda.memory import staging_bytes
     from ..engine.cuda.signals import Signals
 

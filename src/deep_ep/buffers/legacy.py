@@ -42,30 +42,30 @@ _LEAST_SCRATCH_BYTES = 64 << 20  # reserved, not committed: staging needs a row 
 
 
 class Runtime:
-    """What `buffer.runtime` tells of a buffer's place in its group."""
+    """What `buffer.runtime` offers: where a buffer's rank stands in its group."""
 
     def __init__(self, topology: Topology, device: torch.device):
         self._topology = topology
         self._device = device
 
     def is_available(self) -> bool:
-        """Whether the buffer can be used."""
+        """Return whether the buffer can be used."""
         return True
 
     def get_num_rdma_ranks(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return self._topology.num_nodes
 
     def get_rdma_rank(self) -> int:
-        """This rank's node."""
+        """Return this rank's node."""
         return self._topology.node
 
     def get_root_rdma_rank(self, is_global: bool) -> int:
-        """The first rank of this rank's rail: its own local index, or 0."""
+        """Return the first rank of this rank's rail: its own local index, or 0."""
         return self._topology.local_rank if is_global else 0
 
     def get_local_device_id(self) -> int:
-        """Index of the device; the CPU is device 0."""
+        """Return the index of the device; the CPU is device 0."""
         return self._device.index or 0
 
 
@@ -201,7 +201,7 @@ class Buffer(LowLatencyMethods):
 
     @staticmethod
     def _bound(config: Config | None) -> int | None:
-        """The most blocks of a call: as the config says, or `set_num_sms`; None: nobody said anything."""
+        """Return the most blocks of a call, from the config or `set_num_sms`; None: neither was given."""
         if config is not None:
             return config.num_sms
         return Buffer.num_sms if Buffer._is_bounded else None
@@ -643,7 +643,7 @@ class Buffer(LowLatencyMethods):
             self._require_engine("release_graphs").release_graphs()
 
     def trim(self) -> int:
-        """Give memory that nobody uses back to the system. Returns the bytes given back."""
+        """Give unused memory back to the system. Returns the bytes given back."""
         with self._lock:
             return self._require_engine("trim").trim()
 
@@ -652,20 +652,20 @@ class Buffer(LowLatencyMethods):
 
         Returns:
             `calls`: how many calls took which path (`dispatch/direct`, `dispatch/posted`, `dispatch/staged`,
-            `combine/pulled`, `combine/posted`, `combine/copied_in`, `combine/staged`); `rounds`: how
-            many rounds they took (one a call, unless some rank was staged); `bytes_to` and `bytes_from`: bytes of rows,
-            by peer; `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`. Across nodes
-            also `rail`: messages and bytes sent and received between nodes, with everything that is added to rows; a
-            token passed on inside a node counts there as a row of the rank that passed it on. In low-latency mode also
-            `mesh`: the same of the links that low-latency calls use.
+            `combine/pulled`, `combine/posted`, `combine/copied_in`, `combine/staged`); `rounds`: how many rounds they
+            took (one a call, unless some rank was staged); `bytes_to` and `bytes_from`: bytes of rows, by peer;
+            `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`. Across nodes also
+            `rail`: messages and bytes sent and received between nodes, with everything that is added to rows; a token
+            that is forwarded inside a node counts there as a row of the rank that forwarded it. In low-latency mode
+            also `mesh`: the same of the links that low-latency calls use.
         """
         return self._require_engine("stats").stats()
 
     def destroy(self) -> None:
         """Let the queued communication finish and close the buffer. Local: no other rank is waited for.
 
-        Received tensors stay valid. A second call does nothing. A buffer that nobody has destroyed is closed likewise
-        when its last reference is gone, by a thread of ours, and at the latest when the process ends.
+        Received tensors stay valid. A second call does nothing. A buffer that was not destroyed is closed in the same
+        way when its last reference is gone, by a background thread, and at the latest when the process ends.
         """
         assert self.explicitly_destroy, (
             "Buffer.destroy: make the buffer with explicitly_destroy=True, or use it in a `with` block"
@@ -689,7 +689,7 @@ class Buffer(LowLatencyMethods):
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Close, once what is queued has finished."""
+        """Close the buffer, once what is queued has finished."""
         with self._lock:
             if self.runtime is None:
                 return
@@ -704,15 +704,15 @@ class Buffer(LowLatencyMethods):
             self._finalizer.detach()
 
     def _leave(self, error: BaseException) -> None:
-        """Close without waiting, because of an error that is on its way to the caller: nothing here may hide it.
+        """Close without waiting, because of an error that is being raised to the caller: nothing here may hide it.
 
-        Peers are told, so that they raise at once and name this rank. Where ranks may be masked they are not: they go
-        on without this one. No lock is taken: another thread may hold it, inside of a call that waits.
+        The error is reported to the peers, so that they raise at once and name this rank. If ranks may be masked it is
+        not: they go on without this one. No lock is taken: another thread may hold it, inside of a call that waits.
         """
         if self.runtime is None:
             return
         self.runtime = None
-        with contextlib.suppress(Exception):  # a device that has failed cannot be told anything
+        with contextlib.suppress(Exception):  # a device that has failed accepts no launches
             if not self.enable_shrink:
                 self._engine.abandon(f"left its `with` block by {account(error)}")
         self._finalizer.close_soon()
@@ -746,7 +746,7 @@ class Buffer(LowLatencyMethods):
         return CallOrder(checks.check_event(where, previous_event, async_finish, *arguments), async_finish)
 
     def _num_channels(self, config: Config | None) -> int:
-        """C of the handle that a dispatch makes."""
+        """Return C of the handle that a dispatch makes."""
         if config is not None:
             return config.num_channels
         num_channels = self._channels.get(Buffer.num_sms)
@@ -772,11 +772,11 @@ class Buffer(LowLatencyMethods):
 
 
 def _release(engine: Engine, trace: Trace | None, missed: str | None, is_quiet: bool) -> None:
-    """Close a buffer that was forgotten. Runs on the reaper's thread.
+    """Close a buffer that was never destroyed. Runs on the reaper's thread.
 
     Args:
-        engine: Of the buffer.
-        trace: Likewise.
+        engine: The engine of the buffer.
+        trace: The trace of the buffer.
         missed: The name of a buffer whose `destroy()` should have been called; None: it need not have been.
         is_quiet: The buffer went with an exception. That is the error to be seen, as is the failure of a call.
     """

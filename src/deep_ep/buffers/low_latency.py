@@ -1,4 +1,4 @@
-"""The low-latency half of `Buffer`: arguments, checks and docstrings. The algorithm is the engine's."""
+"""The low-latency methods of `Buffer`: arguments, checks and docstrings. The algorithm is the engine's."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _MOST_TOPK = 32
 _HANDLE_ITEMS = 5  # packed_recv_src_info, packed_recv_layout_range, M, hidden, num_experts
 
 _DISPATCH, _COMBINE = "low_latency_dispatch", "low_latency_combine"
-# What looking at an argument raises that is no tensor, or one without strides, or at a handle that is none; and what
-# looking for it raises where it cannot be a key. It is not what it should be, as the checks will say.
+# Exceptions from inspecting an argument that is no tensor, or one without strides, or a handle that is none; and from
+# looking it up if it cannot be a key. Such an argument is wrong, and the checks raise the proper error.
 _NOT_TENSORS = (AttributeError, RuntimeError, TypeError, ValueError)
 
 
@@ -269,7 +269,7 @@ class LowLatencyMethods:
 
     @call
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """A barrier over all ranks that are not masked. There is nothing to clean: words are never used twice.
+        """Make a barrier over all ranks that are not masked. There is nothing to clean: words are never used twice.
 
         With `enable_shrink` it also brings ranks into step that have made different calls. To take in ranks that were
         masked, all ranks call `low_latency_clean_mask_buffer` and then this, each whenever it can, within the limit of
@@ -292,7 +292,8 @@ class LowLatencyMethods:
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Mask a rank: it is not waited for, its tokens are not taken, and its experts contribute nothing. Local.
 
-        The masked rank finds that at its next call, and masks this one. Masks that a silent rank gets are everybody's.
+        The masked rank detects that at its next call, and masks this one. A rank that is masked because it is silent is
+        masked on all ranks.
 
         Args:
             rank_to_mask: The rank.
@@ -320,14 +321,14 @@ class LowLatencyMethods:
             self._require_masks(where).query_mask(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Mask nobody any more. Behind it all ranks call `clean_low_latency_buffer`, if ranks have missed calls."""
+        """Unmask all ranks. If ranks have missed calls, all ranks then call `clean_low_latency_buffer`."""
         with self._lock:
             self._require_masks("low_latency_clean_mask_buffer").clean_mask()
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _require_low_latency(self, where: str) -> LowLatencyEngine:
-        if self.runtime is None:  # it was destroyed: it says so
+        if self.runtime is None:  # it was destroyed: this raises
             self._require_engine(where)
         engine = self._engine
         engine.require_working()
@@ -409,7 +410,7 @@ def _are_same(tensors: tuple, others: tuple) -> bool:
 
 
 def _look_of(value: torch.Tensor) -> tuple:
-    """What of an argument is checked, as a key: nothing of a tensor's contents is."""
+    """Return what is checked of an argument, as a key. The contents of a tensor are not part of it."""
     return type(value), value.shape, value.dtype, value.device, value.stride(), value.is_neg()
 
 

@@ -1,6 +1,6 @@
 """Buffers by number, for custom operators: their arguments are tensors and numbers.
 
-The table holds nothing alive: a buffer that nobody else has is gone from it.
+The table has weak references only: a buffer that is not referenced elsewhere is removed from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def register(buffer: Any) -> int:
 
 
 def find(number: int) -> Any:
-    """The buffer of a number.
+    """Return the buffer of a number.
 
     Raises:
         EPClosed: It is gone.
@@ -36,9 +36,9 @@ def find(number: int) -> Any:
 
 
 class ForkedLock:
-    """The lock of a buffer in a forked child. Every method takes it, and so none goes further.
+    """The lock of a buffer in a forked child. Every method acquires it, which raises, and so none goes further.
 
-    Calls need not look whether they are in the process that made the buffer, and a lock that another thread of the
+    Calls need not check whether they are in the process that made the buffer, and a lock that another thread of the
     parent held at the fork is not waited for.
 
     Args:

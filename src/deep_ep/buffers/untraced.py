@@ -1,4 +1,4 @@
-"""Calls that a compiler makes as they are. Imported only inside a compiler: decorating imports half of it."""
+"""Calls that a compiler makes without tracing them. Imported only inside a compiler: decorating imports half of it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Whether arguments are as they are in nearly every call, asked as quickly as Python can.
+"""Fast checks whether arguments are as they are in nearly every call.
 
 `checks.py` finds out what is wrong with an argument, or makes an ordinary tensor of an unusual one; for a dozen tensors
-that takes longer than to launch a call's kernels. So calls first ask here. What is usual needs neither; for everything
-else the answer is no, and the checks decide. Nothing is refused here, so nothing here may raise.
+that takes longer than to launch a call's kernels. So calls first check here. Usual arguments need neither; for all
+others the result is negative, and the checks decide. Nothing is refused here, so nothing here may raise.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def routing(
     topk_weights: Any,
     known: tuple[ReferenceType, ...] | None,
 ) -> Routing | None:
-    """The routing of a dispatch inside one node, with ids and weights. It is asked after `payload`.
+    """The routing of a dispatch inside one node, with ids and weights. It is called after `payload`.
 
     Args:
         num_tokens: T, above 1.
@@ -142,8 +142,8 @@ def routing(
 def handle(given: Any, num_ranks: int, device: torch.device, known: ReferenceType | None) -> Handle | None:
     """The handle of a dispatch inside one node, as it was returned.
 
-    One that has our type was made by us, or by whoever maps a function over ours: so no more is looked at than what
-    kernels depend on, and nothing in the last one that the buffer made, whose `send_head` is `known`.
+    A handle of this library's type was made by it, or by code that maps a function over one: so only what kernels
+    depend on is checked, and nothing in the last one that the buffer made, whose `send_head` is `known`.
     """
     if type(given) is not Handle:
         return None

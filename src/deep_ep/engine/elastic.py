@@ -40,7 +40,7 @@ class Form(NamedTuple):
     is_expanded: bool
 
     def most_expanded(self, num_ranks: int) -> int:
-        """X of the worst case."""
+        """Most rows X of an expanded result: those of the worst case."""
         num_rows = num_ranks * self.max_tokens * min(self.num_topk, self.num_local)
         return align(num_rows + (self.alignment - 1) * self.num_local, self.alignment)
 
@@ -83,7 +83,7 @@ class Layout:
     aligned_counts: list[int]
 
     def apart(self, scope: Any) -> Layout:
-        """As functions that are handed to a call should write it."""
+        """Return the same layout with tensors that functions of a call may write, see `CallScope.apart`."""
         written = (
             "topk_idx",
             "ids",
@@ -167,10 +167,10 @@ class Unfold:
         self._extras = extras
 
     def new(self, scope: Any, received: DispatchResult, told: Counts | None, is_topk_copied: bool = False) -> Arrived:
-        """The end of a dispatch that has routing: also find where everything lies.
+        """Finish a dispatch that has routing: make its layout, and its results.
 
         Args:
-            scope: Of the call.
+            scope: The scope of the call.
             received: The compact rows.
             told: The counts; None: the host does not know them.
             is_topk_copied: The layout has a copy of this rank's selections.
@@ -191,7 +191,7 @@ class Unfold:
         return arrived._replace(topk_idx=None if self._form.is_expanded else topk_idx)
 
     def again(self, scope: Any, received: DispatchResult, layout: Layout) -> Arrived:
-        """The end of a cached dispatch: everything lies where it did."""
+        """Finish a cached dispatch: rows lie where those of the earlier dispatch did."""
         arrived = self._arrive(scope, received, layout, layout)
         if self._form.is_expanded:
             return arrived
@@ -204,7 +204,7 @@ class Unfold:
     # Memory ----------------------------------------------------------------------------------------------------------
 
     def _empty_layout(self, scope: Any, received: DispatchResult, told: Counts | None) -> Layout:
-        """Memory for where everything lies."""
+        """Allocate the tensors of a layout."""
         form, handle, like = self._form, received.handle, received.handle.rank_prefix_matrix
         num_tokens, num_topk = self._topk_idx.shape
         num_rows = handle.num_rows
@@ -233,7 +233,7 @@ class Unfold:
             )
 
     def _arrive(self, scope: Any, received: DispatchResult, layout: Layout, job_layout: Layout) -> Arrived:
-        """Memory for the results, and the step that fills it."""
+        """Allocate the results, and launch the step that fills them."""
         form, extras = self._form, self._extras
         num_rows = layout.num_expanded if form.is_expanded else received.x.shape[0]
         sent = received.scales
@@ -259,7 +259,7 @@ class Unfold:
     # Values ----------------------------------------------------------------------------------------------------------
 
     def _fill_layout(self, layout: Layout, received: DispatchResult) -> None:
-        """Find where everything lies."""
+        """Fill the layout: where each row of the dispatch lies."""
         form, ids = self._form, received.topk_idx
         assert ids is not None
         layout.ids.copy_(ids)
@@ -278,7 +278,7 @@ class Unfold:
         self._fill_slots(layout, received.handle.send_head)
 
     def _fill_sources(self, layout: Layout, ids: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor) -> None:
-        """Where each row comes from, and where its selections lie."""
+        """Fill where each row comes from, and which expanded rows its selections take."""
         form = self._form
         row_idx = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
         ranks = torch.searchsorted(layout.rank_ends, row_idx, right=True, out_int32=True)
@@ -290,14 +290,14 @@ class Unfold:
         if form.is_expanded:
             rows = expanded_rows(ids, layout.num_per_expert, starts)
             layout.sources[:, 2:] = rows
-            # One place more than there are rows takes what selects nothing.
+            # One element more than there are rows: it takes the columns that select nothing.
             found = layout.row_sources.new_full((layout.num_expanded + 1,), -1)
             target = torch.where(rows >= 0, rows, layout.num_expanded).long()
             found.scatter_(0, target.flatten(), row_idx[:, None].expand_as(rows).reshape(-1))
             layout.row_sources.copy_(found[:-1])
 
     def _fill_slots(self, layout: Layout, send_head: torch.Tensor) -> None:
-        """Where this rank's tokens are: at each column's rank, in the highest column of that rank."""
+        """Fill the slots of this rank's tokens: at each column's rank, in the highest column of that rank."""
         form, topk_idx = self._form, self._topk_idx
         is_valid = (topk_idx >= 0) & (topk_idx < form.num_local * self._num_ranks)
         owners = torch.where(is_valid, topk_idx // form.num_local, -1).to(torch.int32)
@@ -393,7 +393,7 @@ def expanded_rows(ids: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor)
     num_local = counts.shape[0]
     keys = torch.where(ids >= 0, ids, num_local).flatten().long()
     order = keys.argsort(stable=True)
-    # Behind the experts comes what selects nothing, which takes no row.
+    # Columns that select nothing are sorted behind all experts, and take no row.
     shifts = torch.cat([starts - (counts.cumsum(0) - counts), starts.new_zeros(1)])
     sorted_keys = keys[order]
     taken = torch.arange(keys.shape[0], device=ids.device) + shifts[sorted_keys]
@@ -407,7 +407,7 @@ def with_weights(scope: Any, payload: Payload, topk_weights: torch.Tensor | None
     """The payload, with weights as columns behind its scales: both have elements of 4 bytes.
 
     Args:
-        scope: Of the call, in which the columns are put side by side.
+        scope: The scope of the call, which launches the concatenation of the columns.
         payload: The payload.
         topk_weights: [T, K] float32, or None.
     """

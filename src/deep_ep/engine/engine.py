@@ -51,14 +51,15 @@ NOTHING_AROUND = Around()
 class Engine(ABC):
     """Dispatch and combine of one rank.
 
-    Each call returns what the caller gets; if the call is asynchronous, with the event that says when it is filled.
+    Each call returns what the caller gets; if the call is asynchronous, with the event that completes when it is
+    filled.
 
     Attributes:
         rank: This rank, as an index into `Counts.num_rows`.
         window: The memory of this rank and of its peers.
         stream: Where communication runs.
         low_latency: Low-latency calls; None: the buffer has no memory for them, or they cannot be made.
-        why_no_low_latency: Why they cannot be made. Empty: they can, or nobody asked for them.
+        why_no_low_latency: Why they cannot be made. Empty: they can be made, or were not requested.
     """
 
     rank: int
@@ -207,13 +208,13 @@ class Engine(ABC):
 
     @abstractmethod
     def _scope(self, operation: str, order: CallOrder) -> CallScope:
-        """What surrounds a call, see `ops.Scope`."""
+        """Return what surrounds a call, see `ops.CallScope`."""
 
     @abstractmethod
     def _dispatch_steps(
         self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None
     ) -> DispatchSteps:
-        """The steps of a dispatch.
+        """Return the steps of a dispatch.
 
         Raises:
             ValueError: The device cannot move such rows.
@@ -228,24 +229,24 @@ class Engine(ABC):
         biases: Sequence[torch.Tensor],
         num_sms: int | None,
     ) -> CombineSteps:
-        """The steps of a combine."""
+        """Return the steps of a combine."""
 
     @abstractmethod
     def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Inside a call: an uninitialised tensor that it uses, in the window if there is room."""
+        """Return an uninitialised tensor for use inside a call, in the window if there is memory for it."""
 
     # Beside the calls ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def start_trace(self, trace: Trace) -> None:
-        """Record calls from now on."""
+        """Record all further calls in a trace."""
 
     @abstractmethod
     def require_working(self) -> None:
-        """Refuse to go on after a failure.
+        """Raise if an earlier call has failed.
 
         Raises:
-            EPError: A call has failed; it says why. `EPClosed` where that was raised before.
+            EPError: A call has failed; the message has the reason. `EPClosed` where that was raised before.
         """
 
     @abstractmethod
@@ -254,28 +255,28 @@ class Engine(ABC):
 
     @abstractmethod
     def expect_call(self) -> None:
-        """A call will be made, or left by an exception, of which `leave` is told."""
+        """Note that a call begins. If an exception leaves it, `leave` must be called."""
 
     @abstractmethod
     def leave(self, error: BaseException, method: str) -> None:
-        """Tell the peers that an exception has ended a call, unless they know already.
+        """Report to the peers that an exception has ended a call, unless that has been reported already.
 
         Args:
             error: The exception.
-            method: The call, as its caller knows it.
+            method: The name of the method that the caller has called.
         """
 
     @abstractmethod
     def abandon(self, cause: str) -> None:
-        """Tell all peers that this rank has left, and why. Waits for nothing: what is queued fails by itself.
+        """Report to all peers that this rank has left, and why. This does not wait: queued calls fail by themselves.
 
         Args:
-            cause: As it follows the rank in a sentence.
+            cause: The reason, as the part of a sentence that follows the rank.
         """
 
     @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
+        """Return an uninitialised tensor in the window, or in ordinary memory if the arena has none left."""
 
     @abstractmethod
     def local_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
@@ -283,32 +284,42 @@ class Engine(ABC):
 
     @abstractmethod
     def trim(self) -> int:
-        """Give memory that nobody uses back to the system. Returns the bytes given back."""
+        """Give unused memory back to the system.
+
+        Returns:
+            The number of bytes given back.
+        """
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """What was counted so far."""
+        """Return the counters of the calls so far."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait for everything that was queued, and raise what failed."""
+        """Wait for everything that is queued, and raise the error of a call that failed."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Let what is queued finish, and close."""
+        """Wait for everything that is queued, and close."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Close a buffer that nobody has destroyed, when what is queued has finished. Only the reaper calls it."""
+        """Close a buffer that was never destroyed, once everything queued has finished. Only the reaper calls it."""
 
     def tune(self, config: Config | None) -> None:
-        """Take the chunks of the next call from a config; None: choose them. Only CPU ranks across nodes have some."""
+        """Take the chunk sizes of the next call from a config; None: choose them.
+
+        Only CPU ranks across nodes have chunks.
+        """
         del config
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Note that another stream works with a tensor of the window. The CPU has none but the caller's thread."""
+        """Note that another stream uses a tensor of the window.
+
+        On the CPU there is no stream but the caller's thread.
+        """
         del tensor, stream
 
     @abstractmethod
     def release_graphs(self) -> None:
-        """Let go of the window memory that captured graphs use."""
+        """Release the window memory that captured graphs use."""

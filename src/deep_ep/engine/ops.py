@@ -1,7 +1,7 @@
-"""The steps of a call, as the scripts of `engine.py` take them, and what passes between them.
+"""The steps of a call, as the scripts of `engine.py` take them, and the data that passes between them.
 
 There are four sets of steps, for one node and for several, on the CPU and on a GPU. Those of a GPU hold nothing of a
-call: they are made once for each signature. Those of the CPU are made for each call, and keep what the call learns.
+call: they are made once for each signature. Those of the CPU are made for each call, and keep what the call finds out.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class CallOrder:
         return self.after is None or self.after.query()
 
     def begin(self, work: Callable[[], T]) -> T:
-        """On the comm stream: wait, then do the work."""
+        """Do the work on the comm stream, after waiting for `after`."""
         if self.after is not None:
             self.after.current_stream_wait()
         return work()
 
 
 class Counts(NamedTuple):
-    """What the ranks told each other in a full dispatch.
+    """What the ranks exchange in a full dispatch.
 
     Attributes:
         num_rows: Rows that each rank receives (on the CPU across nodes: each rank of this node).
         expert_counts: Selections of each expert of this rank.
         fits: The rows fit into what was offered, on all ranks.
-        max_tokens: The largest M that a rank said; 0: nobody did.
+        max_tokens: The largest M that a rank gave; 0: no rank gave one.
         num_tokens: Tokens that each rank has; the CPU needs none of what follows.
         free_bytes: The largest region that each rank could take.
         remote_rows: Rows that each rank relays, its own ones for its node included; on one node anything.
@@ -90,7 +90,7 @@ class Sections(NamedTuple):
         return tuple(0 if part is None else part.data_ptr() for part in (self.x, self.scales, self.records))
 
     def parts(self) -> list[torch.Tensor]:
-        """The sections that travel."""
+        """The sections that travel, as a list."""
         return [part for part in (self.x, self.scales, self.records) if part is not None]
 
 
@@ -116,9 +116,9 @@ def received_of(
 
 
 class CallScope(Protocol):
-    """Around a call: it comes after the caller's work (or just after an event) and after earlier calls.
+    """What surrounds a call: it comes after the caller's work (or just after an event) and after earlier calls.
 
-    Autograd does not watch, and the peers learn of whatever exception leaves it.
+    Autograd does not record inside, and an exception that leaves the call is reported to the peers.
 
     Attributes:
         outputs: Ordinary tensors that the caller gets are made inside of it.
@@ -131,17 +131,19 @@ class CallScope(Protocol):
     event: EventHandle | None
 
     def __enter__(self) -> Any:
-        """Begin."""
+        """Begin the call."""
         ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End: on the CPU, run what the steps have handed over, or queue it."""
+        """End the call. On the CPU, run the functions that the steps have handed over, or queue them."""
         ...
 
     def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
-        """Keep what a call reads until the device has read it. Before the first step, however the call ends.
+        """Keep what a call reads until the device has read it.
+
+        It is called before the first step, so it holds however the call ends.
 
         Args:
             tensors: Those that may lie in the window.
@@ -154,19 +156,21 @@ class CallScope(Protocol):
         ...
 
     def hold_combined(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same of the sums of a combine."""
+        """Keep the sums of a combine, as `hold_received` keeps rows. Returns what the caller gets."""
         ...
 
     def hold_outputs(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """The same of other tensors that the caller gets."""
+        """Keep other tensors that the caller gets, as `hold_received` keeps rows."""
         ...
 
     def launch(self, step: Callable[[], Any]) -> None:
-        """Have a function called that works with tensors in stream order: on a GPU at once, on the CPU in its turn."""
+        """Have a function that works with tensors called in stream order: on a GPU at once, on the CPU when its turn
+        comes.
+        """
         ...
 
     def apart(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[Any]:
-        """Tensors that the caller gets, as `launch`ed functions should write them; see `parcel.apart`."""
+        """Return tensors of the caller as functions of `launch` should write them; see `payload.apart`."""
         ...
 
 
@@ -174,19 +178,22 @@ class DispatchSteps(Protocol):
     """The steps of a dispatch, in the order in which a call takes them."""
 
     def route(self, scope: Any, routing: Routing, num_channels: int, num_rows: int) -> Any:
-        """Memory for the routes of a dispatch that has routing; `num_rows` is what it has memory for, 0: not known."""
+        """Allocate the routes of a dispatch with routing, for `num_rows` received rows; 0: their number is not known
+        yet.
+        """
         ...
 
     def follow(self, scope: Any, handle: Any) -> Any:
-        """The routes of a dispatch that follows a handle."""
+        """Return the routes of a dispatch that follows a handle."""
         ...
 
     def guess(self) -> Sections:
-        """Memory to offer before the counts are known; `NO_SECTIONS`: none."""
+        """Allocate memory to offer before the counts are known; `NO_SECTIONS`: none."""
         ...
 
     def memory(self, scope: Any, num_rows: int) -> Sections:
-        """Memory for exactly so many rows: in the window, or elsewhere, by way of the staging.
+        """Allocate memory for exactly `num_rows` rows: in the window, or in ordinary memory, which rows reach through
+        staging.
 
         Raises:
             EPTransportError: There is none, and no staging, or the staging cannot hold a row of every rank.
@@ -194,19 +201,22 @@ class DispatchSteps(Protocol):
         ...
 
     def notify(self, scope: Any, payload: Payload, routing: Routing | None, routes: Any, sections: Sections) -> None:
-        """Tell the peers what this rank brings and offers, and learn the same of them."""
+        """Exchange with the peers what each rank sends and offers."""
         ...
 
     def move(self, scope: Any, payload: Payload, routing: Routing | None, routes: Any, sections: Sections) -> None:
-        """Move the rows, and wait for the peers' to be there. Does nothing while nothing, or too little, is offered."""
+        """Move the rows, and wait until the peers' rows have arrived.
+
+        Does nothing while nothing, or too little, is offered.
+        """
         ...
 
     def unpack(self, scope: Any, routing: Routing, routes: Any, sections: Sections, num_channels: int) -> Any:
-        """Take the records apart, into memory for as many rows as there is memory for."""
+        """Split the records into source indices, ids and weights, for as many rows as there is memory for."""
         ...
 
     def counts(self, scope: Any, routing: Routing) -> Counts:
-        """Wait, on the host, for what the ranks told each other.
+        """Wait on the host until the ranks have exchanged their counts.
 
         Raises:
             ValueError: The caller's counts are wrong; nothing was announced.
@@ -215,21 +225,21 @@ class DispatchSteps(Protocol):
         ...
 
     def grow(self, told: Counts) -> None:
-        """Add memory to the window, on all ranks alike, where some rank lacks it for this call or for its combine."""
+        """Add memory to the window on all ranks, if any rank lacks it for this call or for its combine."""
         ...
 
     def rerouted(self, scope: Any, routes: Any, told: Counts, routing: Routing) -> Any:
-        """The routes with exact memory, now that the counts are known."""
+        """Return the routes with memory of the exact size, now that the counts are known."""
         ...
 
     def offer(self, scope: Any, payload: Payload, routes: Any, sections: Sections) -> None:
-        """Tell the peers where this rank takes its rows, and learn the same of them, now that the counts are known."""
+        """Exchange with the peers where each rank receives its rows, now that the counts are known."""
         ...
 
     def received(
         self, routes: Any, sections: Sections, unpacked: Any, num_rows: int, told: Counts | None
     ) -> DispatchResult:
-        """What a dispatch returns: so many rows, and the handle. Only a full dispatch has counts."""
+        """Return the result of a dispatch: `num_rows` rows and the handle. Only a full dispatch has counts."""
         ...
 
 
@@ -237,11 +247,11 @@ class CombineSteps(Protocol):
     """The steps of a combine, in the order in which a call takes them."""
 
     def outputs(self, scope: Any, parts: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
-        """Memory for the sums of each part, [T, columns]."""
+        """Allocate the sums of each part, [T, columns]."""
         ...
 
     def notify(self, scope: Any, parts: Sequence[torch.Tensor], handle: Any) -> Any:
-        """Bring the rows to where peers can read them, say where, and learn the same of the peers.
+        """Exchange offers of rows with the peers, after copying this rank's rows to where peers can read them.
 
         Returns:
             How this rank gives its rows, for `sum`.
@@ -257,5 +267,5 @@ class CombineSteps(Protocol):
         sums: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor],
     ) -> None:
-        """Sum what the peers have for this rank's tokens, and wait until they have summed what this rank has."""
+        """Sum the peers' rows of this rank's tokens, and wait until the peers have summed the rows of this rank."""
         ...

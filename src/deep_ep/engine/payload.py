@@ -34,7 +34,7 @@ class Payload:
 
 @dataclass(slots=True)
 class Routing:
-    """Who gets what.
+    """Which rows go to which ranks.
 
     Attributes:
         num_tokens_per_rank: [R] int32.
@@ -43,7 +43,7 @@ class Routing:
         topk_idx: [T, K] int32 or int64, or None.
         topk_weights: [T, K] float32, or None.
         num_tokens_per_node: [nodes] int32; None on one node.
-        max_tokens: Most tokens of a rank, which all ranks must say alike; 0: nobody asked.
+        max_tokens: Most tokens of a rank, which must be the same on all ranks; 0: it was not given.
         has_known_ids: The ids are those of which the buffer has made the layout.
     """
 
@@ -57,18 +57,18 @@ class Routing:
     has_known_ids: bool = False
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """All of them."""
+        """All tensors of the routing that are not None."""
         per_node, idx, weights = self.num_tokens_per_node, self.topk_idx, self.topk_weights
         return self.num_tokens_per_rank, self.num_tokens_per_expert, self.is_token_in_rank, idx, weights, per_node
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """The number of experts, E."""
         return self.num_tokens_per_expert.numel()
 
     @property
     def num_topk(self) -> int:
-        """K, 0 where ids and weights do not travel."""
+        """The number of selections of a token, K; 0 if ids and weights do not travel."""
         return 0 if self.topk_idx is None else self.topk_idx.size(1)
 
     @property
@@ -78,7 +78,7 @@ class Routing:
 
     @property
     def idx_words(self) -> int:
-        """Words of 4 bytes of an id."""
+        """The number of 4-byte words of an id."""
         return 0 if self.topk_idx is None else self.topk_idx.element_size() // 4
 
 
@@ -104,7 +104,7 @@ class DispatchResult:
 
 
 class CombineResult(NamedTuple):
-    """What a combine returns: private memory, likewise.
+    """What a combine returns, in private memory. On the CPU made by the caller's thread, and filled on the comm stream.
 
     Attributes:
         x: [T, H] of the input's dtype.
@@ -133,7 +133,7 @@ class Unpacked(NamedTuple):
 
 
 def apart(tensors: Iterable[Any]) -> list[Any]:
-    """The same memory as other tensors; None stays None.
+    """Return new tensors over the same memory; None stays None.
 
     Autograd counts the changes of a tensor and of its views, and refuses to go back through one that changed. What an
     asynchronous call writes after it has returned is no change, but the value that its results have. So it is written
@@ -143,7 +143,7 @@ def apart(tensors: Iterable[Any]) -> list[Any]:
 
 
 def empty_topk(routing: Routing | None, num_rows: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Room for the ids and weights of `num_rows` rows, where they travel."""
+    """Allocate the ids and weights of `num_rows` rows, if they travel."""
     if routing is None or routing.topk_idx is None or routing.topk_weights is None:
         return None, None
     topk_idx, topk_weights = routing.topk_idx, routing.topk_weights
@@ -157,10 +157,10 @@ def empty_handle(
     prefix: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> Handle:
-    """A handle to be filled, of a dispatch that receives `num_rows` rows.
+    """Return a handle to be filled, for a dispatch that receives `num_rows` rows.
 
     Args:
-        routing: For its mask.
+        routing: The routing, of which the handle keeps the mask.
         num_rows: n.
         no_channels: [R, C] int32 zeros, which stand for what we do not have.
         prefix: Its `rank_prefix_matrix`, if it is there already.
@@ -179,7 +179,7 @@ def empty_handle(
 
 
 def agreement_of(operation: str, payload: Payload, routing: Routing | None, handle: int = 0) -> Agreement:
-    """What all ranks must say alike in a dispatch."""
+    """Return what must be the same on all ranks in a dispatch."""
     x, scales = payload.x, payload.scales
     return Agreement(
         operation,
@@ -269,7 +269,10 @@ def unpack_records(
 
 
 def make_local(unpacked: Unpacked, num_rows: int, rank: int, num_local: int) -> None:
-    """Make ids local: -1 for experts of other ranks, whose weights become 0. Arguments as above."""
+    """Make ids local: ids of experts of other ranks become -1, and their weights 0.
+
+    The arguments are those of `unpack_records`.
+    """
     ids, weights = unpacked.topk_idx, unpacked.topk_weights
     if ids is None or weights is None:
         return

@@ -23,7 +23,7 @@ ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4
 _STEP_NAMES = {ANNOUNCED: "announced", OFFERED: "offered", READY: "ready", TAKEN: "taken"}
 
 LOW_LATENCY = "low-latency"
-LEAVE = "leave"  # no call: what a rank says of itself that leaves its buffer by an exception
+LEAVE = "leave"  # no call: what a rank posts when an exception makes it leave its buffer
 OPERATIONS = (
     "dispatch",
     "worst-case dispatch",
@@ -43,12 +43,12 @@ _NO_BASE = [0, 0, 0]
 
 
 def step_name(step: int) -> str:
-    """What a step is called, in whichever round."""
+    """Return the name of a step, whatever its round."""
     return _STEP_NAMES[step if step < READY else READY + (step - READY) % 2]
 
 
 def warn_staged(operation: str, used_bytes: int, rank: int, num_ranks: int) -> None:
-    """Say that calls are slower than they could be."""
+    """Warn that rows go through staging, which is slower."""
     warnings.warn(
         f"{operation}: the arena has no room for the rows ({used_bytes} bytes are in use), they go through staging "
         f"in rounds (rank {rank}/{num_ranks}). Drop received tensors, or raise {env.ARENA_BYTES.name}. "
@@ -59,7 +59,7 @@ def warn_staged(operation: str, used_bytes: int, rank: int, num_ranks: int) -> N
 
 
 class Agreement(NamedTuple):
-    """What all ranks must say alike in a call. 0 or None: the call has no such thing.
+    """What must be the same on all ranks in a call. 0 or None: the call has no such item.
 
     Attributes:
         operation: One of `OPERATIONS`.
@@ -86,12 +86,12 @@ class Agreement(NamedTuple):
     handle: int = 0
 
     def words(self) -> list[int]:
-        """As words of a header."""
+        """Encode the agreement as words of a header."""
         return [value if isinstance(value, int) else _WORDS[value] for value in self]
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Agreement:
-        """The reverse of `words`. What no rank says, because it is damaged, stays a number."""
+        """Decode words of a header. A value that no rank can have written, because it is damaged, stays a number."""
         values: dict[str, Any] = dict(zip(cls._fields, words, strict=False))
         for name, word in values.items():
             if name.endswith("dtype"):
@@ -100,11 +100,11 @@ class Agreement(NamedTuple):
         return cls(**{**values, "operation": operation})
 
     def differing(self, other: Agreement) -> list[str]:
-        """The items that the other says differently."""
+        """Return the names of the items that differ in another agreement."""
         return [name for name, mine, theirs in zip(self._fields, self, other, strict=True) if mine != theirs]
 
     def differences(self, other: Agreement) -> str:
-        """What the other says differently."""
+        """Describe the items that differ in another agreement, for a message."""
         named = [f"{name} {getattr(other, name)} not {getattr(self, name)}" for name in self.differing(other)]
         return ", ".join(named) or "nothing (it saw another difference)"
 
@@ -122,12 +122,12 @@ _ARGUMENTS = {  # where the items of an agreement come from, as the caller knows
 
 
 def disagreement(where: str, me: str, clashes: Sequence[tuple[str, Agreement, Agreement]]) -> EPError:
-    """The error where ranks do not make the same call.
+    """Return the error for ranks that do not make the same call.
 
     Args:
         where: The call.
         me: This rank, as messages name it.
-        clashes: The name of each rank that differs, what it is compared with, and what it says.
+        clashes: The name of each rank that differs, what it is compared with, and what it has sent.
     """
     said = "; ".join(f"{name} has {mine.differences(theirs)}" for name, mine, theirs in clashes)
     items = {item: None for _, mine, theirs in clashes for item in mine.differing(theirs)}
@@ -146,14 +146,14 @@ def checksum(prefix: list[list[int]]) -> int:
 
 
 class Header(NamedTuple):
-    """What a rank says when it enters a call.
+    """What a rank publishes when it enters a call.
 
     Attributes:
-        agreement: What all ranks must say alike.
+        agreement: What must be the same on all ranks.
         num_tokens: Tokens of this rank.
-        num_worst_tokens: Rows that it made room for beforehand; 0: it makes room when it knows.
+        num_worst_tokens: Rows that it has allocated beforehand; 0: it allocates when the counts are known.
         is_posted: Its rows lie on its board. Where all ranks' do, the call needs nothing but the headers.
-        max_tokens: Most tokens of a rank, as it says; 0: it does not.
+        max_tokens: Most tokens of a rank, as this rank gives it; 0: it does not.
     """
 
     agreement: Agreement
@@ -163,16 +163,16 @@ class Header(NamedTuple):
     max_tokens: int = 0
 
     def words(self) -> list[int]:
-        """As words of the board."""
+        """Encode the header as words of the board."""
         return [*self.agreement.words(), self.num_tokens, self.num_worst_tokens, self.is_posted, self.max_tokens]
 
 
 class Offer(NamedTuple):
-    """Where a rank takes, or gives, the rows of a call.
+    """The memory in which a rank receives the rows of a call, or gives them.
 
     Attributes:
-        num_rows: Rows that there is room for.
-        is_staged: The room is staging, shared by the sources in lanes, and is used in rounds.
+        num_rows: Rows that fit there.
+        is_staged: The memory is staging, of which every source has a part; it is used in rounds.
         bases: The base of each section; None for one without bytes.
     """
 
@@ -181,7 +181,7 @@ class Offer(NamedTuple):
     bases: tuple[Base | None, ...]
 
     def words(self) -> list[int]:
-        """As words of the board."""
+        """Encode the offer as words of the board."""
         words = [self.num_rows, int(self.is_staged), len(self.bases)]
         for base in self.bases:
             words += base.words() if base is not None else _NO_BASE
@@ -189,16 +189,18 @@ class Offer(NamedTuple):
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Offer:
-        """The reverse of `words`."""
+        """Decode an offer from words of the board."""
         num_rows, is_staged, num_bases = words[:3]
         parts = [words[3 + 3 * i : 6 + 3 * i] for i in range(num_bases)]
         return cls(num_rows, bool(is_staged), tuple(Base.from_words(part) if any(part) else None for part in parts))
 
     def rows_per_source(self, num_ranks: int) -> int:
-        """Rows of staging that each source has."""
+        """Return the rows of staging that each source has."""
         return self.num_rows // num_ranks
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an exception, raised before a call was begun, is about the call, which may be corrected and made."""
+    """Return whether an exception, raised before a call was begun, is about the call, which may be corrected and
+    made.
+    """
     return isinstance(error, (ValueError, TypeError, AssertionError, EPError))

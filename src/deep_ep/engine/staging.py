@@ -1,4 +1,4 @@
-"""Staging: the scratch of the window, cut into lanes, for calls whose rows the arena cannot hold."""
+"""Staging: scratch memory of the window, divided among the sources, for calls whose rows the arena cannot hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Blocks = list[list[tuple[int, int]]]  # `[s][d]` the slots [start, stop) that so
 
 
 class Staging:
-    """Room for some rows of every section, in the scratch.
+    """Memory for some rows of every section, in the scratch of the window.
 
     Args:
         window: The window.
@@ -42,12 +42,12 @@ class Staging:
 
 
 def rows_per_source(num_ranks: int, row_bytes: int, limit_bytes: int) -> int:
-    """Rows of staging that each source has: at least one.
+    """Return the rows of staging that each source has: at least one.
 
     Args:
         num_ranks: R.
-        row_bytes: Of all sections together.
-        limit_bytes: Of the arena; 0: none. Staging is no larger, where a row of every rank allows it.
+        row_bytes: Bytes of a row of all sections together.
+        limit_bytes: Bytes of the arena; 0: no limit. Staging is no larger, unless one row of every rank needs more.
     """
     return max(1, min(MOST_BYTES, limit_bytes or MOST_BYTES) // (num_ranks * max(1, row_bytes)))
 
@@ -59,7 +59,7 @@ def token_blocks(ends: list[list[int]]) -> Blocks:
 
 
 def num_dispatch_rounds(offers: list[Offer], blocks: Blocks) -> int:
-    """Rounds of a dispatch; all ranks find the same number, from what all of them read."""
+    """Return the rounds of a dispatch. All ranks compute the same number, from the same counts."""
     rounds = 1
     for peer, offer in enumerate(offers):
         if offer.is_staged:
@@ -69,7 +69,9 @@ def num_dispatch_rounds(offers: list[Offer], blocks: Blocks) -> int:
 
 
 def round_slots(offer: Offer, block: tuple[int, int], index: int, rank: int, num_ranks: int) -> SlotRange:
-    """What this rank sends to one peer in round `index`: a piece of its block, or, straight, all of it in round 0."""
+    """Return what this rank sends to one peer in round `index`: a part of its block, or, if the peer is not staged,
+    all of it in round 0.
+    """
     start, stop = block
     if not offer.is_staged:
         return SlotRange(start, stop, 0) if index == 0 else SlotRange(0, 0, 0)

@@ -12,7 +12,7 @@ class Stats:
     """Counters of one buffer. Only the comm stream writes them.
 
     Attributes:
-        trace: Where a call that is counted ends, too; None: nowhere.
+        trace: The trace in which a counted call ends, too; None: none is recorded.
     """
 
     trace: Trace | None = None
@@ -26,7 +26,7 @@ class Stats:
     def count(
         self, operation: str, path: str, rounds: int, rows_to: list[int], rows_from: list[int], row_bytes: int
     ) -> None:
-        """Count one finished call."""
+        """Count one finished call, its path and its bytes."""
         self.calls[f"{operation}/{path}"] += 1
         self.num_rounds += rounds
         for rank, (sent, received) in enumerate(zip(rows_to, rows_from, strict=True)):

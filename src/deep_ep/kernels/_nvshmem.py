@@ -1,9 +1,10 @@
 """NVSHMEM's device functions, for kernels that put bytes into memory that has no address here.
 
-All threads of a block make a call of these together, with the same arguments. Triton's interpreter has none of them:
-tests put functions of their own in their place.
+All threads of a block call these functions together, with the same arguments. Triton's interpreter does not have them:
+tests substitute their own.
 
-Addresses are this rank's own: NVSHMEM finds the same place in the memory of a PE, which is its number of a process.
+Addresses are this rank's own: NVSHMEM translates them to the same offset in the memory of a PE (its number of a
+process).
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ def _find() -> str:
 
 
 def _on_load(module: int) -> None:
-    """Tell a module where the heaps of all PEs are. NVSHMEM must have been started: some memory must be there."""
+    """Set the addresses of all PEs' heaps in a module.
+
+    NVSHMEM must have been started: a first piece of memory must exist.
+    """
     from torch._C._distributed_c10d import _nvshmemx_cumodule_init  # not in every torch
 
     _nvshmemx_cumodule_init(module)
@@ -35,7 +39,7 @@ if HAS_TRITON and not INTERPRETED:
     _core = tl.core
 
     def _call(symbol, args, types, semantic):
-        # The functions return nothing; Triton wants a result, which nobody looks at.
+        # The functions return nothing; Triton requires a result, which is not used.
         kinds = tuple(_core.dtype(kind) for kind in types)
         named = {kinds: (symbol, _core.dtype("int32"))}
         return _core.extern_elementwise("", "", args, named, is_pure=False, _semantic=semantic)
@@ -55,12 +59,12 @@ if HAS_TRITON and not INTERPRETED:
 
     @_core.extern
     def fence(_semantic=None):
-        """Have what is put before this arrive at a PE before what is put there afterwards."""
+        """Order puts: those before this arrive at a PE before those that follow."""
         return _call("nvshmem_fence", [], (), _semantic)
 
     @_core.extern
     def quiet(_semantic=None):
-        """Wait until all that this PE has put has arrived."""
+        """Wait until everything that this PE has put has arrived."""
         return _call("nvshmem_quiet", [], (), _semantic)
 
     _PUT = ("int64", "int64", "int64", "int32")
@@ -77,17 +81,20 @@ else:
 
 @triton.jit
 def put(target, source, num_bytes, pe):
-    """Copy bytes to a PE. On return the source may be overwritten; the bytes may not be there yet."""
+    """Copy bytes to a PE. On return the source may be overwritten, but the bytes may not have arrived yet."""
     _put(target, source, num_bytes, pe)
 
 
 @triton.jit
 def put_then_set(target, source, num_bytes, word, value, pe):
-    """Copy bytes to a PE, and then store a word there, which nobody sees before the bytes."""
+    """Copy bytes to a PE, and then store a word there, which is visible only after the bytes."""
     _put_signal(target, source, num_bytes, word, value, _SIGNAL_SET, pe)
 
 
 @triton.jit
 def set_word(word, value, pe):
-    """Store a word at a PE, which may overtake what was put before. Of tensors each element is a word, stored once."""
+    """Store a word at a PE, which may overtake earlier puts.
+
+    For tensors, each element is a word that is stored once.
+    """
     _signal(word, value, _SIGNAL_SET, pe)

@@ -1,4 +1,4 @@
-"""The one import of Triton. Where it is missing, kernels are plain functions that nobody can launch.
+"""The one import of Triton. Where it is missing, kernels are plain functions that cannot be launched.
 
 `TRITON_INTERPRET=1` in the environment, before this is imported, makes Triton run kernels in Python, on the CPU.
 """
@@ -50,22 +50,22 @@ INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not below `number`; 1 for 0."""
+    """Return the smallest power of two that is not below `number`; 1 for 0."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def is_usable(device_type: str) -> bool:
-    """Whether kernels run on tensors of a device: compiled on CUDA, interpreted on the CPU."""
+    """Return whether kernels run on tensors of a device: compiled on CUDA, interpreted on the CPU."""
     return HAS_TRITON and (device_type == "cuda") != INTERPRETED
 
 
 class Library(NamedTuple):
-    """Device code that kernels call, which comes with somebody else's program.
+    """Device code that kernels call, from another software package.
 
     Attributes:
-        name: As Triton keeps it apart from others.
-        find: Says where its bitcode is.
-        on_load: Told of every module (a CUmodule) that has it, before a kernel of that is launched.
+        name: The name by which Triton distinguishes it from others.
+        find: Returns the path of its bitcode.
+        on_load: Called with every module (a CUmodule) that contains it, before a kernel of that module is launched.
     """
 
     name: str
@@ -74,14 +74,14 @@ class Library(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A kernel on a device, and the way past Triton's launcher to it.
+    """A kernel on a device, with direct access to the C function that Triton's launcher calls.
 
-    At every launch Triton's launcher looks whether the kernel needs scratch memory, and then hands everything to a
-    function in C. For kernels that need none, as ours do, that function is called at once, as Triton calls it.
+    At every launch Triton's launcher checks whether the kernel needs scratch memory, and then passes everything to a
+    function in C. For kernels that need none, such as those here, that function is called directly, as Triton calls it.
 
     Attributes:
-        call: Launches it. It takes the grid and a stream first, and last the kernel's arguments.
-        between: What it takes between these.
+        call: Launches it. It takes the grid and a stream first, and the kernel's arguments last.
+        between: The arguments between these.
         is_packed: It takes the kernel's arguments in a tuple.
     """
 
@@ -90,7 +90,7 @@ class Loaded(NamedTuple):
     is_packed: bool
 
     def start(self, num_blocks: int, stream: int, args: tuple[int, ...]) -> None:
-        """Launch it, with all its arguments."""
+        """Launch the kernel with all its arguments."""
         if self.is_packed:
             self.call(num_blocks, 1, 1, stream, *self.between, args)
         else:
@@ -101,19 +101,19 @@ _NO_GRID, _NO_STREAM = 6, 7  # of a launch that cannot happen
 
 
 def find_launcher(run: Any, function: Any, metadata: Any, num_args: int) -> Loaded:
-    """The way past Triton's launcher to what it calls; where that is not found, the launcher.
+    """Return the C function that Triton's launcher calls; if it is not found, the launcher itself.
 
     Args:
         run: Triton's launcher of a kernel.
-        function: What it wants to know of the kernel.
-        metadata: Likewise.
+        function: The kernel's function, as the launcher takes it.
+        metadata: The kernel's metadata, as the launcher takes it.
         num_args: How many arguments the kernel has, its constants included.
     """
     usual = Loaded(run, (function, metadata, None, None, None), False)
     sizes = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
     if sizes != [0, 0] or not hasattr(run, "launch"):
         return usual
-    # It is shown a launch that cannot happen: neither kernel nor arguments are any.
+    # The launcher is given a launch that cannot happen: neither the kernel nor the arguments are real.
     no_function, args = object(), tuple(object() for _ in range(num_args))
     seen: list[tuple] = []
     shown = copy.copy(run)  # other threads may be launching the kernel
@@ -133,18 +133,18 @@ def find_launcher(run: Any, function: Any, metadata: Any, num_args: int) -> Load
 class Variant:
     """A kernel for one choice of its constants.
 
-    Triton looks at every argument anew at each launch, which takes longer than most of our kernels run. So our kernels
-    are compiled for their constants and for nothing else (`jit` below), and get plain numbers.
+    Triton inspects every argument at each launch, which takes longer than most of these kernels run. So kernels are
+    compiled for their constants and for nothing else (`jit` below), and get plain numbers.
 
     Args:
         kernel: A function under `jit`.
         constants: Its constants, in order.
         num_warps: Warps of a block.
-        num_registers: Most registers of a thread; 0: as the compiler likes.
-        library: What it calls that Triton does not have.
+        num_registers: Most registers of a thread; 0: the compiler decides.
+        library: The library that it calls.
 
     Attributes:
-        values: Of the constants.
+        values: The values of the constants.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Variant:
             self._load(torch.cuda.current_device(), args)
 
     def loaded(self, device: int, args: Sequence[torch.Tensor | torch.dtype | int]) -> Loaded:
-        """The kernel on a device.
+        """Return the kernel on a device, and compile and load it if needed.
 
         Args:
             device: Its index.
@@ -210,7 +210,7 @@ class Launch:
     Args:
         variant: The kernel.
         types: Of the arguments that change, in order: the type of the memory that the kernel takes an address for;
-            None: the argument says it, a tensor or a number.
+            None: the argument itself, a tensor or a number, has it.
         fixed: The arguments behind them.
     """
 
@@ -277,8 +277,8 @@ def launch(
         args: All its arguments but the constants, in order: tensors of one device, and integers.
         types: Of those tensors whose type differs from call to call with the same constants.
         num_warps: Warps of a block.
-        num_registers: Most registers of a thread; 0: as the compiler likes.
-        library: What it calls that Triton does not have.
+        num_registers: Most registers of a thread; 0: the compiler decides.
+        library: The library that it calls.
         constants: Its constants, in order.
     """
     variant(kernel, num_warps, constants, types, num_registers, library)(num_blocks, *args)
@@ -305,7 +305,7 @@ def variant(
     num_registers: int = 0,
     library: Library | None = None,
 ) -> Variant:
-    """The one variant of a kernel for these constants. Arguments as those of `launch`."""
+    """Return the one variant of a kernel for these constants. The arguments are those of `launch`."""
     key = (id(kernel), num_warps, num_registers, types, *constants.values())
     known = _variants.get(key)
     if known is None:

@@ -19,7 +19,7 @@ _MOST_TOKENS = 128  # of a program: enough programs to fill a GPU from a few tho
 def empty_layout(
     topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for what `dispatch_layout` finds: counts [R + N + E] int32, and mask [T, R] bool."""
+    """Allocate what `dispatch_layout` computes: counts [R + N + E] int32, and mask [T, R] bool."""
     counts = topk_idx.new_empty(num_ranks + num_nodes + num_experts, dtype=torch.int32)
     return counts, topk_idx.new_empty((topk_idx.shape[0], num_ranks), dtype=torch.bool)
 
@@ -67,7 +67,7 @@ def _layout_launch(
     num_nodes: int,
     is_alone: bool,
 ) -> tuple[Launch, int]:
-    """The kernel on a device, and the tokens of a block."""
+    """Return the launch of the kernel on a device, and the tokens of a block."""
     del device  # on which it is launched first, and from then on
     lanes = next_power_of_2(num_ranks)
     tile = max(1, min(_MOST_TOKENS, _TILE_ELEMENTS // max(lanes, next_power_of_2(num_topk))))
@@ -100,9 +100,9 @@ def _layout_kernel(
     BINS: tl.constexpr,
     IS_ALONE: tl.constexpr,
 ):
-    """Counts and mask of a tile of tokens a block. Sums are of integers, so their order does not matter.
+    """Each block computes counts and mask of a tile of tokens. Sums are of integers, so their order does not matter.
 
-    A block that is alone takes all tiles, and stores its sums: nobody need have cleared them.
+    A single block processes all tiles, and stores its sums, so that they need not be cleared before.
 
     Example: ids `[[0, 3], [-1, 2]]` of 4 experts on 2 ranks of one node: mask `[[1, 1], [0, 1]]`, counts `[1, 2]`,
     `[2]`, `[1, 0, 1, 1]`.

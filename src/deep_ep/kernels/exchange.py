@@ -1,23 +1,24 @@
-"""How ranks meet on the device: boards, signals, failures, and waits with a limit. `docs/protocol.md` has the state
-table, `notify.py` the handshake that a call begins with.
+"""Synchronisation of ranks on the device: boards, signals, failures, and waits with a time limit.
 
-Shape letters: R ranks, E experts, L = E / R. All words are int64. One block of a kernel waits, and it must not keep
-others out: it is the only block of its kernel, or the last one of it that still runs. `wait` says what several warps
-take. No block moves rows once it has waited; `staging.py` has the one exception.
+`docs/protocol.md` has the state table, `notify.py` the handshake that a call begins with.
+
+Shape letters: R ranks, E experts, L = E / R. All words are int64. One block of a kernel waits, and it must not occupy
+an SM that others need: it is the only block of its kernel, or the last one of it that still runs. `wait` describes what
+a block of several warps needs. No block moves rows once it has waited; `staging.py` has the one exception.
 
 A *board* is the first part of a rank's window. Peers write it, each its own part, and its owner polls it:
 
-    progress  [R, 8]              line p: how remote rank p is, `epoch << 24 | step`
+    progress  [R, 8]              line p: how far rank p is, `epoch << 24 | step`
     failures  [R, 8]              line p: a word that is 1 once rank p has failed, and its record; before that, the last
                                   call that rank p has refused to make, see `refusal_word`
-    headers   [2, R, H]           by parity of the epoch: what rank p says on entering a call, H = 24 + N + R + L words,
-                                  and 64 more that say why it has refused one
+    headers   [2, R, H]           by parity of the epoch: what rank p posts in a call, H = 24 + N + R + L words,
+                                  and 64 more with the reason if it has refused one
 
 The *state* of a rank is private: its epoch, the record of its failure, and what a call needs of the peers' offers.
 
 Across nodes (N of them, P ranks each) a rank has a second board, which remote ranks write by way of a proxy; and what
-it says to a remote rank goes to a shadow of that one's board (`transport/remote.py`). So the addresses to write to are
-a table, `windows`, and those to read from another, `own_boards`; kernels do not ask what is behind them.
+it posts for a remote rank goes to a shadow of that rank's board (`transport/remote.py`). So the addresses to write to
+are a table, `windows`, and those to read from another, `own_boards`; kernels do not depend on what is behind them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _REFUSAL = tl.constexpr(REFUSED)
 
 HEADER_WORDS = 24  # of a header, before the counts; `notify.py` says what they are
 
-# Words of the state and of the host's mirror of it: epoch (ticket), failed, held, then the record. A call is held while
+# Words of the state and of the host's copy of it: epoch (ticket), failed, held, then the record. A call is held while
 # its rows cannot move: the guessed offers did not fit, or it was refused. Then what a call with staged ranks needs: how
 # many there are, the most tokens of any rank, and, of all calls, the rounds beyond the first. Then whether the last
 # handshake was announced, and, of all calls, the bytes of rows that this rank gave to its rail. Then the call that this
@@ -78,16 +79,17 @@ PLAN_WORDS = 8
 
 @dataclass(frozen=True)
 class Context:
-    """Where a rank's words are. Made once for a buffer.
+    """Where a rank's words are, for kernels. Made once for a buffer.
 
     Attributes:
         rank: This rank.
         num_ranks: R.
         windows: [segments, R] int64 addresses of the ranks' memory; row 0 begins with the boards. A remote rank has
             only a shadow of its board, in row 0.
-        own_boards: [R] int64 addresses of this rank's board, for each rank that which it writes.
+        own_boards: [R] int64 addresses of this rank's board, for each rank the board that it writes.
         state: [num_state_words(R)] int64, private.
-        table: [TABLE_ROWS, R] int64: addresses of the peers' sections, rows offered, first slots, rows of a lane.
+        table: [TABLE_ROWS, R] int64: addresses of the peers' sections, rows offered, first slots, rows that a source
+            has in staging.
         host: [STATE_WORDS + 3 R + R * R + L] int64 in memory that the host reads while kernels run.
         header_words: H.
         limit_ns: How long a wait may take.
@@ -107,7 +109,7 @@ class Context:
 
     @property
     def ranks_per_node(self) -> int:
-        """P, the ranks of a node."""
+        """The number of ranks of a node, P."""
         return self.num_ranks // self.num_nodes
 
     @property
@@ -117,38 +119,40 @@ class Context:
 
     @staticmethod
     def num_header_words(num_ranks: int, max_experts: int, num_nodes: int = 1) -> int:
-        """H: words of a header, where `max_experts` are the most of any call."""
+        """Return H, the words of a header, if no call has more than `max_experts` experts."""
         return align(HEADER_WORDS + num_ranks + max_experts // num_ranks + num_nodes + NOTE_WORDS, 8)
 
     @staticmethod
     def board_bytes(num_ranks: int, header_words: int) -> int:
-        """Bytes of a board."""
+        """Return the bytes of a board."""
         return 8 * (2 * 8 * num_ranks + 2 * num_ranks * header_words)
 
     @staticmethod
     def num_state_words(num_ranks: int) -> int:
-        """Words of `state`."""
+        """Return the number of words of `state`."""
         return STATE_WORDS + 2 * num_ranks
 
     @staticmethod
     def num_host_words(num_ranks: int, max_experts: int) -> int:
-        """Words of `host`."""
+        """Return the number of words of `host`."""
         return STATE_WORDS + 3 * num_ranks + num_ranks * num_ranks + max_experts // num_ranks
 
     def posted_agreement(self, board: torch.Tensor, epoch: int, rank: int) -> list[int]:
-        """What a rank said in a call, as this rank's board has it: the two words of its agreement, and its handle's."""
+        """Return what a rank posted in a call, from this rank's board: the two words of its agreement, and its
+        handle's.
+        """
         start = 2 * 8 * self.num_ranks + ((epoch & 1) * self.num_ranks + rank) * self.header_words
         return board.view(torch.int64)[start : start + 3].tolist()
 
     def note(self, board: torch.Tensor, epoch: int, rank: int) -> str:
-        """Why a rank has refused a call, as this rank's board has it, in the header of call `epoch`."""
+        """Return why a rank has refused a call, from the header of call `epoch` on this rank's board."""
         stop = 2 * 8 * self.num_ranks + ((epoch & 1) * self.num_ranks + rank + 1) * self.header_words
         words = board.view(torch.int64)[stop - NOTE_WORDS : stop].tolist()
         return struct.pack(f"<{NOTE_WORDS}q", *words).rstrip(b"\0").decode(errors="replace")
 
 
 def abort(context: Context, operation: int, *, run: Callable[..., None] = launch) -> None:
-    """Tell all peers that this rank gave up on the host."""
+    """Report to all peers that this rank gave up on the host."""
     words = (context.windows, context.state, context.host, context.num_ranks, context.rank)
     run(_abort_kernel, 1, (*words, operation), num_warps=1, LANES=num_lanes(context))
 
@@ -163,14 +167,14 @@ def refuse(
     *,
     run: Callable[..., None] = launch,
 ) -> None:
-    """Tell all peers that this rank does not make its next call, because the caller's arguments are wrong.
+    """Report to all peers that this rank does not make its next call, because the caller's arguments are wrong.
 
     Args:
         context: The words.
-        operation: What it would have been.
+        operation: The operation of that call.
         kind: `NORMAL` or `LOW_LATENCY`.
         numbers: int64, private: word 0 is the number of the last call of that kind.
-        refused: Which of its words are the last refusals, by number of the call.
+        refused: The indices of its words with the last refusals, by number of the call.
         note: [NOTE_WORDS] int64: why, as text, see `note_words`.
         run: `launch`, or `prepare`.
     """
@@ -180,7 +184,7 @@ def refuse(
 
 
 def note_words(reason: str, device: torch.device) -> torch.Tensor:
-    """A text as words, cut to the room there is. What cannot be encoded is escaped."""
+    """Encode a text as words, truncated to `NOTE_WORDS`. Characters that cannot be encoded are escaped."""
     data = encoded(reason, 8 * NOTE_WORDS).ljust(8 * NOTE_WORDS, b"\0")
     return torch.tensor(struct.unpack(f"<{NOTE_WORDS}q", data), dtype=torch.int64, device=device)
 
@@ -192,7 +196,9 @@ def prepare_failures(context: Context) -> None:
 
 
 def num_lanes(context: Context) -> int:
-    """A lane for each rank, and no fewer than a warp has: what decides a loop must be one value for all its threads."""
+    """Return one lane for each rank, and at least as many as a warp has: the condition of a loop must be one value
+    for all its threads.
+    """
     return max(WARP_LANES, next_power_of_2(context.num_ranks))
 
 
@@ -201,7 +207,7 @@ def num_lanes(context: Context) -> int:
 
 @triton.jit
 def header_of(own_boards, ranks, is_rank, num_ranks, header_words, epoch):
-    """The headers that ranks wrote in a call, each on that board of this rank which it writes."""
+    """Return the headers that ranks wrote in a call, each on the board of this rank that it writes."""
     board = words_at(tl.load(own_boards + ranks, mask=is_rank, other=0))
     return board + 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + ranks) * header_words
 
@@ -261,15 +267,15 @@ def _refuse_kernel(
 
 @triton.jit
 def must_stop(failed, refused, number, kind):
-    """Which ranks a wait for call `number` need not wait for any more, by the first words of their failures.
+    """Return which ranks a wait for call `number` need not wait for any more, by the first words of their failures.
 
-    A rank has failed, or has refused that very call, and more often than this rank has: whoever made the same mistake
-    as often has corrected it, and so will the other.
+    A rank has failed, or has refused that very call, and more often than this rank has: a rank that has made the same
+    mistake as often has corrected it, and the other is expected to do so, too.
 
     Args:
         failed: [LANES] int64, the words.
         refused: This rank's own last refusal of a call of that kind.
-        number: Of the call.
+        number: The number of the call.
         kind: `NORMAL` or `LOW_LATENCY`.
     """
     call = (number << 1) + kind
@@ -320,15 +326,15 @@ def wait(
 ):  # fmt: skip
     """Poll the progress of ranks [first, first + count), and every rank's failures.
 
-    Several warps poll each for itself, without a barrier between two looks, so they may leave the loop at different
-    times and with different answers. What one of them saw last is then made everybody's. So each must have all lanes:
-    there may be no more of them than a warp has threads.
+    If there are several warps, each polls for itself, without a barrier between two polls, so they may leave the loop
+    at different times and with different results. The result of one of them is then used by all. So each must have all
+    lanes: there may be no more of them than a warp has threads.
     """
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     is_peer = (lanes >= first) & (lanes < first + count)
     target = (epoch << _STEP_BITS) + step
-    # Lanes beyond the ranks look at the last rank's words: a load that acquires cannot be masked.
+    # Lanes beyond the ranks load the last rank's words: a load that acquires cannot be masked.
     writers = tl.minimum(lanes, num_ranks - 1)
     lines = words_at(tl.load(own_boards + writers)) + writers * _LINE
     refused = tl.load(state + _REFUSED)
@@ -338,7 +344,7 @@ def wait(
     num_missing = tl.sum((is_peer & (progress < target)).to(tl.int32))
     has_failed = _has_failed(failed, refused, progress, epoch, is_rank)
     num_failed = tl.sum(has_failed.to(tl.int32))
-    # One value for all lanes decides, else the lanes of a warp could part ways.
+    # The condition is one value for all lanes, else the lanes of a warp could diverge.
     elapsed = tl.max(clock_ns(lanes)) - begin
     while (num_missing > 0) & (num_failed == 0) & (elapsed < limit_ns):
         progress = load_acquire(lines)
@@ -387,12 +393,12 @@ def wait(
 
 @triton.jit
 def is_last_block(ended):
-    """End a block of a kernel of several: whether all others have ended.
+    """End a block of a kernel of several blocks. Returns whether all others have ended.
 
-    The last one acquires what the others released, so that its own release, a signal, carries all of it. Blocks of one
-    kernel need no more than the GPU's scope for that: what they have written lies in this GPU's memory, or was written
-    before they ended, and order is transitive (PTX: causality order), so that whoever acquires the signal, which is of
-    system scope, sees it.
+    The last one acquires what the others released, so that its own release, a signal, publishes all of it. Blocks of
+    one kernel need no more than the GPU's scope for that: what they have written lies in this GPU's memory, or was
+    written before they ended, and order is transitive (PTX: causality order), so that a thread that acquires the
+    signal, which is of system scope, sees it.
 
     Args:
         ended: A word that counts the blocks which have ended; 0 between kernels.
@@ -406,14 +412,17 @@ def is_last_block(ended):
 
 @triton.jit
 def _has_failed(failed, refused, progress, epoch, is_rank):
-    """Which ranks have failed, or do not make call `epoch`: who has entered it has corrected its mistake."""
+    """Return which ranks have failed, or do not make call `epoch`.
+
+    A rank that has entered the call has corrected its mistake.
+    """
     has_entered = progress > epoch << _STEP_BITS
     return is_rank & must_stop(failed, refused, epoch, _NORMAL) & ((failed == 1) | ~has_entered)
 
 
 @triton.jit
 def propagate_failure(windows, own_boards, state, host, num_ranks, rank, peer, LANES: tl.constexpr):
-    """Fail for the reason that a peer has failed for."""
+    """Fail with the record of a peer that has failed."""
     record = words_at(tl.load(own_boards + peer)) + (num_ranks + peer) * _LINE + 1
     fail(
         windows, state, host, num_ranks, rank, tl.load(record), tl.load(record + 1), tl.load(record + 2),
@@ -446,7 +455,7 @@ def write_record(words, code, epoch, operation, subject, seen, expected, origin)
 def fail(
     windows, state, host, num_ranks, rank, code, epoch, operation, subject, seen, expected, origin, LANES: tl.constexpr
 ):
-    """Stop for good: kernels behind this one do nothing, peers that wait are told, the host sees it."""
+    """Fail for good: later kernels do nothing, and the failure is stored for the peers that wait and for the host."""
     write_record(state, code, epoch, operation, subject, seen, expected, origin)
     tl.store(state + _FAILED, 1)
     lanes = tl.arange(0, LANES)
@@ -460,6 +469,6 @@ def fail(
     tl.store(line + 6, expected, mask=is_rank)
     tl.store(line + 7, origin, mask=is_rank)
     store_release(line, tl.full([LANES], 1, tl.int64), is_rank)
-    # The host last: once its caller knows, it may overwrite what peers must not read any more.
+    # The host comes last: once its caller sees the failure, it may overwrite what peers must not read any more.
     write_record(host, code, epoch, operation, subject, seen, expected, origin)
     tell_host(host + _FAILED, tl.full((), 1, tl.int64))

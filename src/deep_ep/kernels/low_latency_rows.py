@@ -1,7 +1,7 @@
 """Low-latency rows on the CPU: which token goes to which expert, cast, gathered from all ranks at once, summed.
 
 Shape letters: R ranks, E experts, L of each rank, T tokens of this rank, K selections of a token, H channels, n rows
-that come. A *place* is a row of the atlas (`transport/sparse.py`): 16 bytes somewhere in the memory of any rank. The
+that come. A *grain* is a row of the atlas (`transport/sparse.py`): 16 bytes in the memory of any rank. The
 GPU's kernels are in `low_latency/`.
 """
 
@@ -20,7 +20,7 @@ _MAGNITUDE = 0x7FFF  # bits of a BF16 without its sign: as integers, magnitudes 
 _INFINITY = 0x7F80
 
 
-# Who goes where ------------------------------------------------------------------------------------------------------
+# Routing -------------------------------------------------------------------------------------------------------------
 
 
 class Selections(NamedTuple):
@@ -55,12 +55,12 @@ def select(topk_idx: torch.Tensor, num_experts: int) -> Selections:
 
 
 def is_selection(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[T, K] bool: whether an id names an expert."""
+    """Return [T, K] bool: whether an id names an expert."""
     return (topk_idx >= 0) & (topk_idx < num_experts)
 
 
 def earlier_tokens(topk_idx: torch.Tensor, selections: Selections) -> torch.Tensor:
-    """[T, K] int64: how many tokens before this one chose its expert. Arbitrary where an id names none."""
+    """Return [T, K] int64: how many tokens before this one chose its expert. Arbitrary if an id names none."""
     experts = topk_idx.clamp(0, selections.counts.numel() - 1).long()
     starts = selections.counts.cumsum(0) - selections.counts
     return torch.searchsorted(selections.keys, _keys(topk_idx)) - starts[experts]
@@ -88,7 +88,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, counts: torch.Tensor) -> Blocks:
-        """From the counts [L, R] alone.
+        """Make the blocks from the counts [L, R] alone.
 
         Example:
             Counts `[[1, 2], [0, 3]]` start at `[[0, 1], [3, 3]]`.
@@ -97,21 +97,21 @@ class Blocks(NamedTuple):
         return cls(counts, starts, counts.sum(1), starts[:, 0])
 
     def layout_range(self) -> torch.Tensor:
-        """[L, R] int64: `count | first row of its expert << 32`."""
+        """Return [L, R] int64: `count | first row of its expert << 32`."""
         return self.counts | (self.starts - self.expert_starts.unsqueeze(1)) << 32
 
     def repeat(self, values: torch.Tensor) -> torch.Tensor:
-        """[n]: for each row, what [L, R] `values` say of its block."""
+        """Return [n]: for each row, the value of its block in [L, R] `values`."""
         return torch.repeat_interleave(values.flatten(), self.counts.flatten())
 
     def rows_apart(self, num_rows: int) -> torch.Tensor:
-        """[n] int64: where each row lies among [L * num_rows], where every expert has `num_rows`."""
+        """Return [n] int64: where each row lies among [L * num_rows], if every expert has `num_rows`."""
         apart = torch.arange(self.expert_counts.numel()) * num_rows - self.expert_starts
         return torch.arange(int(self.expert_counts.sum())) + torch.repeat_interleave(apart, self.expert_counts)
 
 
 def rows_of_layout(layout_range: torch.Tensor, num_rows: int) -> tuple[Blocks, torch.Tensor]:
-    """The blocks that a handle speaks of, and where among [L * num_rows] their rows lie, [n] int64."""
+    """Return the blocks of a handle, and where among [L * num_rows] their rows lie, [n] int64."""
     blocks = Blocks.of(layout_range & 0xFFFFFFFF)
     firsts = (layout_range >> 32) + (torch.arange(layout_range.size(0)) * num_rows).unsqueeze(1)
     rows = blocks.repeat(firsts - blocks.starts)
@@ -119,7 +119,7 @@ def rows_of_layout(layout_range: torch.Tensor, num_rows: int) -> tuple[Blocks, t
 
 
 def rows_by_rank(blocks: Blocks) -> torch.Tensor:
-    """[n] int64: for rows in the order (rank, expert, token), which row each is in the order of the blocks.
+    """Return [n] int64: for rows in the order (rank, expert, token), which row each is in the order of the blocks.
 
     Example:
         Counts `[[1, 2], [0, 3]]`: rank 0 has row 0, rank 1 rows 1 and 2 of expert 0 and 3 to 5 of expert 1.
@@ -133,11 +133,11 @@ def rows_by_rank(blocks: Blocks) -> torch.Tensor:
 
 
 def fetch_rows(out: torch.Tensor, atlas: torch.Tensor, grains: torch.Tensor, counts: list[int]) -> None:
-    """`out[e, i]` is the row at the next place, for each expert e and i < counts[e].
+    """Gather rows: `out[e, i]` is the row at the next grain, for each expert e and i < counts[e].
 
     Args:
         out: [L, rows, columns], written.
-        atlas: [places, columns] of the same dtype.
+        atlas: [grains, columns] of the same dtype.
         grains: [n] int64, by expert.
         counts: L numbers.
     """
@@ -154,7 +154,7 @@ def _fetch_rows(out: torch.Tensor, atlas: torch.Tensor, grains: torch.Tensor, co
 
 
 def unpack_rows(out: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> None:
-    """`out[e, i]` is the next row, for each expert e and i < counts[e].
+    """Copy rows: `out[e, i]` is the next row, for each expert e and i < counts[e].
 
     Args:
         out: [L, rows, columns], written; any strides.
@@ -181,7 +181,7 @@ class Caster:
         self._magnitudes = torch.empty(0, dtype=torch.int16)
 
     def cast(self, x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, round_scale: bool) -> None:
-        """Cast.
+        """Cast rows, with scales for each group of 128 channels.
 
         Args:
             x: [T, H] BF16, contiguous.
@@ -228,7 +228,7 @@ def _scale_and_cast(groups: torch.Tensor, factors: torch.Tensor, q: torch.Tensor
 
 
 def _at_least(scratch: torch.Tensor, size: int) -> torch.Tensor:
-    """Scratch of that many elements, or more."""
+    """Return scratch of at least that many elements."""
     return scratch if scratch.numel() >= size else scratch.new_empty(size)
 
 
@@ -250,15 +250,15 @@ class Summer:
         is_skipped: torch.Tensor,
         ranges: torch.Tensor | None = None,
     ) -> None:
-        """`out[t] = sum(weights[t, k] * row at grains[t, k] for k that is not skipped)`.
+        """Compute `out[t] = sum(weights[t, k] * row at grains[t, k] for k that is not skipped)`.
 
         Args:
             out: [T, H] BF16, written.
-            atlas: [places, H] BF16.
+            atlas: [grains, H] BF16.
             grains: [T, K] int64; readable, if meaningless, where a selection is skipped.
             weights: [T, K] float32.
             is_skipped: [T, K] bool.
-            ranges: [places, 2 * G] BF16, the ranges of the rows, which are LogFMT; None: they are BF16.
+            ranges: [grains, 2 * G] BF16, the ranges of the rows, which are LogFMT; None: they are BF16.
         """
         num_tokens, hidden = out.shape
         if out.numel() == 0:
@@ -294,7 +294,7 @@ def _sum_tiles(
 
     Args:
         out: [T, H].
-        atlas: [places, H].
+        atlas: [grains, H].
         grains: [K, T].
         weights: [K, T, 1].
         skipped: [K, T, 1].
@@ -327,7 +327,10 @@ def _sum_logfmt(
     skipped: torch.Tensor,
     total: torch.Tensor,
 ) -> None:
-    """What `_sum_tiles` does, with rows that are LogFMT. Decoding takes most of the time: no need to hurry."""
+    """Do what `_sum_tiles` does, with rows that are LogFMT.
+
+    Decoding takes most of the time, so this is not optimised.
+    """
     tile, (num_tokens, hidden) = total.size(0), out.shape
     for start in range(0, num_tokens, tile):
         stop = min(start + tile, num_tokens)

@@ -1,11 +1,11 @@
-"""The handshake that a call begins with: all ranks say what they bring and offer, and learn what the others do.
+"""The handshake that a call begins with: all ranks exchange what they send and what they offer.
 
 Shape letters: T tokens, R ranks on N nodes, E experts, L = E / R, C channels of a handle. All words are int64.
 
 `Handshake` is one kernel. Where a dispatch has routing, its blocks first number the tokens of each rank and node. One
-block then *says*: it writes this rank's header on every board, and signals; and *hears*: it waits for the headers of
-all ranks, compares them, and derives prefix sums and the addresses of the peers' sections. Where something must carry
-what is said to other nodes, it goes between two kernels, one for each half.
+block then does the *send half*: it writes this rank's header on every board, and signals; and the *receive half*: it
+waits for the headers of all ranks, compares them, and computes prefix sums and the addresses of the peers' sections. If
+a proxy must be launched to send words to other nodes, the halves are two kernels, and it goes between them.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ _NUM_IN, _IN_START, _NUM_OUT = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_S
 _OUT_START, _TARGET_START = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_TARGET_START)
 _BACK_START, _PLAN = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
 
-# Words of a header. Behind them are N that say, across nodes, how many tokens go to each; and, in calls that have them,
-# the counts of R ranks and of L experts.
+# Words of a header. Behind them, across nodes, are N with the tokens that go to each node; and, in calls with counts,
+# those of R ranks and of L experts.
 _A, _B, _HANDLE, _FREE, _TOKENS = (tl.constexpr(word) for word in range(5))
 _OFFER, _HEADER = tl.constexpr(5), tl.constexpr(HEADER_WORDS)
-# An offer is the rows that there is room for, the rows of a lane if the room is staging (else 0), the base of each
-# section, and the rows that there is room for in remote memory. The second one of a call has words of its own: a slow
-# peer may still be looking at the first.
+# An offer is the rows that fit, the rows that a source has if the memory is staging (else 0), the base of each
+# section, and the rows that fit in remote memory. The second one of a call has words of its own: a slow
+# peer may still be reading the first.
 _OFFER_WORDS, _OFFER_SOURCE_ROWS, _BASES = tl.constexpr(3 + NUM_SECTIONS), tl.constexpr(1), tl.constexpr(2)
 _OFFER_REMOTE_ROWS = tl.constexpr(2 + NUM_SECTIONS)
 
@@ -91,7 +91,7 @@ _NUMBER_WARPS = 4
 
 
 class Terms(NamedTuple):
-    """What a rank says in every call of one signature.
+    """What a rank posts in every call of one signature.
 
     Attributes:
         step: The step that is signalled and waited for.
@@ -107,16 +107,16 @@ class Terms(NamedTuple):
 
 
 class Post(NamedTuple):
-    """What a rank says in one call.
+    """What a rank posts in one call.
 
     Attributes:
         num_rows: Rows it offers.
         rows_per_source: If they are offered by way of staging, how many rows of a source fit there at once; else 0.
-        num_tokens: Of this rank. Cached and worst-case dispatches do not say it.
+        num_tokens: Tokens of this rank. Cached and worst-case dispatches do not post it.
         free_bytes: The largest region that it could still take.
         bases: Where its sections are; -1: nothing there.
-        remote_rows: Rows that there is room for in remote memory.
-        ticket: Echoed to the host when the counts are there; 0: the host does not wait, and what does not fit is an
+        remote_rows: Rows that fit in remote memory.
+        ticket: Echoed to the host when the counts have arrived; 0: the host does not wait, and what does not fit is an
             error. With a ticket the offer is a guess: if it does not fit somewhere, all ranks hold the call.
     """
 
@@ -138,7 +138,7 @@ class Counted(NamedTuple):
 
     Attributes:
         per_rank: [R] int32, the tokens that go to each rank, counted; written where tokens are numbered.
-        given: [R] int32, what the caller says that they are.
+        given: [R] int32, the same numbers as the caller gives them.
         per_expert: [E] int32.
     """
 
@@ -163,7 +163,7 @@ class Numbered(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """What ranks of different nodes tell each other in a handshake.
+    """What ranks of different nodes exchange in a handshake.
 
     Attributes:
         num_tokens: [N] int32, the tokens that this rank sends to each node, also where that was in an earlier dispatch;
@@ -186,12 +186,12 @@ class HandshakeForm(NamedTuple):
     Attributes:
         has_counts: Counts are exchanged into `prefix`.
         has_prefix: There is a prefix: written if there are counts, otherwise that of the handle that all ranks follow.
-        has_nodes: Something is said of nodes.
+        has_nodes: Numbers of nodes are exchanged.
         is_numbered: Tokens are numbered first.
-        word: What the ranks of a node are looked at by, where their tokens are numbered.
+        word: The word in which the mask of a node's ranks is read, if tokens are numbered.
         is_new: A new call begins; otherwise this is the second handshake of one.
-        sends: The first half is done.
-        receives: The second half is done.
+        sends: The kernel does the send half.
+        receives: The kernel does the receive half.
     """
 
     has_counts: bool = False
@@ -214,14 +214,14 @@ class Handshake:
 
     Args:
         context: The words.
-        terms: What is said in all of them.
+        terms: What is posted in all of them.
         form: What they consist of.
     """
 
     def __init__(self, context: Context, terms: Terms, form: HandshakeForm):
         num_nodes = context.num_nodes if form.has_nodes else 0
         self._num_blocks = context.num_ranks + num_nodes if form.is_numbered else 1
-        self._nothing = context.state  # in the place of what there is not
+        self._nothing = context.state  # a dummy for arguments that are not used
         num_words = context.ranks_per_node // form.word.itemsize
         constants = {
             **_constants(context, form, _NUMBER_WARPS if form.is_numbered and can_share_a_wait(context) else 1),
@@ -241,13 +241,13 @@ class Handshake:
         nodes: Nodes | None = None,
         numbered: Numbered | tuple | None = None,
     ) -> None:
-        """Launch one. A plain tuple is as good as one with names, and made faster.
+        """Launch one handshake. Plain tuples may be passed for the named ones: they are made faster.
 
         Args:
-            post: What to say. The offers of all peers become addresses in the table of `context`.
+            post: What to post. The offers of all peers become addresses in the table of `context`.
             counted: Counts to exchange.
             prefix: [R, R] int32, see `HandshakeForm`.
-            nodes: What is said of nodes.
+            nodes: Numbers of nodes to exchange.
             numbered: Tokens to number first.
         """
         nothing = self._nothing
@@ -275,13 +275,13 @@ class Handshake:
 
 class CopyingHandshake:
     """The handshakes of combines whose rows lie outside of the window: they are copied into it first, and the last
-    block of the copy says that they are there. Only where `can_share_a_wait`.
+    block of the copy does the handshake. Only where `can_share_a_wait`.
 
     Args:
         context: The words.
-        terms: What is said in all of them.
+        terms: What is posted in all of them.
         shape: How the copy is launched.
-        num_bytes: Of a row.
+        num_bytes: Bytes of a row.
         is_aligned: Rows consist of vectors, see `put.word_of`.
         word: What they are copied as.
     """
@@ -298,10 +298,10 @@ class CopyingHandshake:
         self.launch = Launch(kernel, types, (*_fixed(context, terms), row_vectors))
 
     def __call__(self, post: Post, prefix: torch.Tensor, target: torch.Tensor, rows: torch.Tensor) -> None:
-        """Launch one.
+        """Launch one handshake.
 
         Args:
-            post: What to say.
+            post: What to post.
             prefix: [R, R] int32, of the handle that all ranks follow.
             target: [n, columns] contiguous, written.
             rows: [n, columns] contiguous, of the same dtype.
@@ -329,7 +329,7 @@ def _constants(context: Context, form: HandshakeForm, num_warps: int) -> dict[st
 
 
 def _fixed(context: Context, terms: Terms) -> tuple[torch.Tensor | int, ...]:
-    """The arguments that are the same in all calls of a signature."""
+    """Return the arguments that are the same in all calls of a signature."""
     return (
         context.windows,
         context.state,
@@ -349,17 +349,17 @@ def _fixed(context: Context, terms: Terms) -> tuple[torch.Tensor | int, ...]:
 
 
 def can_share_a_wait(context: Context) -> bool:
-    """Whether a block of several warps may wait: each of them must look at all ranks, see `exchange.wait`."""
+    """Return whether a block of several warps may wait: each warp must poll all ranks, see `exchange.wait`."""
     return num_lanes(context) <= WARP_LANES
 
 
 def node_word(context: Context, is_token_in_rank: torch.Tensor) -> torch.dtype:
-    """The widest word by which a mask [T, R] can be looked at, node by node."""
+    """Return the widest word in which a mask [T, R] can be read, node by node."""
     return widest_word(context.ranks_per_node, is_token_in_rank.data_ptr())[0]
 
 
 def num_words_sent(context: Context, terms: Terms, has_counts: bool) -> int:
-    """How many words of its header a rank says: those of counts only where there are any."""
+    """Return how many words of its header a rank posts: those of counts only if there are any."""
     num_counts = context.num_ranks + terms.num_local if has_counts else 0
     return HEADER_WORDS + context.num_nodes + num_counts
 
@@ -379,7 +379,7 @@ def prepare_all(context: Context) -> None:
 
 
 def prepare_nodes(context: Context, phases: Sequence[tuple[bool, bool]]) -> None:
-    """Compile and load the same across nodes.
+    """Compile and load handshakes across nodes.
 
     Args:
         context: The words.
@@ -456,7 +456,7 @@ def _notify_kernel(
     NODE_WORDS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Number the tokens of one rank, or node, a block; the last block says and hears.
+    """Each block numbers the tokens of one rank or node; the last block does the handshake.
 
     Example: two ranks, counts `[1, 2]` on rank 0 and `[3, 4]` on rank 1: prefix is `[[1, 2], [4, 6]]` on both, and
     the first slots of rank 1 are `[1, 2]`.
@@ -529,7 +529,7 @@ def _notify_copied_kernel(
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the rows that came, piece by piece; the last block says that they are there, and hears the others."""
+    """Copy the rows that came, piece by piece; the last block does the handshake."""
     copy_pieces(target, rows, prefix, state, num_copied, row_vectors, num_ranks, rank, VECTOR, BLOCK)
     if is_last_block(state + _ENDED):
         _handshake(
@@ -555,9 +555,9 @@ def _handshake(
         terms: As in `Terms`.
         counted: As in `Counted`, and the prefix.
         nodes: As in `Nodes`, the stride of the tokens, and the length of the mark.
-        SENDS: Do the first half.
-        RECEIVES: Do the second half.
-        HAS_NODES: Something is said of nodes.
+        SENDS: Do the send half.
+        RECEIVES: Do the receive half.
+        HAS_NODES: Numbers of nodes are exchanged.
         IS_NEW: A new call begins.
         HAS_COUNTS: Counts are exchanged.
         HAS_PREFIX: There is a prefix.
@@ -624,9 +624,9 @@ def _handshake(
 
 @triton.jit
 def _check_counts(windows, state, host, counts, given, num_ranks, rank, epoch, operation, ticket, LANES: tl.constexpr):
-    """Whether the caller's counts are those of its mask. If not, nothing has been said yet: the call is not made.
+    """Return whether the caller's counts match its mask. If not, nothing has been posted yet, and the call is not made.
 
-    Where nobody on the host waits to be told, the buffer fails: calls behind this one would not match the peers'.
+    If the host does not wait for the counts, the buffer fails: calls behind this one would not match the peers'.
     """
     lanes = tl.arange(0, LANES)
     seen = tl.load(counts + lanes, mask=lanes < num_ranks, other=0)
@@ -651,7 +651,7 @@ def _post(
     remote_rows, HAS_NODES: tl.constexpr, IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_PREFIX: tl.constexpr,
     LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write this rank's header on every board: one lane for each peer, the same words at the same place."""
+    """Write this rank's header on every board: one lane for each peer, the same words at the same offset."""
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     offset = 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + rank) * header_words
@@ -698,7 +698,7 @@ def _post(
 
 @triton.jit
 def _agree(windows, own_boards, state, host, num_ranks, rank, header_words, epoch, operation, LANES: tl.constexpr):
-    """Whether all ranks make the same call, by the same handle."""
+    """Return whether all ranks make the same call, with the same handle."""
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     headers = header_of(own_boards, lanes, is_rank, num_ranks, header_words, epoch)
@@ -719,12 +719,14 @@ def _take_counts(
     windows, own_boards, state, table, host, prefix, num_ranks, rank, num_nodes, header_words, num_local, epoch,
     operation, ticket, LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Prefix sums of everybody's counts, here and on the host, this rank's first slots, and whether all rows fit."""
+    """Compute prefix sums of all ranks' counts, here and on the host, this rank's first slots, and whether all rows
+    fit.
+    """
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     headers = header_of(own_boards, lanes, is_rank, num_ranks, header_words, epoch)
     tl.debug_barrier()  # one thread has stored the word that all load now
-    worst = tl.load(state + _HELD)  # remote memory may lack room already
+    worst = tl.load(state + _HELD)  # remote memory may be too small already
     for start in range(0, num_ranks, CHUNK):
         columns = start + tl.arange(0, CHUNK)
         is_column = columns < num_ranks
@@ -771,7 +773,7 @@ def _take_offers(
     windows, own_boards, state, table, num_ranks, rank, num_nodes, header_words, epoch,
     IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Addresses of the peers' sections, the rows that they have room for, and whether some of them are staged."""
+    """Compute the addresses of the peers' sections, the rows that fit there, and whether some of them are staged."""
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     ranks_per_node = num_ranks // num_nodes
@@ -813,7 +815,7 @@ def _node_tokens(own_boards, ranks, is_rank, node, num_ranks, header_words, epoc
 def _take_nodes(
     own_boards, plan, node_prefix, num_ranks, rank, num_nodes, header_words, epoch, LANES: tl.constexpr
 ):  # fmt: skip
-    """What this rank's rail sends where, see `PLAN_NUM_IN`.
+    """Compute the plan: what this rank's rail sends where, see `PLAN_NUM_IN`.
 
     Example: two nodes, rank 0 sends 3 tokens to node 0 and 4 to node 1, the rank of its rail on node 1 sends 5 and 6.
     On rank 0: in `[3, 5]` from `[0, 3]`, out `[3, 4]` from `[0, 3]`, targets `[0, 0]`, back `[0, 0]`. On the other: in
@@ -847,9 +849,9 @@ def _check_remote_capacity(
     windows, own_boards, state, host, num_ranks, rank, num_nodes, header_words, epoch, operation, ticket,
     IS_NEW: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Whether every rank's remote memory has room for what it relays and for what it sends: all ranks find the same.
+    """Return whether every rank's remote memory holds what it relays and what it sends. All ranks get the same result.
 
-    Where the host waits to be told, it is told how many rows each rank relays, and the call is held; else it fails.
+    If the host waits for the counts, it gets the rows that each rank relays, and the call is held; else the call fails.
     """
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
@@ -888,7 +890,7 @@ def _number(
         is_token = tokens < num_tokens
         cells = mask + tokens.to(tl.int64) * num_words + group * SIZE
         marks = tl.load(cells, mask=is_token, other=0)
-        for word in tl.static_range(1, SIZE):  # unrolled: no look waits for another
+        for word in tl.static_range(1, SIZE):  # unrolled, so that no load waits for another
             marks = marks | tl.load(cells + word, mask=is_token, other=0)
         goes = (marks != 0).to(tl.int32)
         sums = tl.cumsum(goes, 0)

@@ -1,6 +1,7 @@
 """Device primitives: the only inline PTX, each with a form for Triton's interpreter.
 
-Everything is of system scope. Ranks that share a GPU would not notice a narrower one; ranks on different GPUs would.
+Everything is of system scope. A narrower scope would work for ranks that share a GPU, but not for ranks on different
+GPUs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if INTERPRETED:
 
     @triton.jit
     def rounded(values, dtype):
-        """Round to the nearest, ties to even. The interpreter's own conversion to BF16 cuts bits off."""
+        """Round to the nearest, ties to even. The interpreter's own conversion to BF16 truncates."""
         if dtype == tl.bfloat16:
             bits = values.to(tl.int32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -42,10 +43,13 @@ if INTERPRETED:
 
     @triton.jit
     def to_fp8(values):
-        """FP32 values of at most 448 as FP8 E4M3, to the nearest, ties to even. The interpreter's own cuts bits off."""
+        """FP32 values of at most 448 as FP8 E4M3, to the nearest, ties to even.
+
+        The interpreter's own conversion truncates.
+        """
         bits = tl.abs(values).to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # The last place of 2**14 is 2**-9, as that of the smallest FP8 numbers.
+        # The spacing of FP32 numbers at 2**14 is 2**-9, as that of the smallest FP8 numbers.
         small = (tl.abs(values) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(bits < 0x3C800000, small, normal)
         code = tl.where(values == values, code, 0x7F) | tl.where(values.to(tl.int32, bitcast=True) < 0, 0x80, 0)
@@ -76,8 +80,8 @@ else:
     def store_release(pointers, values, mask):
         """Store int64 words, after everything that this block wrote before.
 
-        A store and not an exchange: the words may be in the host's memory, and atomics there are not for every machine.
-        Each word has one writer, so a store does.
+        It is a store and not an atomic exchange: the words may be in the host's memory, where not every machine
+        supports atomics. Each word has one writer, so a store is enough.
         """
         # The barrier orders the writes of the block's other threads before the release of the one that stores.
         tl.debug_barrier()
@@ -113,7 +117,7 @@ else:
 
     @triton.jit
     def rounded(values, dtype):
-        """Round to the nearest, ties to even."""
+        """Round to the nearest value, ties to even."""
         return values.to(dtype)
 
     @triton.jit
@@ -124,5 +128,5 @@ else:
 
 @triton.jit
 def words_at(address):
-    """Addresses as pointers to int64 words."""
+    """Return addresses as pointers to int64 words."""
     return address.to(tl.pointer_type(tl.int64))

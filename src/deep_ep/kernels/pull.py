@@ -35,7 +35,7 @@ class Pull:
         shape: How to launch.
         section: Which of the peers' sections.
         hidden: H.
-        dtype: Of the rows.
+        dtype: The dtype of the rows.
         num_biases: At most two.
         is_aligned: `out` and the biases consist of vectors, see `word_of`.
         num_columns: K, if rows are added by columns; 0: by peers.
@@ -80,7 +80,7 @@ class Pull:
         biases: Sequence[torch.Tensor] = (),
         owners: torch.Tensor | None = None,
     ) -> None:
-        """Sum those of one call.
+        """Sum the rows of one call.
 
         Args:
             out: [T, H], written.
@@ -154,8 +154,8 @@ def add_rows(
 
     Args:
         out: Written, from `start` on.
-        bias_0: Likewise read, if there are biases.
-        bias_1: Likewise, if there are two.
+        bias_0: The first bias, read from `start` on, if there is one.
+        bias_1: The second bias, if there are two.
         rows: [LANES] the address of each peer's row; 0: it has none.
         start: Where the token's row begins.
         columns: [BLOCK] of the piece.
@@ -176,7 +176,7 @@ def add_rows(
 def add_biases(
     bias_0, bias_1, columns, hidden, NUM_BIASES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """What a sum begins with: one piece of a token's biases, or zeros."""
+    """Return what a sum begins with: one piece of a token's biases, or zeros."""
     total = tl.zeros([columns.shape[0]], WIDE)
     if NUM_BIASES > 0:
         total = tl.load(tl.multiple_of(bias_0, VECTOR) + columns, mask=columns < hidden, other=0.0).to(WIDE)
@@ -214,7 +214,9 @@ def add_to(
 
 
 def copy_shape(shape: LaunchShape, num_bytes: int, word: torch.dtype, is_aligned: bool) -> tuple[int, int, int]:
-    """Vectors of a row, bytes of a vector, and words that a block copies at once, of rows of so many bytes."""
+    """Return, for rows of `num_bytes`, the vectors of a row, the bytes of a vector, and the words that a block
+    copies at once.
+    """
     vector = VECTOR_BYTES if is_aligned else word.itemsize
     return num_bytes // vector, vector, shape.words * 4 // word.itemsize
 
@@ -222,7 +224,7 @@ def copy_shape(shape: LaunchShape, num_bytes: int, word: torch.dtype, is_aligned
 def copy_in(
     context: Context, shape: LaunchShape, target: torch.Tensor, rows: torch.Tensor, prefix: torch.Tensor
 ) -> None:
-    """Copy the rows that came to this rank in a dispatch, of however many there is room for.
+    """Copy the rows that came to this rank in a dispatch, of as many as there is memory for.
 
     Args:
         context: For this rank's number, and whether the buffer has failed.
@@ -270,7 +272,7 @@ def _copy_in_kernel(
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the rows that came. `notify.py` has a kernel that does it and says so."""
+    """Copy the rows that came. `notify.py` has a kernel that also does the handshake."""
     copy_pieces(target, rows, prefix, state, num_rows, row_vectors, num_ranks, rank, VECTOR, BLOCK)
 
 
@@ -287,7 +289,7 @@ def copy_pieces(
         values = _load_words(rows, piece * BLOCK, num_words, VECTOR, BLOCK)
         while piece * BLOCK < num_words:
             following = piece + tl.num_programs(0)
-            next_values = _load_words(rows, following * BLOCK, num_words, VECTOR, BLOCK)  # on its way meanwhile
+            next_values = _load_words(rows, following * BLOCK, num_words, VECTOR, BLOCK)  # overlaps the store below
             words = piece * BLOCK + tl.arange(0, BLOCK)
             tl.store(
                 tl.multiple_of(target + piece * BLOCK, VECTOR) + tl.arange(0, BLOCK), values, mask=words < num_words
@@ -298,6 +300,6 @@ def copy_pieces(
 
 @triton.jit
 def _load_words(rows, start, num_words, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
-    """A piece of the rows; nothing beyond their end."""
+    """Load a piece of the rows, without anything beyond their end."""
     words = start + tl.arange(0, BLOCK)
     return tl.load(tl.multiple_of(rows + start, VECTOR) + tl.arange(0, BLOCK), mask=words < num_words, other=0)

@@ -1,4 +1,4 @@
-"""Putting rows into the peers' slots, and taking the records apart where they arrive. On the device.
+"""Putting rows into the peers' slots, and splitting the records where they arrive. On the device.
 
 Shape letters: T tokens, K selections of a token, R ranks, n rows received, W words of a row. The twins are
 `rows.put_rows` with `engine.payload`'s records.
@@ -36,8 +36,8 @@ class LaunchShape:
         num_blocks: Blocks of the grid.
         words: Words of 4 bytes that a block moves at once.
         num_warps: Warps of a block.
-        num_registers: Most registers of a thread; 0: as the compiler likes. With few blocks, it should take all there
-            are: rows that wait in registers are rows on their way.
+        num_registers: Most registers of a thread; 0: the compiler decides. With few blocks, threads should use all
+            registers there are, to keep more rows in flight.
     """
 
     num_blocks: int
@@ -46,22 +46,26 @@ class LaunchShape:
     num_registers: int = 0
 
     def warps_for(self, num_bytes: int, vector: int) -> int:
-        """Warps for a piece of so many bytes: no thread without a vector of it."""
+        """Return the warps for a piece of so many bytes: as many as have a vector of it for each thread."""
         return max(1, min(self.num_warps, num_bytes // (_WARP * vector)))
 
 
 def record_words(num_topk: int) -> int:
-    """Words of 4 bytes of a record."""
+    """Return the number of 4-byte words of a record."""
     return align(1 + 2 * num_topk, 4)
 
 
 def word_of(*rows: torch.Tensor) -> tuple[torch.dtype, bool]:
-    """The widest word, up to 4 bytes, that all these [n, columns] rows consist of, and whether vectors of words fit."""
+    """Return the widest word, up to 4 bytes, that all these [n, columns] rows consist of, and whether vectors of
+    words fit.
+    """
     return widest_word(*(n for one in rows for n in (one.size(1) * one.element_size(), one.data_ptr())))
 
 
 def widest_word(*numbers: int) -> tuple[torch.dtype, bool]:
-    """The widest word, up to 4 bytes, that divides all these widths and places, and whether vectors of words fit."""
+    """Return the widest word, up to 4 bytes, that divides all these widths and offsets, and whether vectors of words
+    fit.
+    """
     for dtype in (torch.int32, torch.int16, torch.int8):
         if all(number % dtype.itemsize == 0 for number in numbers):
             return dtype, all(number % VECTOR_BYTES == 0 for number in numbers)
@@ -103,7 +107,7 @@ class Put:
     """
 
     def __init__(self, context: Context, shape: LaunchShape, rows: RowSpec, num_local_experts: int = 0):
-        self._nothing = context.state  # in the place of what there is not
+        self._nothing = context.state  # a dummy for arguments that are not used
         word_bytes = rows.word.itemsize
         row_words = rows.row_bytes // word_bytes
         vector = VECTOR_BYTES if rows.is_aligned else word_bytes
@@ -175,7 +179,7 @@ class Put:
 
 
 def integer_of(num_bytes: int) -> torch.dtype:
-    """The integer of so many bytes: what elements are moved as."""
+    """Return the integer type of so many bytes, as which elements are moved."""
     return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[num_bytes]
 
 
@@ -211,7 +215,9 @@ def dispatch_rows_kernel(
     LANES: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece carries the small parts.
+    """Items are pieces of rows: piece c of token t is item `t * pieces + c`.
+
+    The first piece also moves scales and records.
 
     Example: slots `[[0, 1]]`, first slots `[5, 7]`: token 0 goes to row 5 of peer 0 and to row 8 of peer 1.
     """
@@ -227,7 +233,7 @@ def dispatch_rows_kernel(
         row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
         num_pieces = 1 if IS_WHOLE else tl.cdiv(row_words, BLOCK)  # 1 is known: nothing is divided by it
         num_items = num_tokens * num_pieces
-        # The next item is on its way while this one is written: memory is far, the peers' and this rank's.
+        # The next item is loaded while this one is written, to hide the latency of memory, the peers' and this rank's.
         start, step = tl.program_id(0), tl.num_programs(0)
         sources = (x, slots, scales, topk_idx, topk_weights)
         widths = (row_words, num_ranks, num_scales, num_topk, scale_stride_t, scale_stride_s)
@@ -264,7 +270,7 @@ def dispatch_rows_kernel(
 def write_row(row, words, row_words, numbers, bases, rank, num_ranks, WORD_BYTES: tl.constexpr, VECTOR: tl.constexpr):
     """Write a piece of a row to all peers that take it, beginning behind this rank: not all to the same one at once.
 
-    A block has so little to do for a piece that what it computes on the way counts as much as what it writes.
+    A block has so little to do for a piece that its address arithmetic costs as much as its stores.
 
     Args:
         row: [BLOCK], the piece.
@@ -295,7 +301,7 @@ def write_row(row, words, row_words, numbers, bases, rank, num_ranks, WORD_BYTES
 def _write_to(row, words, row_words, numbers, bases, is_peer, WORD_BYTES: tl.constexpr, VECTOR: tl.constexpr):
     """Write a piece of a row to one peer, if it takes it."""
     number = tl.sum(tl.where(is_peer, numbers, 0))
-    base = tl.sum(tl.where(is_peer, bases, 0))  # the same in every round of a loop: it is found once
+    base = tl.sum(tl.where(is_peer, bases, 0))  # the same in every iteration, so it is hoisted
     address = base + (number - 1).to(tl.int64) * (row_words * WORD_BYTES)
     pointer = tl.multiple_of(address.to(tl.pointer_type(row.dtype)), VECTOR)
     tl.store(pointer + words, row, mask=words < tl.where(number > 0, row_words, 0))
@@ -306,7 +312,7 @@ def _load_item(
     sources, widths, sizes, item, VECTOR: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr,
     SCALES: tl.constexpr, HAS_TOPK: tl.constexpr, TOPK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a row, and what its token has beside it; nothing where there is no such item."""
+    """Load a piece of a row, and what its token has beside it; nothing is loaded if there is no such item."""
     x, slots, scales, topk_idx, topk_weights = sources
     row_words, num_ranks, num_scales, num_topk, stride_t, stride_s = widths
     num_pieces, num_items, num_tokens = sizes
@@ -360,20 +366,20 @@ def put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, 
 
 
 class Unpack:
-    """Takes the records of the rows that came apart. Rows beyond them get ids -1.
+    """Splits the records of the rows that came. Rows beyond them get ids -1.
 
     Args:
         context: For this rank's number, and whether the buffer has failed.
         num_blocks: Most blocks.
         num_topk: K.
         idx_dtype: Type of the ids.
-        has_ends: Sources are told with the rank, and so is where the rows of each end.
+        has_ends: Sources are written with their rank, and so is where the rows of each rank end.
     """
 
     def __init__(
         self, context: Context, num_blocks: int, num_topk: int, idx_dtype: torch.dtype, has_ends: bool = False
     ):
-        self._nothing = context.state  # in the place of what there is not
+        self._nothing = context.state  # a dummy for arguments that are not used
         self._most_blocks, self._has_ends = num_blocks, has_ends
         topk = next_power_of_2(num_topk)
         self._tile = max(1, 4096 // topk)
@@ -399,7 +405,7 @@ class Unpack:
         topk_weights: torch.Tensor | None,
         ends: torch.Tensor | None = None,
     ) -> None:
-        """Take those of one call apart.
+        """Split the records of one call.
 
         Args:
             records: [m, W] int32, m at least n.
@@ -440,12 +446,12 @@ def _unpack_kernel(
     LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Tile by tile of rows; the first block copies the ends.
+    """Blocks split tiles of rows; the first block copies the ends.
 
     Example: record `[4, 1, -1, bits(0.5), bits(0)]` with K = 2: source index 4, ids `[1, -1]`, weights `[0.5, 0]`. With
     ends `[0, 1]` it came from rank 1, and the row behind it, which did not come, from "rank" 2.
     """
-    # Where the call has failed nothing came: ids of -1 send nobody to memory that was never written.
+    # If the call has failed, no rows came: ids of -1 keep later kernels from memory that was never written.
     num_came = tl.load(prefix + (num_ranks - 1) * num_ranks + rank)
     num_came = tl.where(tl.load(state + _FAILED) == 0, num_came, 0)
     if HAS_ENDS and tl.program_id(0) == 0:

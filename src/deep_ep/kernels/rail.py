@@ -1,8 +1,7 @@
-"""The words of rows on the rail: doorbells that are rung for the proxy, and waits for what has arrived or may be
-fetched.
+"""The words of rows on the rail: doorbells for the proxy, and waits for rows that have arrived or may be fetched.
 
 Shape letters: N nodes, C chunks of the rows for a node. Remote memory is laid out by `transport/remote.py`: its offsets
-come as numbers. Every kernel here is one block of one warp: those that wait must not keep others out.
+come as numbers. Every kernel here is one block of one warp: those that wait must not occupy SMs that others need.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def ring_doorbell(
     *,
     run: Callable[..., None] = launch,
 ) -> None:
-    """Say which rows are ready to be carried: those of a chunk, for every other node.
+    """Ring the doorbells of a chunk: its rows are ready to be sent to every other node.
 
     Args:
         context: The words.
@@ -102,7 +101,7 @@ def ring_doorbell(
         rows: How they lie.
         plan: [N, PLAN_WORDS] int64.
         chunk: Which chunk.
-        num_chunks: Of the call.
+        num_chunks: Chunks of the call.
         is_back: The rows are sums that go back to where their tokens came from; else they are this rank's tokens.
         run: `launch`, or `prepare`.
     """
@@ -149,7 +148,7 @@ def await_arrived(
         context: The words.
         remote: The remote words.
         operation: For the record of a failure.
-        step: Likewise.
+        step: The step, for the record of a failure.
         chunk: The first one.
         num_chunks: How many.
         run: `launch`, or `prepare`.
@@ -166,7 +165,7 @@ def await_left(
     *,
     run: Callable[..., None] = launch,
 ) -> None:
-    """Wait until the proxy has what it was last told to carry: then the outbox may be written again."""
+    """Wait until the proxy has read what it was last asked to send; then the outbox may be written again."""
     _await(
         context,
         remote,
@@ -234,7 +233,7 @@ def rail_handshake(
     *,
     run: Callable[..., None] = launch,
 ) -> None:
-    """Tell the ranks of this rail that this rank's rows may be fetched, and wait until theirs may be.
+    """Signal to the ranks of this rail that this rank's rows may be fetched, and wait until theirs may be.
 
     Args:
         context: The words.
@@ -243,7 +242,7 @@ def rail_handshake(
         rows: How the rows lie.
         plan: [N, PLAN_WORDS] int64.
         operation: For the record of a failure.
-        step: Likewise.
+        step: The step, for the record of a failure.
         is_back: As in `ring_doorbell`.
         run: `launch`, or `prepare`.
     """
@@ -275,14 +274,16 @@ def rail_handshake(
 
 
 def prepare_doorbells(context: Context, remote: RemoteContext, plan: torch.Tensor) -> None:
-    """Compile and load what rings and waits, so that no peer's limit passes while a kernel is compiled."""
+    """Compile and load the kernels that ring doorbells and wait, so that no peer's limit passes while a kernel is
+    compiled.
+    """
     for is_back in (False, True):
         ring_doorbell(context, remote, _NO_ROWS, plan, 0, 1, is_back, run=prepare)
     await_arrived(context, remote, 0, 0, 0, run=prepare)
 
 
 def prepare_rail_handshake(context: Context, remote: RemoteContext, plan: torch.Tensor) -> None:
-    """Likewise what meets."""
+    """Compile and load the handshake of the rail, so that no peer's limit passes while a kernel is compiled."""
     for is_back in (False, True):
         rail_handshake(context, remote, plan, _NO_ROWS, plan, 0, 0, is_back, run=prepare)
 
@@ -346,14 +347,15 @@ def _ring_doorbell_kernel(
 
 @triton.jit
 def _may_send(own_boards, num_ranks, IS_BACK: tl.constexpr, LANES: tl.constexpr):
-    """Whether other nodes may have what this rank has made for them.
+    """Return whether what this rank has for other nodes may be sent.
 
-    A rank that fails says so before its caller overwrites its rows. So sums of them are right if nobody has failed by
-    now. Other nodes could not tell, and would end their calls with them; the wait behind this has this rank fail, too.
+    A rank that fails sets its failure word before its caller overwrites its rows. So sums of them are right if no rank
+    has failed by now. Other nodes could not detect it, and would complete their calls with wrong sums; the wait that
+    follows makes this rank fail, too.
     """
     num_failed = tl.zeros((), tl.int32)
     if IS_BACK:
-        # Lanes beyond the ranks look at the last rank's words: a load that acquires cannot be masked.
+        # Lanes beyond the ranks load the last rank's words: a load that acquires cannot be masked.
         ranks = tl.minimum(tl.arange(0, LANES), num_ranks - 1)
         failures = words_at(tl.load(own_boards + ranks)) + (num_ranks + ranks) * _LINE
         num_failed += tl.sum((load_acquire(failures) == 1).to(tl.int32))
@@ -362,7 +364,7 @@ def _may_send(own_boards, num_ranks, IS_BACK: tl.constexpr, LANES: tl.constexpr)
 
 @triton.jit
 def _count(state, host, num_bytes):
-    """Add to what this rank has given to its rail."""
+    """Add to the bytes that this rank has sent over its rail."""
     total = tl.load(state + _RAIL) + num_bytes
     tl.store(state + _RAIL, total)
     tl.store(host + _RAIL, total)
@@ -432,7 +434,7 @@ def _await_kernel(
 ):
     """Poll the words of some chunks of all other nodes, and every rank's failures.
 
-    Words of `seen` must come up to the epoch of the call or, for what has left, to those of `wanted`.
+    Words of `seen` must reach the epoch of the call or, when waiting for the outbox, those of `wanted`.
     """
     if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
         _await_words(
@@ -446,7 +448,7 @@ def _await_words(
     windows, own_boards, state, host, wanted, seen, line, num_ranks, rank, ranks_per_node, most_chunks, chunk,
     num_chunks, is_left, step, operation, limit_ns, LANES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """As `_await_kernel`: fail, if they do not come in time."""
+    """Do what `_await_kernel` describes. Fails if the words do not come in time."""
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     is_remote = is_rank & (lanes != rank) & (lanes % ranks_per_node == rank % ranks_per_node)  # the ranks of this rail
@@ -463,7 +465,7 @@ def _await_words(
     failed = load_acquire(failures)
     num_missing = tl.sum(tl.sum((is_remote[:, None] & (values < targets)).to(tl.int32), 1), 0)
     num_failed = tl.sum((is_rank & (failed == 1)).to(tl.int32))
-    # One value for all lanes decides, else the lanes of a warp could part ways.
+    # The condition is one value for all lanes, else the lanes of a warp could diverge.
     elapsed = tl.max(clock_ns(lanes)) - begin
     while (num_missing > 0) & (num_failed == 0) & (elapsed < limit_ns):
         values = load_acquire(seen + offsets)

@@ -124,7 +124,7 @@ class Scratch:
         self._pairs: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def pair(self, like: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two tensors [num_tokens, H], for rows like these; whatever is in them."""
+        """Return two uninitialised tensors [num_tokens, H], for rows like these."""
         key = (num_tokens, like.size(1), dtype)
         if key not in self._pairs:
             one, other = (like.new_empty(key[:2], dtype=dtype) for _ in range(2))
@@ -159,7 +159,7 @@ class RowSums:
         self._num_tokens = slots.size(0)
         self._token_idx, self._blocks = _blocks(peers, slots, shifts) if self._num_tokens else ([], [])
         self._names: list[list[int]] | None = None
-        self._tiles: tuple[list[torch.Tensor], list[list[int]]] | None = None  # places and bounds, as of `_sum_tiles`
+        self._tiles: tuple[list[torch.Tensor], list[list[int]]] | None = None  # index and bounds for `_sum_tiles`
 
     def sum(self, out: torch.Tensor, first: int, biases: Sequence[torch.Tensor] = ()) -> None:
         """Sum the rows of some tokens.
@@ -186,7 +186,7 @@ class RowSums:
     def _sum_whole_tiles(
         self, out: torch.Tensor, first: int, last: int, biases: Sequence[torch.Tensor], scratch: Scratch
     ) -> None:
-        """Sum tiles [first, last) of all tokens' tiles: what says where they lie is made once for all of them."""
+        """Sum tiles [first, last) of all tokens' tiles: their indices are computed once for all of them."""
         tile = tile_tokens(out)
         if self._tiles is None:
             tile_idx = [tokens % tile for tokens in self._token_idx]
@@ -213,7 +213,8 @@ def sum_rows(
     counts: Sequence[int],
     biases: Sequence[torch.Tensor] = (),
 ) -> None:
-    """The same where all rows lie together: those of peer 0, then those of peer 1, and so on.
+    """Sum each token's rows, as `reduce_rows` does, where all rows lie together: those of peer 0, then those of peer 1,
+    and so on.
 
     Args:
         out: [T, H], written.
@@ -282,7 +283,7 @@ def _accumulator(out: torch.Tensor) -> torch.dtype:
 
 
 def tile_tokens(out: torch.Tensor) -> int:
-    """Tokens of a tile of sums [T, H]. Who sums a few at a time does best with whole tiles."""
+    """Return the tokens of a tile of sums [T, H]. Callers that sum a few tokens at a time should use whole tiles."""
     return max(1, _TILE_BYTES // max(1, out.size(1) * _accumulator(out).itemsize))
 
 
@@ -311,7 +312,7 @@ def _sum_tiles(
     Args:
         out: [T, H].
         blocks: For each peer, its rows of these tokens, in their order.
-        tile_idx: For each peer, the place in its tile of each row's token, int64.
+        tile_idx: For each peer, the index in its tile of each row's token, int64.
         bounds: For each peer, the first row of each tile, and the number of rows.
         biases: [T, H] each.
         zero: What a sum without biases begins with, 0.0 or -0.0.

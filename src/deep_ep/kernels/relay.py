@@ -1,10 +1,10 @@
-"""Rows from another node, from where they land to the ranks of the node. On the device.
+"""Forwarding rows from another node, out of the receive buffer, to the ranks of the node. On the device.
 
-Shape letters: T tokens, K selections of a token, N nodes of P ranks, R = N P ranks, F rows that land here.
+Shape letters: T tokens, K selections of a token, N nodes of P ranks, R = N P ranks, F rows that arrive here.
 
 A token crosses once to each node that it goes to. Its row is put into this rank's *outbox* (`route.py`), from where it
-is carried into the *receive buffer* of the rank of this rail on that node; there `forward` writes it to the ranks of
-the node. Outbox and receive buffer are memory of the device or pinned memory of the host, with up to three sections one
+is sent to the *receive buffer* of the rank of this rail on that node; there `forward` writes it to the ranks of the
+node. Outbox and receive buffer are memory of the device or pinned memory of the host, with up to three sections one
 after the other: payload, scales, relay records. Row f of a section begins at `offset + f * width`. The rows for a node,
 and those from one, are blocks, and a block moves in chunks: chunk c of C has its rows `[n c // C, n (c + 1) // C)`.
 
@@ -42,7 +42,7 @@ _BACK_START, _PLAN_WORDS = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORD
 
 
 def relay_record_words(ranks_per_node: int, num_topk: int) -> int:
-    """Words of 4 bytes of a relay record."""
+    """Return the number of 4-byte words of a relay record."""
     return align(1 + ranks_per_node + 2 * num_topk, 4)
 
 
@@ -66,14 +66,15 @@ def forward(
     num_chunks: int,
     sources: torch.Tensor | None = None,
 ) -> None:
-    """Write the rows of a chunk that landed here to the ranks of the node: one read, one write for each destination.
+    """Write the rows of a chunk that has arrived here to the ranks of the node: one read, one write for each
+    destination.
 
     Args:
         context: For this rank's number, and whether the buffer has failed.
         shape: How to launch.
         plan: [N, PLAN_WORDS] int64.
         recv_buffer: Bytes, uint8.
-        offsets: Where its sections begin, multiples of 16; those that do not travel are not looked at.
+        offsets: Where its sections begin, multiples of 16; those of sections that do not travel are not used.
         row_bytes: Of a row of the payload.
         scale_bytes: Of a row of the scales; 0: there are none.
         slots: [F, P] int32 contiguous, the slots of each row at the ranks of the node; written from the records if
@@ -147,7 +148,7 @@ def _chunk_bounds(num_rows: int, chunk: int, num_chunks: int) -> tuple[int, int]
 
 
 def _rows_of(memory: torch.Tensor, offset: int, width: int) -> torch.Tensor:
-    """All rows of a width that there is room for behind an offset."""
+    """Return all rows of a width that fit behind an offset."""
     num_rows = (memory.numel() - offset) // width
     return memory[offset : offset + num_rows * width].view(num_rows, width)
 
@@ -275,7 +276,7 @@ def _forward_kernel(
                 sizes = (num_pieces, num_items, num_own)
                 start = share_start(num_before, step)
                 num_before += num_items
-                # The next item is on its way while this one is written: the receive buffer may be the host's memory.
+                # The next item is loaded while this one is written: the receive buffer may be in the host's memory.
                 coming = _load_arrived(
                     own, memory, widths, sizes, start, lanes, WORD, VECTOR, BLOCK, SCALE_WORD, HAS_SCALES, SCALES,
                     HAS_RECORDS, HAS_TOPK, TOPK,
@@ -294,7 +295,9 @@ def _forward_kernel(
 
 @triton.jit
 def chunk_of(plan, node, chunk, num_chunks):
-    """A chunk of the rows that come from a node: behind how many others, how many, and where in the receive buffer."""
+    """Return the chunk of the rows from a node: the rows before it, its rows, and where they are in the receive
+    buffer.
+    """
     line = plan + node * _PLAN_WORDS
     count = tl.load(line + _NUM_IN)
     begin = count * chunk // num_chunks
@@ -335,7 +338,7 @@ def _load_arrived(
     WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, SCALE_WORD: tl.constexpr, HAS_SCALES: tl.constexpr,
     SCALES: tl.constexpr, HAS_RECORDS: tl.constexpr, HAS_TOPK: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a row that landed, and what goes with it; nothing where there is no such item.
+    """Load a piece of a row that has arrived, and what goes with it; nothing is loaded if there is no such item.
 
     Every piece needs the slots; scales, ids and weights are read with the first only.
     """

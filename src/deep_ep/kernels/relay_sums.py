@@ -1,4 +1,4 @@
-"""The sums of a combine across nodes: of a node's rows for the ranks of its rail, and of what the nodes have.
+"""The sums of a combine across nodes: of a node's rows for the ranks of its rail, and of the nodes' sums.
 
 Shape letters: T tokens, H elements of a row, N nodes of P ranks, F rows that this rank forwards inside its node. FP32
 accumulation (FP64 for FP64 rows), rounded once for each node, as what crosses is; then biases first and nodes in
@@ -34,8 +34,8 @@ _FAILED, _HELD, _CAPACITIES = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HEL
 _IN_START, _PLAN_WORDS, _NUM_OUT = tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_WORDS), tl.constexpr(PLAN_NUM_OUT)
 _OUT_START, _TARGET_START = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_TARGET_START)
 _MOST_AT_ONCE = 4  # rows of ranks that a block loads before it adds the first
-_MOST_UNROLLED = tl.constexpr(8)  # rows whose sum stands there without a loop: what they have in common is found once
-_MOST_NODES_AT_ONCE = 2  # likewise of nodes: both are held while the next ones are on their way
+_MOST_UNROLLED = tl.constexpr(8)  # rows whose sum is unrolled, so that what they have in common is computed once
+_MOST_NODES_AT_ONCE = 2  # likewise of nodes: both are held while the next ones are loaded
 
 
 class Node(NamedTuple):
@@ -75,7 +75,7 @@ def sum_for_rail(
     chunk: int,
     num_chunks: int,
 ) -> None:
-    """Sum this node's rows of the tokens that other nodes sent to it by way of this rank.
+    """Sum this node's rows of the tokens that other nodes sent to it through this rank.
 
     Args:
         node: This node.
@@ -132,7 +132,8 @@ def sum_nodes(
     forwarded: torch.Tensor,
     biases: Sequence[torch.Tensor],
 ) -> None:
-    """Sum what the nodes have of this rank's tokens: this node's rows are summed here, the others' sums are there.
+    """Sum the nodes' sums of this rank's tokens: this node's rows are summed here, the sums of other nodes have
+    arrived.
 
     Args:
         node: This node.
@@ -244,7 +245,7 @@ def _sum_for_rail_kernel(
                 slots, sums = forwarded + first_row * ranks_per_node, out + first_row * hidden
                 start = share_start(num_before, step)
                 num_before += tl.maximum(num_items, 0)
-                # While an item's rows are added, the next one's are on their way, and the slots of the one behind it.
+                # While an item's rows are added, the next one's are being loaded, and the slots of the one behind it.
                 slot = load_slots(slots, start // num_pieces, num_rows, ranks_per_node, lanes)
                 numbers, values = _ask(out, slot, bases, capacities, start, num_pieces, hidden, AT_ONCE, BLOCK, VECTOR)
                 slot = load_slots(slots, (start + step) // num_pieces, num_rows, ranks_per_node, lanes)
@@ -391,7 +392,9 @@ def _ask(
     like, slot, bases, capacities, item, num_pieces, hidden, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr
 ):  # fmt: skip
-    """The numbers of an item's rows, from 1 on, 0 where there is none; and what the first `AT_ONCE` of them have."""
+    """Return the numbers of an item's rows, from 1 on, 0 if there is none, and the values of the first `AT_ONCE` of
+    them.
+    """
     numbers = tl.where((slot >= 0) & (slot < capacities), slot + 1, 0)
     columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
     return numbers, _load_rows(like, numbers, bases, 0, columns, hidden, AT_ONCE, VECTOR)
@@ -402,7 +405,7 @@ def _sum_rows(
     like, numbers, bases, values, columns, hidden, count, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of one piece of some rows, in order: of `values`, which are there, and of those behind them.
+    """Return the sum of one piece of some rows, in order: of `values`, which are loaded, and of the rows after them.
 
     It is a part of a sum, and begins with -0.0: that changes no number, so that a zero has the sign that it has where
     all rows are added in one go.
@@ -422,7 +425,7 @@ def _sum_rows(
 
 @triton.jit
 def _load_rows(like, numbers, bases, first, columns, hidden, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr):
-    """One piece of some rows, from the `first` one on. All are asked for before anybody waits for one of them.
+    """Load one piece of some rows, from the `first` one on. All loads are issued before any of them is waited for.
 
     Where there is no row its values are -0.0, which changes no sum: 0.0 would make 0.0 of -0.0.
     """
@@ -441,7 +444,7 @@ def _load_rows(like, numbers, bases, first, columns, hidden, AT_ONCE: tl.constex
 
 @triton.jit
 def _add_values(total, values, COUNT: tl.constexpr, WIDE: tl.constexpr):
-    """Add what `_load_rows` has loaded, in order."""
+    """Add the values that `_load_rows` has loaded, in order."""
     for turn in tl.static_range(COUNT):
         total += values[turn].to(WIDE)
     return total
@@ -449,7 +452,7 @@ def _add_values(total, values, COUNT: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _add_nodes(total, values, mine, own, first, COUNT: tl.constexpr, WIDE: tl.constexpr):
-    """Add what nodes have, from the `first` one on: what node `own` has is `mine`; -1: no node."""
+    """Add the nodes' sums, from the `first` one on. That of node `own` is `mine`; -1: no node."""
     for turn in tl.static_range(COUNT):
         total += tl.where(first + turn == own, mine, values[turn].to(WIDE))
     return total

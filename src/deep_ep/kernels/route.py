@@ -2,9 +2,9 @@
 
 Shape letters: T tokens, K selections of a token, N nodes of P ranks, R = N P ranks, F rows that this rank forwards.
 
-`put` writes rows to ranks, by a table of their sections and by slots [T, R]. A token crosses to another node once, by
-way of the rank of this rail there: so in a copy of the table that rank's sections are those of this rank's outbox, and
-its slots are the token's places among those for the node. One pass then writes the rows for this node and for all
+`put` writes rows to ranks, by a table of their sections and by slots [T, R]. A token crosses to another node once,
+through the rank of this rail there: so in a copy of the table that rank's sections are those of this rank's outbox, and
+its slots are the token's positions among those for the node. One pass then writes the rows for this node and for all
 others. Records differ from rank to rank, and are small: they are written here.
 
 The kernel neither waits nor signals, and does nothing once the buffer has failed, or while a call is held.
@@ -42,10 +42,10 @@ _MOST_TOKENS = 128  # of a tile: enough tiles for all blocks from a few thousand
 
 
 class TokenRoutes(NamedTuple):
-    """Which way the tokens of a dispatch go.
+    """The routes of a dispatch's tokens.
 
     Attributes:
-        node_slots: [T, N] int32, the place of each token among those that go to a node; -1: it does not.
+        node_slots: [T, N] int32, the position of each token among those that go to a node; -1: it does not.
         numbers: [T, R] int32, likewise of ranks; None: there is a handle.
         forwarded: [F, P] int32, the row of each token that this rank forwards, its own included, at the ranks of its
             node. With a handle they are read, else those of its own tokens are written.
@@ -75,7 +75,7 @@ def route_tokens(
     Args:
         context: Holds the table of the call.
         num_blocks: Most blocks.
-        token_routes: Which way the tokens go.
+        token_routes: The routes of the tokens.
         topk_idx: [T, K] int32 or int64, or None.
         topk_weights: [T, K] float32 or None.
         num_local_experts: L.
@@ -138,10 +138,10 @@ def route_tokens_torch(
     local_records: Sequence[torch.Tensor],
     remote_records: torch.Tensor,
 ) -> None:
-    """The twin of `route_tokens`, but for the table.
+    """The twin of `route_tokens`, except for the table.
 
     Args:
-        token_routes: Which way the tokens go.
+        token_routes: The routes of the tokens.
         topk_idx: [T, K] or None.
         topk_weights: [T, K] float32 or None.
         num_local_experts: L.

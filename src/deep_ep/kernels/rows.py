@@ -38,7 +38,7 @@ class SlotRange(NamedTuple):
     Attributes:
         begin: First slot of the round.
         end: Slot after its last.
-        shift: Slot s is written to row `s + shift`: 0 where rows go straight to their place.
+        shift: Slot s is written to row `s + shift`: 0 if rows go straight to their slots.
     """
 
     begin: int
@@ -58,10 +58,10 @@ def put_rows(sections: Sequence[Section], slots: torch.Tensor, ranges: Sequence[
         first_peer: The peer to begin with, so that not all ranks write to the same one first.
 
     Raises:
-        EPError: The slots do not fill the lanes, or a peer did not offer their rows.
+        EPError: The slots do not fill the ranges, or a peer did not offer their rows.
 
     Example:
-        Slots `[[5, 7], [-1, 8]]` and lanes `(5, 6, 0), (8, 9, -8)`: token 0 goes to row 5 of peer 0, token 1 to row 0
+        Slots `[[5, 7], [-1, 8]]` and ranges `(5, 6, 0), (8, 9, -8)`: token 0 goes to row 5 of peer 0, token 1 to row 0
         of peer 1.
     """
     _put_rows_torch(sections, slots, ranges, first_peer)
@@ -103,11 +103,11 @@ def _put_rows_torch(
 
 
 def _tokens_of_ranges(slots: torch.Tensor, ranges: Sequence[SlotRange]) -> list[torch.Tensor]:
-    """The tokens of each lane, ascending."""
+    """Return the tokens of each range, ascending."""
     columns, due = slots.t(), [one.end - one.begin for one in ranges]
     token_idx = peer_tokens(columns >= 0)
     if [tokens.numel() for tokens in token_idx] == due:
-        return token_idx  # as a rule lanes are whole: nobody is staged
+        return token_idx  # usually ranges are whole: no rank is staged
     limits = slots.new_tensor(ranges)
     token_idx = peer_tokens((columns >= limits[:, :1]) & (columns < limits[:, 1:2]))
     _require_due(due, [tokens.numel() for tokens in token_idx])
@@ -178,16 +178,16 @@ def rows_as(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Contiguous [n, columns] rows as [n, W] uint8, without a copy."""
+    """Return contiguous [n, columns] rows as [n, W] uint8, without a copy."""
     return rows_as(rows, torch.uint8)
 
 
 def row_bytes(rows: torch.Tensor) -> int:
-    """Bytes of a row of [n, columns]."""
+    """Return the bytes of a row of [n, columns]."""
     return rows.size(1) * rows.element_size()
 
 
 def widest_dtype(*num_bytes: int) -> torch.dtype:
-    """The widest elements of which all of these lengths and places are multiples: a copy costs by the element."""
+    """Return the widest elements that divide all of these lengths and offsets: the cost of a copy is per element."""
     common = math.gcd(8, *num_bytes)
     return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[common]

@@ -28,7 +28,7 @@ class Scripted(Generic[P]):
         self._plain = plain
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run it outside the GIL."""
+        """Run the function without holding the GIL."""
         # Unoptimised: it would profile, and compile again for every new shape, for a loop that only calls operators.
         with torch.jit.optimized_execution(False):
             self._compiled(*args, **kwargs)

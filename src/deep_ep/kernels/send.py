@@ -1,10 +1,10 @@
-"""The proxy over NVSHMEM: kernels that carry what a rank has for remote ranks (`docs/decisions/0013-relays.md`).
+"""The proxy over NVSHMEM: kernels that send a rank's words and rows to remote ranks (`docs/decisions/0013-relays.md`).
 
-They are launched behind the kernel that wrote the words or the rows. None waits for a peer, and none but the one block
-that says so signals what others wrote. Addresses are numbers, places are counted in words of 8 bytes; whoever calls
-knows the layout of remote memory.
+They are launched after the kernel that wrote the words or the rows. None waits for a peer, and only the one block of
+`signal_rows` signals what other blocks have put. Addresses are numbers, and offsets are counted in words of 8 bytes;
+the caller knows the layout of remote memory.
 
-They call NVSHMEM, which Triton's interpreter has not: `tests/kernels/test_send.py` has a stand-in for it.
+They call NVSHMEM, which Triton's interpreter does not have: `tests/kernels/test_send.py` has a substitute for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_SLICE_BYTES = 256 << 10
 LEAST_SLICE_BYTES = 64 << 10  # below it a put costs more than its bytes
 _ROW_WARPS = 16
 
-# Words of a doorbell: the epoch, the piece, which a launch is told otherwise, and three for each section.
+# Words of a doorbell: the epoch, the piece, which a launch gets as an argument, and three for each section.
 DOORBELL_EPOCH, DOORBELL_SECTIONS = 0, 2
 _DOORBELL_EPOCH, _DOORBELL_SECTIONS = tl.constexpr(DOORBELL_EPOCH), tl.constexpr(DOORBELL_SECTIONS)
 
@@ -35,7 +35,7 @@ _MOST, _LEAST = tl.constexpr(MOST_SLICE_BYTES), tl.constexpr(LEAST_SLICE_BYTES)
 
 @dataclass(frozen=True)
 class SendContext:
-    """Where a rank's remote words are, and who its remote ranks are. Made once for a buffer.
+    """Where a rank's remote words are, and which its remote ranks are. Made once for a buffer.
 
     Attributes:
         rank: This rank.
@@ -61,12 +61,12 @@ class SendContext:
 def send_words(
     context: SendContext, num_words: int, *, is_failure_only: bool = False, run: Callable[..., None] = launch
 ) -> None:
-    """Carry this rank's header and progress, or its failure, from its shadow of every remote rank to that rank's board.
+    """Send this rank's header and progress, or its failure, from the shadow of every remote rank's board to that board.
 
     Args:
         context: The words.
-        num_words: Of the header, from its first on: most calls write few of them.
-        is_failure_only: Behind what says nothing to the shadow boards but that it has failed.
+        num_words: Words of the header, from its first on: most calls write few of them.
+        is_failure_only: The kernel before it has written nothing to the shadow boards but, at most, a failure.
         run: `launch`, or `prepare`.
     """
     args = (context.state, context.pes, context.words, context.shadow_boards)
@@ -84,7 +84,7 @@ def send_rows(
     *,
     run: Callable[..., None] = launch,
 ) -> None:
-    """Put the rows of a chunk to the ranks of this rail, as the chunk's doorbells say.
+    """Put the rows of a chunk to the ranks of this rail, as the chunk's doorbells describe them.
 
     Args:
         context: The words.
@@ -100,11 +100,11 @@ def send_rows(
 
 
 def signal_rows(context: SendContext, arrived: int, *, run: Callable[..., None] = launch) -> None:
-    """Tell the ranks of this rail that a chunk of this call has arrived, if it was one of `send_rows` before.
+    """Signal to the ranks of this rail that a chunk of this call has arrived, if `send_rows` has sent it before.
 
     Args:
         context: The words.
-        arrived: Where the word of this node's chunk is, in the words: the same place on all ranks.
+        arrived: Where the word of this node's chunk is, in the words: the same offset on all ranks.
         run: `launch`, or `prepare`.
     """
     lanes = max(32, next_power_of_2(context.num_ranks // context.ranks_per_node))
@@ -134,7 +134,7 @@ def _send_words_kernel(
     num_words: tl.int32,
     IS_FAILURE_ONLY: tl.constexpr,
 ):
-    """Block q carries what the shadow of remote rank q has of this rank.
+    """Block q sends what this rank has written to the shadow of remote rank q's board.
 
     Example: two nodes of two ranks, rank 1, epoch 5, header of 24 words, of which it has written all. Boards have 256
     words: progress at 8 p, failures at 32 + 8 p, headers at 64 + ((e & 1) * 4 + p) * 24. Block 2 puts 24 words from 184
@@ -181,8 +181,8 @@ def _send_rows_kernel(
     Slices are counted on over sections and nodes, so that short sections do not all fall to the first block. They are
     cut so that blocks have as many of them as others, give or take one.
 
-    Example: two nodes, 128 blocks. A section of 58,720,256 bytes is 224 slices of 256 KiB, which leave a quarter of
-    the blocks idle in their second round; so there are two rounds, and 256 slices of 229,376 bytes.
+    Example: two nodes, 128 blocks. A section of 58,720,256 bytes is 224 slices of 256 KiB, which would leave a quarter
+    of the blocks idle in their second round; so there are two rounds, and 256 slices of 229,376 bytes.
     """
     epoch = tl.load(state)
     node = rank // ranks_per_node
@@ -190,7 +190,7 @@ def _send_rows_kernel(
         num_done = tl.zeros((), tl.int64)
         for other in range(num_ranks // ranks_per_node):
             doorbell = words_at(doorbells) + other * doorbell_step
-            # A doorbell that was not rung in this call tells of an older one's rows.
+            # A doorbell that was not rung in this call describes the rows of an older call.
             if (other != node) & (tl.load(doorbell + _DOORBELL_EPOCH) == epoch):
                 pe = tl.load(pes + other * ranks_per_node + rank % ranks_per_node)
                 for section in range(_NUM_SECTIONS):
@@ -202,7 +202,7 @@ def _send_rows_kernel(
 
 @triton.jit
 def _put_section(source, target, num_bytes, pe, num_done, num_blocks):
-    """This block's slices of a section; returns how many slices there have been, for all blocks."""
+    """Put this block's slices of a section. Returns the number of slices so far, of all blocks."""
     num_rounds = tl.maximum(tl.cdiv(num_bytes, num_blocks * _MOST), 1)
     slice_bytes = tl.maximum(tl.cdiv(tl.cdiv(num_bytes, num_blocks * num_rounds), 16) * 16, _LEAST)
     num_slices = tl.cdiv(num_bytes, slice_bytes)
@@ -223,7 +223,7 @@ def _signal_rows_kernel(
     rank: tl.int32,
     LANES: tl.constexpr,
 ):
-    """Wait until all rows have arrived, then set this node's landed word at the ranks of the rail.
+    """Wait until all rows have arrived, then set this node's arrival word at the ranks of the rail.
 
     A launch orders memory of this GPU and no network. `fence` orders what follows it behind what came before it, queue
     by queue; blocks of `send_rows` may have used others than this one does, and a transport may keep such an order

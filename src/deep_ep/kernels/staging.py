@@ -1,17 +1,18 @@
 """Ending a call: signal and wait, and, where ranks are staged, bring their rows through their staging, in rounds.
 
-Shape letters: T tokens, K selections of a token, R ranks, n rows, L rows of a lane, B tokens of a range. A staged rank
-has no room for its rows in the window. Its *staging* is R *lanes* of L rows for each section; lane s is for source s.
+Shape letters: T tokens, K selections of a token, R ranks, n rows, L rows of a source in staging, B tokens of a range. A
+staged rank has no memory for its rows in the window. Its *staging* has R parts of L rows for each section; part s is
+for source s.
 
-    dispatch, round j   `READY + 2j`: rows [j L, (j + 1) L) of every source's block lie in its lane
+    dispatch, round j   `READY + 2j`: rows [j L, (j + 1) L) of every source's block lie in its part
                         `TAKEN + 2j`: they are copied out (not signalled after the last round)
-    combine, round j    `READY + 2j`: the row of source s's token t, for t in [j B, (j + 1) B), is row t - j B of lane s
+    combine, round j    `READY + 2j`: the row of source s's token t, for t in [j B, (j + 1) B), is row t - j B of part s
                         `TAKEN + 2j`: every rank has summed its tokens of that range
 
-These kernels move rows *and* wait, which no others may. It is safe because each is one block of one warp: it keeps out
-nobody that it could wait for (`docs/protocol.md`). So they are slow, and only for calls that would otherwise fail.
-Where nobody is staged they signal and wait once. Addresses and widths come as numbers and rows move as bytes, so that
-they are compiled once, when a buffer is made, and not for every dtype.
+These kernels move rows *and* wait, which no others may. It is safe because each is one block of one warp: it does not
+keep a kernel that it waits for from running (`docs/protocol.md`). So they are slow, and only for calls that would
+otherwise fail. If no rank is staged, they signal and wait once. Addresses and widths come as numbers and rows move as
+bytes, so that they are compiled once, when a buffer is made, and not for every dtype.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ _FLOAT32 = tl.constexpr(_KINDS[torch.float32])
 
 
 class FinishDispatch:
-    """Ends dispatches: says that this rank's rows are there, and waits for the peers'; sends and receives those of
-    staged ranks.
+    """Ends dispatches: signals that this rank's rows have been put, and waits for the peers'; sends and receives the
+    rows of staged ranks.
 
     Args:
         context: Holds the offers of the call.
@@ -103,7 +104,7 @@ class FinishDispatch:
         num_rows: int = 0,
         targets: Sequence[int] = (0, 0, 0),
     ) -> None:
-        """End one.
+        """End one dispatch.
 
         Args:
             x: [T, H] contiguous, as `put.Put` has sent it to the ranks that are not staged.
@@ -122,15 +123,15 @@ class FinishDispatch:
 
 
 class FinishCombine:
-    """Ends combines: says that this rank has summed its tokens, and waits for the peers; gives and sums the rows of
+    """Ends combines: signals that this rank has summed its tokens, and waits for the peers; gives and sums the rows of
     staged ranks.
 
     Args:
         context: Holds the offers of the call.
-        step: `READY`; where nobody is staged, only the step behind it is signalled.
+        step: `READY`; if no rank is staged, only the step after it is signalled.
         operation: For the record of a failure.
         hidden: H.
-        dtype: Of the rows.
+        dtype: The dtype of the rows.
         num_topk: K, of the weights that come with the rows; 0: none do.
     """
 
@@ -166,7 +167,7 @@ class FinishCombine:
         prefix: torch.Tensor,
         recv_src_idx: torch.Tensor,
     ) -> None:
-        """End one.
+        """End one combine.
 
         Args:
             rows: This rank's rows [n, H], and weights [n, K] float32 if they travel, contiguous.
@@ -231,8 +232,8 @@ def _finish_rows_kernel(
 ):
     """Signal and wait; with staged ranks, send before every other signal and copy out after it.
 
-    Example: one rank, staged, with a lane of 2 rows, sends itself its tokens 0, 3 and 4: tokens 0 and 3 in round 0,
-    token 4 in round 1. The steps are `READY`, `TAKEN`, `READY + 2`.
+    Example: one rank, staged, with staging of 2 rows for each source, sends itself its tokens 0, 3 and 4: tokens 0 and
+    3 in round 0, token 4 in round 1. The steps are `READY`, `TAKEN`, `READY + 2`.
     """
     is_well = (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0)
     is_staged = tl.load(state + _STAGED) != 0
@@ -265,7 +266,10 @@ def _finish_rows_kernel(
 
 @triton.jit
 def _num_rounds(table, prefix, num_ranks, LANES: tl.constexpr):
-    """As many as the fullest lane needs. All ranks find the same: they have the same offers and prefix sums."""
+    """Return the rounds that the fullest part of staging needs.
+
+    All ranks compute the same number, from the same offers and prefix sums.
+    """
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     rows_per_source = tl.load(table + _SOURCE_ROWS * num_ranks + lanes, mask=is_rank, other=0)
@@ -285,7 +289,7 @@ def _send(
     scale_stride_s, num_scales, scale_bytes, topk_idx, idx_words, topk_weights, num_topk, num_local, record_bytes,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Lay this rank's rows of a round into its lane at every staged peer.
+    """Write this rank's rows of a round into its part of staging at every staged peer.
 
     Slots ascend with the tokens, so that each round begins where the one before it ended.
 
@@ -304,7 +308,7 @@ def _send(
             while is_open:
                 slot = tl.load(slots + token.to(tl.int64) * num_ranks + peer)
                 row = slot + shift
-                if (slot >= 0) & (row >= 0) & (row < rows_per_source):  # never beyond the lane, whatever the slots are
+                if (slot >= 0) & (row >= 0) & (row < rows_per_source):  # never beyond its part, whatever the slots are
                     row_idx = rank * rows_per_source + row
                     source = token.to(tl.int64)
                     _copy_bytes(tl.load(table + peer) + row_idx * row_bytes, x + source * row_bytes, row_bytes)
@@ -328,7 +332,7 @@ def _send(
 
 @triton.jit
 def _lay_scales(target, source, stride, num_scales, scale_bytes):
-    """A token's scales, which may lie apart, side by side."""
+    """Write a token's scales, which may lie apart, side by side."""
     num_bytes = num_scales * scale_bytes
     for start in range(0, num_bytes, _BYTES):
         offsets = start + tl.arange(0, _BYTES)
@@ -339,7 +343,7 @@ def _lay_scales(target, source, stride, num_scales, scale_bytes):
 
 @triton.jit
 def _lay_record(target, token, ids, idx_words, weights, num_topk, first_expert, num_local, num_ranks):
-    """A token's record, as `put.py` describes it. Ids of 8 bytes are read as two words."""
+    """Write a token's record, as `put.py` describes it. Ids of 8 bytes are read as two words."""
     record = _at(target, tl.int32)
     tl.store(record, token)
     for start in range(0, num_topk, 32):
@@ -371,7 +375,7 @@ def _copy_out(
     target_1,
     target_2,
 ):
-    """If this rank is staged: take what has come in a round to where it stays. A lane's rows stay side by side."""
+    """If this rank is staged: copy the rows of a round to where they stay. The rows of a source stay side by side."""
     rows_per_source = tl.load(table + _SOURCE_ROWS * num_ranks + rank)
     if rows_per_source > 0:
         start = tl.zeros((), tl.int64)
@@ -423,8 +427,8 @@ def _finish_sums_kernel(
 ):
     """Signal and wait; with staged ranks, copy in before every other signal and sum after it.
 
-    Example: one rank of 5 tokens, staged, with a lane of 2 rows: 3 rounds, for tokens 0 and 1, 2 and 3, 4. The steps
-    are `READY`, `TAKEN`, ... `READY + 4`, `TAKEN + 4`; without staging just `TAKEN`.
+    Example: one rank of 5 tokens, staged, with staging of 2 rows for each source: 3 rounds, for tokens 0 and 1, 2 and
+    3, 4. The steps are `READY`, `TAKEN`, ... `READY + 4`, `TAKEN + 4`; without staging just `TAKEN`.
     """
     is_well = (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0)
     is_staged = tl.load(state + _STAGED) != 0
@@ -463,7 +467,7 @@ def _finish_sums_kernel(
 
 @triton.jit
 def _range_tokens(table, num_ranks, LANES: tl.constexpr):
-    """B: the fewest rows of a staged rank's lane."""
+    """Return B: the fewest rows that any staged rank has for a source."""
     lanes = tl.arange(0, LANES)
     rows_per_source = tl.load(table + _SOURCE_ROWS * num_ranks + lanes, mask=lanes < num_ranks, other=0)
     return tl.min(tl.where(rows_per_source > 0, rows_per_source, 0x7FFFFFFF)).to(tl.int32)
@@ -474,7 +478,7 @@ def _copy_in(
     table, prefix, recv_src_idx, rows, num_ranks, rank, start, range_tokens, num_rows, x, weights, width_0, width_1,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """If this rank is staged: lay its rows of a range of source tokens into the lanes of their sources.
+    """If this rank is staged: copy its rows of a range of source tokens into the sources' parts of staging.
 
     The rows of a source are in the order of its tokens, so that each round begins where the one before it ended.
 
@@ -489,7 +493,7 @@ def _copy_in(
             is_open = row < stop
             while is_open:
                 token = tl.load(recv_src_idx + row) - start
-                if (token >= 0) & (token < range_tokens):  # never beyond the lane, whatever the handle says
+                if (token >= 0) & (token < range_tokens):  # never beyond the source's part, whatever the handle has
                     row_idx = (source * range_tokens + token).to(tl.int64)
                     for section in range(2):
                         width = tl.where(section == 0, width_0, width_1)
@@ -550,7 +554,7 @@ def _sum_row(
     out, bias_0, bias_1, rows, lanes, num_ranks, num_columns,
     ELEMENT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A token's rows, at the addresses `rows` (0: none), in the order and with the rounding of `pull.py`."""
+    """Sum a token's rows, at the addresses `rows` (0: none), in the order and with the rounding of `pull.py`."""
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         total = _load_wide(bias_0, columns, num_columns, ELEMENT, WIDE)
@@ -565,7 +569,7 @@ def _sum_row(
 
 @triton.jit
 def _load_wide(row, columns, num_columns, ELEMENT: tl.constexpr, WIDE: tl.constexpr):
-    """Elements of the row at an address, for adding; nothing where there is none."""
+    """Load elements of the row at an address, for adding; zeros if there is none."""
     width = tl.where(row != 0, num_columns, 0)
     return tl.load(_at(row, ELEMENT) + columns, mask=columns < width, other=0.0).to(WIDE)
 
@@ -591,13 +595,13 @@ def _copy_bytes(target, source, num_bytes):
 
 @triton.jit
 def _at(address, ELEMENT: tl.constexpr):
-    """Addresses as pointers."""
+    """Return addresses as pointers."""
     return address.to(tl.int64).to(tl.pointer_type(ELEMENT))
 
 
 @triton.jit
 def _count_rounds(state, host, is_well, num_more):
-    """Count the rounds beyond the first, here and for the host, which looks at them when it is asked."""
+    """Count the rounds beyond the first, in the state and for the host, which reads them on request."""
     if is_well & (num_more > 0):
         total = tl.load(state + _NUM_ROUNDS) + num_more
         tl.store(state + _NUM_ROUNDS, total)

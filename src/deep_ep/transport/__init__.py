@@ -39,7 +39,7 @@ MESSAGE = "message"  # between nodes: the transport that needs no memory in comm
 
 
 class Choice(NamedTuple):
-    """A transport, and why it was chosen."""
+    """A transport, and the reason for which it was chosen."""
 
     name: str
     reason: str
@@ -47,12 +47,12 @@ class Choice(NamedTuple):
 
 
 def choose(num_ranks: int) -> Choice:
-    """The transport for the CPU ranks of one node.
+    """Return the transport for the CPU ranks of one node.
 
-    Where `message` is asked for, every rank is a node of its own, and `solo` is all that it needs inside.
+    If `message` is requested, every rank is a node of its own, and needs only `solo` inside it.
 
     Raises:
-        EPUnsupported: There is none, or `DEEP_EP_TRANSPORT` asks for one that cannot be.
+        EPUnsupported: There is none, or the one that `DEEP_EP_TRANSPORT` requests is not available.
     """
     wish = env.TRANSPORT.get()
     if wish == MESSAGE and num_ranks == 1:

@@ -29,17 +29,17 @@ class Base(NamedTuple):
     offset: int
 
     def words(self) -> list[int]:
-        """The three words that an offer carries."""
+        """Return the three words by which an offer names this base."""
         return [self.segment.start, self.segment.stop, self.offset]
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Base:
-        """The reverse of `words`."""
+        """Decode the words of `words`."""
         return cls(Span(words[0], words[1]), words[2])
 
 
 class Segment:
-    """A mapped stretch of this rank's memory, with what of it is free and what is not yet committed."""
+    """A mapped span of this rank's memory, and which parts of it are free or not yet committed."""
 
     def __init__(self, memory: Memory, num_bytes: int):
         self.memory = memory
@@ -49,7 +49,7 @@ class Segment:
         self._uncommitted = SpanSet(self.span)
 
     def commit(self, span: Span) -> None:
-        """Make sure that memory stands behind a span.
+        """Make sure that a span is backed by memory.
 
         Raises:
             EPTransportError: There is too little.
@@ -64,7 +64,7 @@ class Segment:
             self.mapping.fault_in(fresh)  # no more than this: pages that are touched are memory that is taken
 
     def trim(self) -> int:
-        """Give what is free back to the system. Returns the bytes given back."""
+        """Give free memory back to the system. Returns the bytes given back."""
         before = self.num_committed_bytes
         for span in self.free:
             self._uncommitted.remove(span)
@@ -74,7 +74,7 @@ class Segment:
 
     @property
     def num_committed_bytes(self) -> int:
-        """Bytes that the system has set aside."""
+        """The bytes that the system has committed."""
         return self.span.num_bytes - self._uncommitted.num_bytes
 
 
@@ -85,7 +85,7 @@ class Arena:
         memory: The rank's memory.
         first_bytes: Size of the first segment.
         limit_bytes: Most bytes of all segments together; 0: no limit.
-        on_map: Told of each mapping that is made, if given.
+        on_map: Called with each mapping that is made, if given.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Arena:
         self._lock = threading.Lock()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A contiguous tensor over a region of the arena.
+        """Allocate a contiguous tensor over a region of the arena.
 
         The region is free again when the tensor's storage dies, with the last view of it. The arena grows where its
         limit and the memory allow.
 
         Returns:
-            The tensor, uninitialised; None where there is no room. No room is needed, and none taken, for no elements.
+            The tensor, uninitialised; None if there is no memory left. A tensor without elements takes none.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
@@ -120,7 +120,10 @@ class Arena:
         return torch.frombuffer(view, dtype=dtype).view(*shape) if view is not None else None
 
     def take(self, num_bytes: int) -> memoryview | None:
-        """Some bytes of the arena, at least one. They are free again when this view dies, whatever slices it has."""
+        """Allocate bytes of the arena, at least one.
+
+        They are free again when this view is freed, whatever slices it has.
+        """
         with self._lock:
             self._reclaim()
             found = self._take(num_bytes)
@@ -129,7 +132,7 @@ class Arena:
         segment, span = found
         try:
             return self._watched(segment, span, num_bytes)
-        except BaseException:  # an interrupt: nobody has the region
+        except BaseException:  # an interrupt: the region was not returned to the caller
             with self._lock:
                 if all(taken != span for _, taken in self._regions.values()):  # else it is freed as any other
                     segment.free.add(span)
@@ -144,7 +147,7 @@ class Arena:
         return view
 
     def base_of(self, tensor: torch.Tensor) -> Base | None:
-        """Where a contiguous tensor lies, if it lies in a region of this rank's arena."""
+        """Return where a contiguous tensor lies, if it lies in a region of this rank's arena."""
         for segment in self._segments:
             offset = segment.mapping.offset_of(tensor.data_ptr())
             if offset is not None:
@@ -158,7 +161,7 @@ class Arena:
             return sum(segment.trim() for segment in self._segments)
 
     def num_bytes(self) -> dict[str, int]:
-        """Bytes `used` by regions, `committed` by the system, and `reserved` in the address space."""
+        """Return the bytes `used` by regions, `committed` by the system, and `reserved` in the address space."""
         with self._lock:
             self._reclaim()
             reserved = sum(segment.span.num_bytes for segment in self._segments)
@@ -172,7 +175,7 @@ class Arena:
         while self._freed:
             region = self._regions.pop(id(self._freed.popleft()), None)
             if region is None:
-                continue  # an interrupt came before it was anybody's
+                continue  # an interrupt came before it was returned to a caller
             _, span = region
             next(s for s in self._segments if s.span.start <= span.start < s.span.stop).free.add(span)
 
@@ -204,7 +207,7 @@ class Arena:
         return segment, span
 
     def _next_bytes(self, num_bytes: int) -> int:
-        """Size of the next segment; 0 where `num_bytes` are too many.
+        """Return the size of the next segment; 0 if `num_bytes` are too many.
 
         Segments double the arena. One with a limit is a single segment: reserving costs nothing, and what is in one
         piece is not wasted at the seams.

@@ -1,4 +1,4 @@
-"""The board: the words by which a rank tells its peers how far it is. `docs/protocol.md` has the state table.
+"""The board: the words by which a rank publishes its progress to its peers. `docs/protocol.md` has the state table.
 
 A board is the first part of a rank's memory. Only its owner writes it. All values are absolute and none is ever
 cleared.
@@ -20,7 +20,7 @@ from .spans import Span, whole_units
 from .words import LINE_BYTES, word_type
 
 STEP_BITS = 24  # of `progress`; the other 40 bits are the epoch's, enough for 35 years of calls at 1 kHz
-MAX_EXPERTS = 1 << 14  # counts per expert that a header has room for
+MAX_EXPERTS = 1 << 14  # most counts per expert in a header
 
 POSTED_BYTES = 1 << 18  # of rows that a call may post; beyond twice that their copies cost more than waits (measured)
 
@@ -46,7 +46,7 @@ _TIMES_BITS = 16  # of a word of refusals; the others are the call's number
 
 
 def progress_of(epoch: int, step: int) -> int:
-    """The value of `progress` when call `epoch` has done `step`."""
+    """Return the value of `progress` when call `epoch` has completed `step`."""
     assert step < 1 << STEP_BITS, f"a call of {step} steps"
     return epoch << STEP_BITS | step
 
@@ -55,9 +55,9 @@ class Refusal(NamedTuple):
     """A call that a rank has refused to make, because its arguments are wrong: nothing of it was sent.
 
     Attributes:
-        number: Of the call.
+        number: The number of the call.
         times: How often the rank has refused it so far. It may correct the mistake and make the call after all.
-        reason: Why, for the error of a rank that waits for it.
+        reason: The reason, for the error of a rank that waits for the call.
     """
 
     number: int
@@ -65,12 +65,13 @@ class Refusal(NamedTuple):
     reason: str
 
     def follows(self, number: int, own: Refusal) -> bool:
-        """Whether a rank that waits in call `number` must heed this.
+        """Return whether a rank that waits in call `number` must raise because of this refusal.
 
-        A rank that has refused the same call as often has made the same mistake, and corrected it: so will the other.
+        If the waiting rank has refused the same call as often, it has made and corrected the same mistake, and the
+        other rank is expected to correct it, too.
 
         Args:
-            number: Of the call.
+            number: The number of the call.
             own: The last refusal of the rank that waits.
         """
         return self.number == number and self.times > (own.times if own.number == number else 0)
@@ -80,10 +81,10 @@ NO_REFUSAL = Refusal(0, 0, "")
 
 
 class Meeting(NamedTuple):
-    """What a rank says to another when it wants to be in step with it again, in low-latency calls.
+    """What a rank sends to another to get into step with it again, in low-latency calls.
 
     Attributes:
-        attempt: Its attempts are numbered.
+        attempt: The number of its attempt.
         following: The number that its next call would have.
         echo: The last attempt of the other one that it has seen.
     """
@@ -94,7 +95,7 @@ class Meeting(NamedTuple):
 
 
 class Board:
-    """The words of one rank, mapped by its owner or a peer.
+    """The board of one rank, mapped by its owner or by a peer.
 
     Args:
         mapping: The mapping of the board's span.
@@ -134,7 +135,7 @@ class Board:
 
     @staticmethod
     def num_bytes(num_ranks: int) -> int:
-        """Bytes of a board in a group of `num_ranks`."""
+        """Return the bytes of a board in a group of `num_ranks`."""
         return _first_value(num_ranks) + 2 * _values_bytes(num_ranks) + 2 * POSTED_BYTES
 
     def post(self, kind: int, epoch: int, words: Sequence[int]) -> None:
@@ -142,16 +143,16 @@ class Board:
         self._posts[kind][epoch & 1][: len(words)] = memoryview(array("q", words))
 
     def read(self, kind: int, epoch: int) -> list[int]:
-        """The words of a header or an offer; the rest of the slot follows them."""
+        """Return the words of a header or an offer, followed by the rest of the slot."""
         return self._posts[kind][epoch & 1].tolist()
 
     def post_values(self, epoch: int, *values: torch.Tensor) -> None:
-        """Write the int32 values that go with a header, one tensor behind the other."""
+        """Write the int32 values that go with a header, one tensor after the other."""
         num_values = sum(part.numel() for part in values)
         torch.cat(values, out=torch.frombuffer(self._values[epoch & 1], dtype=torch.int32, count=num_values))
 
     def read_values(self, epoch: int, start: int, stop: int) -> list[int]:
-        """Values `[start, stop)` of a header."""
+        """Return values `[start, stop)` of a header."""
         return self._values[epoch & 1][start:stop].tolist()
 
     def write_rows(self, epoch: int, start: int, address: int, num_bytes: int) -> None:
@@ -159,7 +160,7 @@ class Board:
         ctypes.memmove(self._rows_address(epoch, start, num_bytes), address, num_bytes)
 
     def read_rows(self, epoch: int, start: int, address: int, num_bytes: int) -> None:
-        """The reverse of `write_rows`."""
+        """Copy bytes of the rows that go with a header, from byte `start` on, to an address of this process."""
         ctypes.memmove(address, self._rows_address(epoch, start, num_bytes), num_bytes)
 
     def _rows_address(self, epoch: int, start: int, num_bytes: int) -> int:
@@ -168,7 +169,7 @@ class Board:
         return self.mapping.address + self._rows[epoch & 1] + start
 
     def base_of_rows(self, epoch: int, start: int) -> Base:
-        """Where byte `start` of these rows lies, as an offer says it."""
+        """Return where byte `start` of these rows lies, as an offer has it."""
         return Base(self.mapping.span, self._rows[epoch & 1] + start)
 
     def post_sent(self, number: int, words: Sequence[int]) -> None:
@@ -176,11 +177,14 @@ class Board:
         self._sent_posts[number % NUM_SENT_POSTS][: len(words)] = memoryview(array("q", words))
 
     def read_sent(self, number: int, num_words: int | None = None) -> list[int]:
-        """The first words of a low-latency call; by default all that there is room for."""
+        """Return the first words of a low-latency call; by default as many as a post can hold."""
         return self._sent_posts[number % NUM_SENT_POSTS][:num_words].tolist()
 
     def post_verdict(self, number: int, words: Sequence[int]) -> None:
-        """Say which ranks this rank takes for lost in a low-latency call. For the same call they only become more."""
+        """Publish which ranks this rank considers lost in a low-latency call.
+
+        For the same call, ranks are only added.
+        """
         call, room = self._verdicts[number % NUM_SENT_POSTS]
         if call.load_acquire() != number:
             call.store_before_writes(0)
@@ -188,9 +192,9 @@ class Board:
         call.store_release(number)
 
     def read_verdict(self, number: int, num_words: int) -> list[int] | None:
-        """The words of `post_verdict`; None: the rank has said nothing of this call.
+        """Return the words of `post_verdict`; None: the rank has no verdict on this call.
 
-        Those of the ranks that are being added may be among them or not.
+        Ranks that are being added at the same time may or may not be among them.
         """
         call, room = self._verdicts[number % NUM_SENT_POSTS]
         if call.load_acquire() != number:
@@ -199,24 +203,24 @@ class Board:
         return words if call.load_behind_reads() == number else None
 
     def write_text(self, text: str) -> None:
-        """Write why this rank failed, cut to the room there is."""
+        """Write why this rank failed, truncated to the space on the board."""
         _write_text(self._text, text)
 
     def read_text(self) -> str:
-        """Why the rank failed."""
+        """Return why the rank failed."""
         return _read_text(self._text)
 
     def post_refusal(self, kind: int, refusal: Refusal) -> None:
-        """Tell the peers that this rank does not make a call."""
+        """Publish that this rank does not make a call."""
         _write_text(self._refusal_texts[kind], refusal.reason)
         self._refused[kind].store_release(refusal.number << _TIMES_BITS | min(refusal.times, (1 << _TIMES_BITS) - 1))
 
     def refused(self, kind: int) -> int:
-        """The number of the last call of a kind that the rank has refused; 0: it has refused none."""
+        """Return the number of the last call of a kind that the rank has refused; 0: it has refused none."""
         return self._refused[kind].load_acquire() >> _TIMES_BITS
 
     def read_refusal(self, kind: int) -> Refusal:
-        """The last refusal of the rank."""
+        """Return the last refusal of the rank."""
         word = self._refused[kind].load_acquire()
         return Refusal(word >> _TIMES_BITS, word % (1 << _TIMES_BITS), _read_text(self._refusal_texts[kind]))
 

@@ -1,7 +1,7 @@
 """Device memory that peers address: segments, and an arena of regions whose reuse follows streams.
 
-It is the counterpart of `window.py` for ranks whose kernels do the waiting: all there is here is memory and its
-addresses; words and signals are the kernels'. `symm.py` and `interpreted.py` make the memory.
+It is the counterpart of `window.py` for ranks whose kernels do the waiting: there is only memory and its addresses
+here; kernels write the words and signals. `symm.py` and `interpreted.py` make the memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_AGE = 16
 _MIXED_AGE = 64
 _NO_END = 1 << 62  # behind all bytes of any segment
 
-# Functions of torch that nobody promises. `torch.as_tensor` and views would take three times as long. None: not in this
+# Private functions of torch. `torch.as_tensor` and views would take three times as long. None: not in this
 # torch, or, the second one, not without CUDA.
 _new_storage: Any = getattr(torch._C, "_construct_storage_from_data_pointer", None)
 _new_cuda_tensor: Any = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", None)
@@ -50,10 +50,10 @@ class Part(NamedTuple):
 
 
 class DeviceMemory(Protocol):
-    """Where segments come from."""
+    """An allocator of memory on every rank, for segments."""
 
     def grow(self, num_bytes: int) -> Part:
-        """A piece of `num_bytes` zeros on every rank. All ranks call it together, with the same number.
+        """Allocate a piece of `num_bytes` zeros on every rank. All ranks call it together, with the same size.
 
         Raises:
             EPTransportError: Some rank cannot have it; all ranks raise.
@@ -61,7 +61,7 @@ class DeviceMemory(Protocol):
         ...
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured in a graph."""
+        """Return whether the current stream is being captured in a graph."""
         ...
 
 
@@ -73,13 +73,13 @@ class DeviceWindow:
         num_ranks: R.
         memory: Where segments come from.
         board_bytes: The first bytes of segment 0, which are the kernels'.
-        arena_bytes: Room for regions in segment 0.
-        arena_limit_bytes: All room for regions together; 0: no limit. The same on all ranks.
+        arena_bytes: Bytes for regions in segment 0.
+        arena_limit_bytes: Bytes for regions in all segments together; 0: no limit. The same on all ranks.
         staging_bytes: Bytes of segment 0, behind the board, that are never a region.
 
     Attributes:
         staging: Those bytes: where they begin in segment 0, and where they end.
-        fault: Told of every fault point, where tests fail or delay the rank; None: nobody is.
+        fault: Called at every fault point, where tests fail or delay the rank; None: there is none.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class DeviceWindow:
         self._add(first, self.staging.stop)
 
     def grow(self, num_bytes: int) -> bool:
-        """Add a segment of at least `num_bytes`. All ranks call it together, with the same number.
+        """Add a segment of at least `num_bytes`. All ranks call it together, with the same size.
 
         Returns:
-            Whether there is one: its limit or the memory may not allow it.
+            Whether it was added: the arena's limit or the memory may not allow it.
         """
         size = whole_units(num_bytes)
         limit = self.arena.limit_bytes
@@ -125,7 +125,9 @@ class DeviceWindow:
         return True
 
     def new_part(self, num_bytes: int) -> Part:
-        """A piece of memory on every rank that is not the arena's. All ranks call it together, with the same number.
+        """Allocate a piece of memory on every rank, outside of the arena.
+
+        All ranks call it together, with the same size.
 
         Raises:
             EPTransportError: Some rank cannot have it; all ranks raise.
@@ -133,11 +135,13 @@ class DeviceWindow:
         return self.memory.grow(whole_units(num_bytes))
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured in a graph."""
+        """Return whether the current stream is being captured in a graph."""
         return self.memory.is_capturing()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, stream: Any) -> torch.Tensor | None:
-        """A region that is used first on `stream`, which must be the current one; None where there is no room."""
+        """Allocate a region that is used first on `stream`, which must be the current one; None if there is no
+        memory left.
+        """
         return self.arena.allocate(shape, dtype, stream, self.is_capturing())
 
     def _add(self, part: Part, reserved_bytes: int) -> None:
@@ -165,7 +169,7 @@ class _Layout:
     """A contiguous tensor.
 
     Attributes:
-        num_bytes: That it has.
+        num_bytes: Bytes of the tensor.
         whole_bytes: The same, in whole units.
         shape: Its shape.
         strides: In elements.
@@ -210,11 +214,12 @@ class _Used(NamedTuple):
 
 
 class _Region(weakref.ref):
-    """A region that is taken: a reference to what dies with the last tensor over it, and what to know then.
+    """An allocated region: a reference to the object that is freed with the last tensor over it, and what is needed
+    then.
 
     Attributes:
         block: The segment, and the span of it.
-        users: The streams that work with it.
+        users: The streams that use it.
         address: Where it begins. Set last: a region that an interrupt has left unfinished has none.
     """
 
@@ -246,9 +251,9 @@ class _Foreign:
 # - A stream that takes memory waits for the events of all entries that overlap it. If an entry names another stream,
 #   the event is recorded only then. What is taken is cut out of the entries: its next user waits for the stream that
 #   has taken it, which has waited for all before.
-# - An event that is recorded late comes behind whatever was launched meanwhile, and who waits for it waits for that,
-#   too. So nobody goes without an event for `_MIXED_AGE` reclaims after a stream has taken memory that is not the one
-#   that took memory before. It is programs that take memory on one stream only that save the events.
+# - An event that is recorded late comes after whatever was launched meanwhile, and a wait for it includes that,
+#   too. So no stream goes without an event for `_MIXED_AGE` reclaims after a stream has taken memory that is not the
+#   one that took memory before. It is programs that take memory on one stream only that save the events.
 # - An entry that has named a stream for more than `_MOST_AGE` reclaims is given its event: captures avoid the memory.
 # - An entry that names no stream is dropped when its events have happened. Entries are in the order of their age, and
 #   none of them is looked at while the oldest names a stream and is not old enough.
@@ -279,7 +284,7 @@ class DeviceArena:
         self._can_watch_storages = _can_watch_storages()
 
     def add(self, number: int, part: Part, reserved_bytes: int) -> None:
-        """Use a segment, but for its first bytes."""
+        """Use a segment, except for its first bytes."""
         memory = part.memory
         address, num_bytes, device = memory.data_ptr(), memory.numel(), memory.device
         free = SpanSet(Span(reserved_bytes, num_bytes)) if num_bytes > reserved_bytes else SpanSet()
@@ -290,7 +295,7 @@ class DeviceArena:
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, stream: Any = None, is_capturing: bool = False
     ) -> torch.Tensor | None:
-        """A contiguous tensor over a region; None where there is no room.
+        """Allocate a contiguous tensor over a region; None if there is no memory left.
 
         Args:
             shape: Of the tensor.
@@ -317,7 +322,7 @@ class DeviceArena:
         try:
             used = self._used if is_ordered else self._follow(block, stream)
             tensor = self._wrap(block, users, layout)
-            self._used = used  # not before: if nobody gets the region, its next user must still wait
+            self._used = used  # not before: if the allocation fails, the next user of the memory must still wait
         except BaseException:
             self._give_back(block, stream)
             raise
@@ -326,7 +331,9 @@ class DeviceArena:
         return tensor
 
     def records(self, num_bytes: int, stream: Any = None, is_capturing: bool = False) -> torch.Tensor | None:
-        """Memory for the records of a call, [num_bytes] uint8: the same for all calls, which follow one another."""
+        """Return memory for the records of a call, [num_bytes] uint8: the same for all calls, which follow one
+        another.
+        """
         if num_bytes == 0:
             return self.allocate((0,), torch.uint8)
         if self._records is None or self._records.numel() < num_bytes:
@@ -343,7 +350,7 @@ class DeviceArena:
         return self._some_records
 
     def used_by(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Note that a stream works with a region, so that its next user waits for that stream."""
+        """Note that a stream uses a region, so that the next user of its memory waits for that stream."""
         if stream is None:
             return
         address = tensor.data_ptr()
@@ -357,7 +364,7 @@ class DeviceArena:
                 return
 
     def base_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """`(segment, offset)` of a contiguous tensor that lies in the arena."""
+        """Return `(segment, offset)` of a contiguous tensor that lies in the arena."""
         address = tensor.data_ptr()
         for start, stop, number in self._bounds:
             if start <= address < stop:
@@ -365,7 +372,7 @@ class DeviceArena:
         return None
 
     def largest_free_bytes(self) -> int:
-        """The largest region that could be taken."""
+        """Return the bytes of the largest region that could be allocated."""
         if self._freed:
             self.reclaim()
         if len(self._segments) == 1:
@@ -377,16 +384,16 @@ class DeviceArena:
         freed = sum(region.block[1].num_bytes for region in tuple(self._freed) if self._is_known(region))
         reserved = sum(segment.usable_bytes for segment in self._segments)
         if self._records is not None:
-            freed += whole_units(self._records.numel())  # they are nobody's result
+            freed += whole_units(self._records.numel())  # they are not part of a result
         free = freed + sum(segment.free.num_bytes for segment in self._segments)
         return {"used": reserved - free, "committed": reserved, "reserved": reserved}
 
     def give_up(self, tensor: torch.Tensor) -> None:
-        """Have a capture not keep a region that it took for nothing."""
+        """Have a capture not keep a region that it has allocated in vain."""
         self._captured = [one for one in self._captured if one is not tensor]
 
     def release_captured(self) -> None:
-        """Let go of the regions that were taken while graphs were captured."""
+        """Release the regions that were allocated while graphs were captured."""
         self._captured.clear()
 
     def reclaim(self, stream: Any = None) -> None:
@@ -398,11 +405,11 @@ class DeviceArena:
         self._reclaim(stream, (), 0)
 
     def _reclaim(self, stream: Any, users: tuple[Any, ...], wanted_bytes: int) -> tuple[_Segment, Span] | None:
-        """The same, for a call that is about to take memory.
+        """Reclaim the memory of dead regions for a call that is about to allocate.
 
         Args:
-            stream: Of the call.
-            users: The same, as a region has it.
+            stream: The stream of the call.
+            users: The stream, as the `users` of a region have it.
             wanted_bytes: That it takes, in whole units; 0: none.
 
         Returns:
@@ -420,7 +427,7 @@ class DeviceArena:
         while self._freed:
             region = self._freed.popleft()
             if not self._is_known(region):
-                continue  # an interrupt came before it was anybody's
+                continue  # an interrupt came before it was returned to a caller
             start, stop = region.block[1]
             if again is None and stop - start == wanted_bytes and region.users == users:
                 again = region
@@ -465,7 +472,7 @@ class DeviceArena:
         return not own.free.has_below(start, stop - start)
 
     def _note_taker(self, stream: Any) -> None:
-        """Another stream than before takes memory, or another object for the same."""
+        """Note that another stream than before allocates memory, or another object for the same stream."""
         if self._taker is not None and stream != self._taker:
             self._is_mixed_until = self._num_reclaims + _MIXED_AGE
         self._taker = stream
@@ -559,7 +566,7 @@ class DeviceArena:
         return None
 
     def _take_unused(self, num_bytes: int) -> tuple[_Segment, Span] | None:
-        """As `_take`, but only what is in no entry."""
+        """Take the lowest free memory that is in no entry, as `_take` does; captures may use only that."""
         for segment in self._segments:
             candidates = SpanSet(*segment.free)
             for used in self._used:

@@ -3,9 +3,9 @@
 That is so between containers with process namespaces of their own. Sockets in the abstract namespace leave no file
 behind.
 
-Nobody waits at a socket. A gather separates what one rank does from what another one needs of it: all listen; all
-connect, which needs no answer; all accept and send; all read what has been sent. So a rank that cannot do its part says
-so in the next gather, and keeps nobody waiting.
+No rank blocks on a socket. A gather separates what one rank does from what another rank needs of it: all listen; all
+connect, which needs no answer; all accept and send; all read what has been sent. So a rank that cannot do its part
+reports that in the next gather, and no rank waits for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def exchange_fds(control: Control, fd: int) -> dict[int, SharedMemory]:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_new_socket())
         server.bind(name)
-        server.listen(2 * control.num_ranks)  # nobody accepts while the peers connect, and a stranger may be among them
+        server.listen(2 * control.num_ranks)  # no rank accepts while the peers connect; strangers may connect, too
         names = control.gather(name, "exchanging socket addresses")
         connections: dict[int, socket.socket] = {}
         for rank in (one for one in range(control.num_ranks) if one != control.rank):
@@ -65,7 +65,7 @@ def _new_socket() -> socket.socket:
 
 
 def _give(server: socket.socket, fd: int) -> None:
-    """Send `fd` to everybody who has connected. What was sent stays readable when the connection is closed."""
+    """Send `fd` to every peer that has connected. What was sent stays readable when the connection is closed."""
     while True:
         try:
             connection, _ = server.accept()

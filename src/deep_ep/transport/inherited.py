@@ -1,7 +1,7 @@
 """Descriptors that a forked child inherits and must not keep: sockets to other ranks, and pidfds.
 
 A connection ends when the last process that has it open closes it. A child that kept one would hide from the peers that
-its parent has died. The child closes its copies without `shutdown()`, which would end the connection for the parent,
+its parent has ended. The child closes its copies without `shutdown()`, which would end the connection for the parent,
 too. `memory.py` looks after mappings.
 """
 
@@ -14,10 +14,10 @@ from typing import Protocol
 
 
 class Closable(Protocol):
-    """What can be closed in this process alone."""
+    """An object that can be closed in this process alone."""
 
     def close(self) -> None:
-        """Close it. Nobody else is told."""
+        """Close it, without an effect on other processes."""
 
 
 _ours: weakref.WeakSet[Closable] = weakref.WeakSet()

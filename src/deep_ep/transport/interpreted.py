@@ -21,7 +21,7 @@ class InterpretedMemory:
         self._control = control
 
     def grow(self, num_bytes: int) -> Part:
-        """A piece of `num_bytes` zeros on every rank. All ranks call it together, with the same number.
+        """Allocate a piece of `num_bytes` zeros on every rank. All ranks call it together, with the same size.
 
         Raises:
             EPTransportError: Some rank cannot have it; all ranks raise.
@@ -40,5 +40,5 @@ class InterpretedMemory:
         return Part(bytes_tensor(own.view(span))[:num_bytes], tuple(one.address for one in mappings), mappings)
 
     def is_capturing(self) -> bool:
-        """The CPU has no graphs."""
+        """Return False: there are no graphs on the CPU."""
         return False

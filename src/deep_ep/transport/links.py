@@ -1,8 +1,8 @@
 """A link: frames over one socket to one rank, in order, never blocking.
 
-A frame is a head and a payload; the head says how long, so a reader never has to know what comes. All frames of a link
-are read in the order in which they were sent. A head that no rank can have sent (another topic, or a payload that is
-longer than any of its topic) ends the link before memory is taken for it.
+A frame is a head and a payload; the head has the length of the payload, so a reader need not know what comes. All
+frames of a link are read in the order in which they were sent. A head that no rank can have sent (another topic, or a
+payload that is longer than any of its topic) ends the link before memory is taken for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .board import Meeting, Refusal
 from .inherited import close_in_children
 from .window import Failure
 
-# Topics of frames: what a call says first, whether its rows fit, rows; the last words of a rank; low-latency calls.
+# Topics of frames: the announcement of a call, whether its rows fit, rows; the last words of a rank; low-latency calls.
 ANNOUNCE, VERDICT, ROWS, FAILED, BYE, SENT = 1, 2, 3, 4, 5, 6
 # Of proxies, beside rows: a header with the progress that it belongs to, the line of a failure, what rows come next.
 HEADER, RECORD, DOORBELL = 7, 8, 9
@@ -38,7 +38,7 @@ JOIN = 12  # an attempt to rejoin, the echo of the receiver's, and the number th
 # node, and a low-latency frame has the rows of one call for one rank: a few hundred megabytes where buffers are large.
 # So a longer one is damage. It may be generous, since memory is committed only as bytes come (see `Pool.take`).
 MOST_PAYLOAD_BYTES = 1 << 32
-_MOST_NUMBERS_BYTES = 1 << 10  # a few numbers; whoever reads them knows how many
+_MOST_NUMBERS_BYTES = 1 << 10  # a few numbers; the reader knows how many
 _MOST_BYTES = {
     ANNOUNCE: MOST_PAYLOAD_BYTES,
     VERDICT: _MOST_NUMBERS_BYTES,
@@ -46,7 +46,7 @@ _MOST_BYTES = {
     FAILED: MOST_TEXT_BYTES,
     BYE: 0,
     SENT: MOST_PAYLOAD_BYTES,
-    HEADER: MOST_PAYLOAD_BYTES,  # `Shelf` knows how long headers are
+    HEADER: MOST_PAYLOAD_BYTES,  # `ReceivePages` limits the length of headers
     RECORD: _MOST_NUMBERS_BYTES,
     DOORBELL: _MOST_NUMBERS_BYTES,
     REFUSED: MOST_TEXT_BYTES,
@@ -54,8 +54,8 @@ _MOST_BYTES = {
     JOIN: 8,
 }
 
-_HEAD = struct.Struct("<QQQQ")  # topic, epoch, place, bytes of the payload
-_MOST_AHEAD = 64  # frames read before anybody asks for them; then the sender has to wait
+_HEAD = struct.Struct("<QQQQ")  # topic, epoch, tag, bytes of the payload
+_MOST_AHEAD = 64  # frames that are read ahead of their consumer; then the sender has to wait
 _MOST_PIECES = 64  # handed to the system at once
 _POOL_UNIT_BYTES = 1 << 16
 _MOST_WASTE = 4  # a page may be so many times as large as what it is for, not more: large ones are for rows
@@ -65,15 +65,15 @@ _WHY_CLOSED = "its process has ended, or the network has failed"
 
 
 class Frame(NamedTuple):
-    """What came.
+    """A frame that has been received.
 
     Attributes:
         topic: What it is.
         epoch: Of the call that it belongs to.
         tag: A number, by topic: the first row of rows.
         page: The payload.
-        begun_ns: When its head was here.
-        ended_ns: When all of it was.
+        begun_ns: When its head had been read.
+        ended_ns: When all of it had been read.
     """
 
     topic: int
@@ -85,13 +85,13 @@ class Frame(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """A frame that the system has taken.
+    """A frame that has been handed to the system.
 
     Attributes:
         topic: What it is.
         num_bytes: Of the payload.
-        begun_ns: When it was queued, and what was queued before it had left.
-        ended_ns: When the last of it was taken.
+        begun_ns: When it was queued and all frames before it had left.
+        ended_ns: When its last byte was handed over.
     """
 
     topic: int
@@ -101,32 +101,32 @@ class Departure(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Memory of a payload, as a socket wants it and as a tensor.
+    """Memory of a payload, accessible as bytes for a socket and as a tensor.
 
     Attributes:
         memory: Perhaps more than is used. It begins at a multiple of 16.
-        num_bytes: How much is.
+        num_bytes: The bytes that are used.
     """
 
     memory: bytearray | memoryview
     num_bytes: int
 
     def view(self) -> memoryview:
-        """As bytes."""
+        """The page as bytes."""
         return memoryview(self.memory)[: self.num_bytes]
 
     def tensor(self) -> torch.Tensor:
-        """As [num_bytes] uint8."""
+        """The page as [num_bytes] uint8."""
         if not self.num_bytes:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=self.num_bytes)
 
 
 class PageAllocator(Protocol):
-    """Where the payloads of frames that come are laid."""
+    """Allocates pages for the payloads of incoming frames."""
 
     def take(self, num_bytes: int) -> Page:
-        """A page of so many bytes, whatever is in them.
+        """Return an uninitialised page of `num_bytes`.
 
         Raises:
             EPTransportError: There is no such page.
@@ -146,7 +146,7 @@ class Pool:
         self._spare: list[bytearray | memoryview] = []
 
     def take(self, num_bytes: int) -> Page:
-        """A page of so many bytes, whatever is in them."""
+        """Return an uninitialised page of `num_bytes`."""
         size = align(max(num_bytes, 1), _POOL_UNIT_BYTES)
         for index in reversed(range(len(self._spare))):  # the last one used is in the cache
             if size <= len(self._spare[index]) <= _MOST_WASTE * size:
@@ -155,13 +155,13 @@ class Pool:
         return Page(bytearray(size) if size < _LEAST_LAZY_BYTES else memoryview(mmap.mmap(-1, size)), num_bytes)
 
     def filled(self, data: bytes) -> Page:
-        """A page with these bytes."""
+        """Return a page with a copy of these bytes."""
         page = self.take(len(data))
         page.view()[:] = data
         return page
 
     def give(self, page: Page) -> None:
-        """Let others have a page that was taken."""
+        """Give a page back to the pool, for others to take."""
         self._spare.append(page.memory)
         if len(self._spare) > self._most_spare:
             self._spare.pop(0)  # the one that has been of no use for longest
@@ -169,7 +169,7 @@ class Pool:
 
 @dataclass
 class Pieces:
-    """What a frame carries.
+    """The payload of a frame to be sent, in pieces.
 
     Attributes:
         pieces: Bytes, in this order.
@@ -183,7 +183,7 @@ class Pieces:
 
     @property
     def num_bytes(self) -> int:
-        """Of all pieces."""
+        """The bytes of all pieces together."""
         return sum(piece.nbytes for piece in self.pieces)
 
 
@@ -193,9 +193,9 @@ class _Outgoing:
 
     Attributes:
         pieces: What is left of it.
-        payload: What it carries; whose page is to be given back.
-        num_bytes: Of that.
-        topic: Of the frame.
+        payload: Its payload, the page of which is to be given back.
+        num_bytes: Bytes of the payload.
+        topic: The topic of the frame.
         queued_ns: When it was queued.
     """
 
@@ -215,20 +215,20 @@ class Link:
 
     Args:
         connection: A connected socket.
-        pool: Where payloads lie.
-        allocator: Where payloads that come lie; None: in the pool, too.
+        pool: Where pages of payloads come from.
+        allocator: Where pages of incoming payloads come from; None: from the pool, too.
 
     Attributes:
-        allocator: Likewise. Who replaces it does so before anything is read.
-        inbox: Frames that came and that nobody has taken yet.
-        failure: Why the peer has failed, as it said; None: it has not.
-        refusal: The call that the peer said it does not make, if nothing has come since; None: there is none.
-        has_left: The peer said that it leaves.
+        allocator: See the argument. It may be replaced only before anything is read.
+        inbox: Frames that were received and not yet taken.
+        failure: Why the peer has failed, as it has sent it; None: it has not failed.
+        refusal: The last call that the peer has refused, if nothing has come since; None: there is none.
+        has_left: The peer has sent that it leaves.
         ending: Why nothing more will come; None: more may.
-        bytes_sent: Bytes that were handed to the system, heads included.
-        bytes_received: Likewise.
+        bytes_sent: Bytes that were handed to the system, including heads.
+        bytes_received: Bytes that were read, including heads.
         wait_secs: Time spent waiting for this rank.
-        on_departure: Told of every frame that the system has taken; None: nobody is.
+        on_departure: Called with every frame that has been handed to the system; None: not called.
     """
 
     on_departure: Callable[[Departure], None] | None = None
@@ -258,21 +258,21 @@ class Link:
         self.wait_secs = 0.0
 
     def fileno(self) -> int:
-        """Of the socket."""
+        """Return the descriptor of the socket."""
         return self._socket.fileno()
 
     @property
     def num_queued(self) -> int:
-        """Frames that are not yet handed to the system."""
+        """The number of frames that are not yet handed to the system."""
         return len(self._outbox)
 
     @property
     def may_read(self) -> bool:
-        """Whether to look for more: not when enough lies unread, and not after the end."""
+        """Whether more should be read: not while enough frames are unread, and not after the end."""
         return self.ending is None and len(self.inbox) < _MOST_AHEAD
 
     def send(self, topic: int, epoch: int, tag: int, what: Page | Pieces) -> None:
-        """Queue a frame, and hand over what the system takes. A page goes back to the pool when it is sent."""
+        """Queue a frame, and hand to the system what it accepts. A page goes back to the pool when it is sent."""
         payload = Pieces([what.view()], what) if isinstance(what, Page) else what
         num_bytes = payload.num_bytes
         if num_bytes > _MOST_BYTES[topic]:
@@ -283,7 +283,10 @@ class Link:
         self.flush()
 
     def flush(self) -> None:
-        """Hand to the system what it takes. A broken connection shows when reading: the last words may be there."""
+        """Hand to the system what it accepts.
+
+        A broken connection shows when reading: the peer's last frames may be there.
+        """
         try:
             while self._outbox:
                 pieces = (piece for outgoing in self._outbox for piece in outgoing.pieces)
@@ -338,7 +341,7 @@ class Link:
             self.ending = f"{_CLOSED} ({error.strerror or error}): {_WHY_CLOSED}"
 
     def break_off(self, reason: str) -> None:
-        """Read nothing more from a peer that sends what cannot be, and have it notice.
+        """Stop reading from a peer that sends invalid frames, and close the connection for it, too.
 
         Args:
             reason: What it has sent, for a sentence that begins with the peer.
@@ -348,7 +351,7 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _next_target(self) -> None:
-        """After a head its payload, after a payload the next head."""
+        """Return where the next bytes go: after a head its payload, after a payload the next head."""
         if self._coming is None:
             topic, epoch, tag, num_bytes = _HEAD.unpack(self._head)
             if num_bytes > _MOST_BYTES.get(topic, -1):
@@ -372,7 +375,7 @@ class Link:
             self.meeting = Meeting(frame.epoch, int.from_bytes(frame.page.view(), "little"), frame.tag)
         elif frame.topic == BYE:
             self.has_left = True
-        elif frame.topic != ALIVE:  # that it came is all that it says
+        elif frame.topic != ALIVE:  # it has no content
             if self.refusal is not None and frame.epoch >= self.refusal.number:
                 self.refusal = None  # it makes the call after all
             self.inbox.append(frame)
@@ -385,7 +388,7 @@ class Link:
             self._outbox.pop()
 
     def close(self) -> None:
-        """Say that this rank leaves, and close. What the system has taken still arrives."""
+        """Send that this rank leaves, and close. What the system has accepted still arrives."""
         self.drop_queued()
         if not self._outbox and self.ending is None:
             self.send(BYE, 0, 0, Pieces([]))

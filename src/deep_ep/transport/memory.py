@@ -1,8 +1,8 @@
 """The memory of a rank: a file that only grows, mapped piece by piece, by its owner and by its peers.
 
-`SharedMemory` is a memfd: it has no name in any file system, needs no `/dev/shm`, and the kernel frees it with the
-last process that maps it, however that process ends. `PrivateMemory` has the same face for a group of one rank, on
-any system.
+`SharedMemory` is a memfd: it has no name in any file system, needs no `/dev/shm`, and the kernel frees it with the last
+process that maps it, however that process ends. `PrivateMemory` has the same interface for a group of one rank, on any
+system.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # reserve addresses o
 class Mapping:
     """A span of a rank's memory in this process's address space.
 
-    It lives as long as any tensor over it: nothing ever unmaps it by hand.
+    It lives as long as any tensor over it, and is never unmapped explicitly.
     """
 
     def __init__(self, memory: mmap.mmap, span: Span, is_private: bool = False):
@@ -46,11 +46,11 @@ class Mapping:
         self._populated_until = span.start
 
     def view(self, span: Span) -> memoryview:
-        """A fresh memoryview of a part of it, which can carry a finalizer of its own."""
+        """Return a new memoryview of a part of the mapping, which can have a finalizer of its own."""
         return self._view[span.start - self.span.start : span.stop - self.span.start]
 
     def rows(self, start: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """A [num_rows, num_columns] tensor over a part, which keeps the mapping alive and nothing else.
+        """Return a [num_rows, num_columns] tensor over a part, which keeps only the mapping alive.
 
         Args:
             start: Its offset in the rank's memory.
@@ -89,7 +89,7 @@ class Mapping:
         self._advise(_MADV_DONTNEED if self._is_private else _MADV_REMOVE, span)
 
     def offset_of(self, address: int) -> int | None:
-        """The offset in the rank's memory of an address of this process, if it lies in this mapping."""
+        """Return the offset in the rank's memory of an address of this process, if it lies in this mapping."""
         offset = self.span.start + address - self.address
         return offset if self.span.start <= offset < self.span.stop else None
 
@@ -100,7 +100,7 @@ class Mapping:
 
 
 def bytes_tensor(view: memoryview) -> torch.Tensor:
-    """A uint8 tensor over `view`, which stays alive exactly as long as the tensor's storage, views included."""
+    """Return a uint8 tensor over `view`, which stays alive exactly as long as the tensor's storage, views included."""
     if not view.nbytes:
         return ordinary_tensor((0,), torch.uint8)  # torch.frombuffer refuses nothing at all
     return torch.frombuffer(view, dtype=torch.uint8)
@@ -115,7 +115,7 @@ _own_inodes: set[int] = set()  # of the memory that this process has made, and n
 
 @functools.cache
 def _separate_children() -> None:
-    """Have forked children (a DataLoader's workers) share no memory with the ranks any more."""
+    """Have forked children (such as the workers of a DataLoader) share no memory with the ranks any more."""
     libc_mmap = ctypes.CDLL(None, use_errno=True).mmap  # looked up here: a child may not be able to
     libc_mmap.restype = ctypes.c_void_p
     libc_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
@@ -161,7 +161,7 @@ def _separate(libc_mmap: Callable[..., int | None]) -> None:
 
 
 def ordinary_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor outside of any window.
+    """Return an uninitialised tensor outside of any window.
 
     Raises:
         EPTransportError: There is not enough memory.
@@ -185,26 +185,26 @@ class SharedMemory:
 
     @classmethod
     def create(cls) -> SharedMemory:
-        """A new, empty one."""
+        """Create new, empty shared memory."""
         _separate_children()
         memory = cls(os.memfd_create(_NAME, os.MFD_CLOEXEC))
         _own_inodes.add(memory.identity()[1])
         return memory
 
     def identity(self) -> tuple[int, int]:
-        """Device and inode, by which a peer knows that it opened the right file."""
+        """Return device and inode, by which a peer checks that it has opened the right file."""
         status = os.fstat(self.fd)
         return status.st_dev, status.st_ino
 
     def grow(self, num_bytes: int) -> Span:
-        """Add that many bytes, of which none is committed yet."""
+        """Add `num_bytes`, none of which is committed yet."""
         span = _grown(self.num_bytes, num_bytes)
         os.ftruncate(self.fd, span.stop)
         self.num_bytes = span.stop
         return span
 
     def commit(self, span: Span) -> None:
-        """Have the system set memory aside for a span, so that touching it cannot fail.
+        """Commit memory for a span, so that touching it cannot fail.
 
         Raises:
             EPTransportError: There is not enough memory.
@@ -224,47 +224,50 @@ class SharedMemory:
         return Mapping(_mapped(span, self.fd, offset=span.start), span)
 
     def close(self) -> None:
-        """Close the descriptor; mappings stay."""
+        """Close the descriptor. Mappings stay valid."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class PrivateMemory:
-    """The same without peers: anonymous memory, on every system. For a group of one rank, and for recycled results."""
+    """Anonymous memory without peers, with the interface of `SharedMemory`, on every system.
+
+    For a group of one rank, and for recycled results.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     def grow(self, num_bytes: int) -> Span:
-        """Add that many bytes."""
+        """Add `num_bytes`."""
         span = _grown(self.num_bytes, num_bytes)
         self.num_bytes = span.stop
         return span
 
     def commit(self, span: Span) -> None:
-        """Check that there is memory enough for a span."""
+        """Check that there is enough memory for a span."""
         available = available_bytes()
         if span.num_bytes > available:
             raise _too_little(span.num_bytes, f"{available} are available")
 
     def map(self, span: Span) -> Mapping:
-        """Map a span, once."""
+        """Map a span. Each span is mapped once."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         return Mapping(_mapped(span, -1, flags=flags), span, is_private=True)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is no descriptor."""
 
 
 Memory = SharedMemory | PrivateMemory
 
 
 def _grown(start: int, num_bytes: int) -> Span:
-    """The span behind `start` of so many bytes.
+    """Return the span of `num_bytes` behind `start`.
 
     Raises:
-        EPTransportError: No process has room for it.
+        EPTransportError: It is larger than any address space.
     """
     span = Span(start, start + whole_units(num_bytes))
     if span.stop > _MOST_BYTES:
@@ -280,7 +283,9 @@ def _mapped(span: Span, fd: int, **options: int) -> mmap.mmap:
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take: the system's, or what is left of its control group's limit."""
+    """Return the bytes that this process may still allocate: the system's, or what is left of its control group's
+    limit.
+    """
     system = _read_number(Path("/proc/meminfo"), _mem_available)
     group = Path("/sys/fs/cgroup")
     limit = _read_number(group / "memory.max", int)

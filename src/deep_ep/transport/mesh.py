@@ -1,8 +1,8 @@
 """The mesh: links of a rank to all ranks of other nodes, for low-latency calls, and the thread that moves frames.
 
-A send half must not wait, and between the halves of a call the caller computes. So what the system does not take at
-once is sent by a thread, which also reads whatever comes, each frame straight into its *receive buffer*. The comm
-stream queues frames, and looks what has arrived. `docs/decisions/0011-low-latency-across-nodes.md` has the reasons.
+A send phase must not wait, and between the phases of a call the caller computes. So what the system does not accept at
+once is sent by a thread, which also reads what comes, each frame straight into its *receive buffer*. The comm stream
+queues frames, and checks what has arrived. `docs/decisions/0011-low-latency-across-nodes.md` has the reasons.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .message import connect
 from .sparse import HollowMemory
 from .window import Failure
 
-_FAREWELL_SECS = 5.0  # without anything moving, until what is still queued is given up by who leaves
+_FAREWELL_SECS = 5.0  # without progress, after which a rank that leaves gives up what is still queued
 _PAUSE_SECS = 1e-3
 
 
 class ReceiveArena:
-    """Memory that frames land in: used again when the last reader of a frame is gone.
+    """Memory that frames are received in. It is used again when the last reference to a frame is gone.
 
     Attributes:
         mappings: Where all receive buffers lie. Only grows.
@@ -43,7 +43,7 @@ class ReceiveArena:
         self._arena = Arena(HollowMemory(), on_map=self.mappings.append)
 
     def take(self, num_bytes: int) -> Page:
-        """A receive buffer of so many bytes, which begins at a multiple of 16.
+        """Return a receive buffer of `num_bytes`, aligned to 16 bytes.
 
         Raises:
             EPTransportError: There is too little memory.
@@ -54,7 +54,7 @@ class ReceiveArena:
         return Page(view, num_bytes)
 
     def trim(self) -> int:
-        """Give memory that nobody uses back to the system. Returns the bytes given back."""
+        """Give unused memory back to the system. Returns the bytes given back."""
         return self._arena.trim()
 
 
@@ -71,7 +71,7 @@ class RemoteSender:
     The mesh's thread writes, the comm stream reads. Each word is written once for a frame, the slot before `latest`.
 
     Args:
-        rank: As the group counts.
+        rank: Its rank in the group.
         link: The connection.
 
     Attributes:
@@ -89,41 +89,41 @@ class RemoteSender:
         self._lock = threading.Lock()
 
     def has_sent(self, number: int) -> bool:
-        """Whether call `number` is there."""
+        """Return whether call `number` has arrived."""
         return self.arrived(number) is not None
 
     def arrived(self, number: int) -> Page | None:
-        """What it has sent in a call, which stays as it is for as long as it is held. None: it is not there.
+        """Return what it has sent in a call, which stays unchanged for as long as it is held. None: it has not arrived.
 
-        A call that was there is not any more if the rank has gone on without this one, and eight calls further.
+        A call that has arrived is lost again if the rank has gone on without this one, by eight calls.
         """
         arrived = self._slots[number % NUM_SENT_POSTS]
         return arrived.page if arrived is not None and arrived.number == number else None
 
     def forget(self, number: int) -> None:
-        """Let go of a call that has been read."""
+        """Release the memory of a call that has been read."""
         with self._lock:  # or the slot could be that of another call by the time it is cleared
             if self.has_sent(number):
                 self._slots[number % NUM_SENT_POSTS] = None
 
     def failure(self) -> Failure | None:
-        """Why it has failed."""
+        """Return why it has failed; None: it has not."""
         return self.link.failure
 
     def refusal(self, number: int) -> Refusal | None:
-        """Its refusal to make call `number`."""
+        """Return its refusal to make call `number`; None: it has not refused it."""
         refusal = self.link.refusal
         return refusal if refusal is not None and refusal.number == number else None
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
-        """Why call `number` will not come."""
-        # Frames come in order: who has sent a later call has left this one out.
+        """Return why call `number` will not come; None: it may."""
+        # Frames come in order: a rank that has sent a later call has left this one out.
         if self.latest > number:
             return f", which has gone on without this rank (it is at call {self.latest})"
         return self.why_gone(looks_at_process)
 
     def why_gone(self, looks_at_process: bool) -> str | None:
-        """Why no call will come any more."""
+        """Return why no call will come any more; None: one may."""
         del looks_at_process
         if self.link.has_left:
             return ", which has destroyed its buffer"
@@ -132,7 +132,7 @@ class RemoteSender:
         return None
 
     def is_silent(self, waited_secs: float, limit_secs: float) -> bool:
-        """Whether it has been silent for the limit: not while bytes of a long frame come."""
+        """Return whether it has been silent for the limit, which it is not while bytes of a long frame come."""
         return min(waited_secs, time.monotonic() - self.moved_secs) > limit_secs
 
     def count_wait(self, secs: float) -> None:
@@ -140,11 +140,11 @@ class RemoteSender:
         self.link.wait_secs += secs
 
     def meeting(self) -> Meeting:
-        """What it says in an attempt to be in step again."""
+        """Return what it has last sent in an attempt to rejoin."""
         return self.link.meeting
 
     def read(self) -> None:
-        """Read what is there. Only the mesh's thread does."""
+        """Read what has come. Only the mesh's thread calls this."""
         before = self.link.bytes_received
         self.link.fill()
         if self.link.bytes_received != before:
@@ -167,12 +167,12 @@ class Mesh:
     Args:
         links: By rank.
         topology: Where this rank stands.
-        pool: Where frames lie that are sent.
-        receive_arena: Where frames lie that came.
+        pool: Where memory of outgoing frames comes from.
+        receive_arena: Where memory of incoming frames comes from.
 
     Attributes:
         senders: The remote ranks, beginning behind this one, so that not all send to the same one first.
-        receive_arena: Likewise.
+        receive_arena: See the argument.
         num_sent: Messages sent so far.
     """
 
@@ -197,31 +197,31 @@ class Mesh:
     # By the comm stream ----------------------------------------------------------------------------------------------
 
     def page(self, num_bytes: int) -> Page:
-        """Memory for a frame to be sent."""
+        """Return memory for a frame to be sent."""
         with self._lock:
             return self._pool.take(num_bytes)
 
     def send(self, rank: int, number: int, page: Page) -> None:
-        """Send a call to a remote rank. Waits for nothing."""
+        """Send a call to a remote rank. Does not wait."""
         self._queue(rank, SENT, number, page)
         self.num_sent += 1
 
     def drop(self, rank: int) -> None:
-        """Forget what is queued for a rank, but for the rest of a frame that is half sent."""
+        """Drop what is queued for a rank, except for the rest of a frame that is partly sent."""
         with self._lock:
             self.senders[rank].link.drop_queued()
 
     def refuse(self, refusal: Refusal) -> None:
-        """Tell all remote ranks that this rank does not make a call."""
+        """Report to all remote ranks that this rank does not make a call."""
         for rank in self.senders:
             self._queue(rank, REFUSED, refusal.number, self._filled(encoded(refusal.reason)), refusal.times)
 
     def meet(self, rank: int, meeting: Meeting) -> None:
-        """Say something to a remote rank in an attempt to be in step again."""
+        """Send a remote rank the words of an attempt to rejoin."""
         self._queue(rank, JOIN, meeting.attempt, self._filled(meeting.following.to_bytes(8, "little")), meeting.echo)
 
     def fail(self, failure: Failure) -> None:
-        """Tell all remote ranks, once, that this rank has failed, in place of what was queued for them."""
+        """Report to all remote ranks, once, that this rank has failed, in place of what was queued for them."""
         if self._has_failed:
             return
         self._has_failed = True
@@ -230,7 +230,7 @@ class Mesh:
             self._queue(rank, FAILED, 0, self._filled(encoded(failure.cause)), failure.rank)
 
     def close(self) -> None:
-        """Have what is queued sent, say that this rank leaves, and close the links."""
+        """Wait until what is queued is sent, send that this rank leaves, and close the links."""
         if os.getpid() != self._pid or self._is_closed:
             return  # a forked child is not this rank
         is_other = threading.current_thread() is not self._thread  # garbage collection may run on any
@@ -247,7 +247,7 @@ class Mesh:
         self._is_closed = True  # last: what an interrupt cuts short is done when it is closed again
 
     def stats(self) -> dict[str, int]:
-        """What went over these links so far: messages, and bytes with everything that we add to rows."""
+        """Return counters of these links: messages, and bytes, including everything that is added to rows."""
         links = [sender.link for sender in self.senders.values()]
         return {
             "messages_sent": self.num_sent,
@@ -272,7 +272,7 @@ class Mesh:
             self._wake()  # the thread sends the rest
 
     def _drain(self) -> None:
-        """Wait until the system has everything that was queued, or nothing moves any more."""
+        """Wait until the system has accepted everything that was queued, or nothing moves any more."""
         links = [sender.link for sender in self.senders.values()]
         last, moved_secs = -1, time.monotonic()
         while self._thread.is_alive() and any(link.num_queued and link.ending is None for link in links):

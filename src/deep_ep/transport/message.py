@@ -1,7 +1,7 @@
-"""Messages between nodes: what a rank says to the ranks of its rail, over TCP.
+"""Messages between the ranks of a rail, over TCP.
 
-Only the comm stream uses a rail. Nothing blocks: a wait turns the links round, looks whether a peer of the node has
-failed, and has a limit. `docs/decisions/0008-rails.md` says why these are sockets of our own.
+Only the comm stream uses a rail. Nothing blocks: a wait polls the links, checks whether a peer of the node has failed,
+and has a time limit. `docs/decisions/0008-rails.md` says why these are sockets of our own.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from .window import Failure, Waiting, refused_by
 
 _LOOK_SECS = 0.02  # how often a wait looks at the node
 _FAREWELL_SECS = 0.5  # for the last words of a rank that fails
-# A wait on a rail is longer than one inside a node: if a rank is silent, its own node shall be the first to say so, and
+# A wait on a rail is longer than one inside a node: if a rank is silent, its own node should report it first, and
 # name it, before another node complains of the rank that waits for it.
 _GRACE_SHARE, _MOST_GRACE_SECS = 0.2, 2.0
-_ALIVE_SHARE = 0.2  # of the limit, between two messages that say that this rank is there
+_ALIVE_SHARE = 0.2  # of the limit, between two messages that this rank is still waiting
 
 
 class Rail:
-    """The links of one rank, a node each.
+    """The links of one rank, one to each other node.
 
     Args:
         links: By node, none for the own one.
         topology: Where this rank stands.
         limit_secs: Seconds that a wait may take.
-        pool: Where payloads lie.
+        pool: Where pages of payloads come from.
 
     Attributes:
         num_sent: Messages sent so far.
         num_received: Messages taken so far.
-        trace: Where waits and messages are recorded; None: nowhere.
+        trace: The trace in which waits and messages are recorded; None: none is.
     """
 
     trace: Trace | None = None
@@ -68,11 +68,11 @@ class Rail:
         return [(node + step) % num_nodes for step in range(1, num_nodes)]
 
     def rank_of(self, node: int) -> int:
-        """The rank of this rail on a node."""
+        """Return the rank of this rail on a node."""
         return node * self.topology.ranks_per_node + self.topology.local_rank
 
     def name(self, node: int) -> str:
-        """The rank of this rail on a node, for a message."""
+        """Return the name of the rank of this rail on a node, for a message."""
         return f"rank {self.rank_of(node)} (node {node})"
 
     def send(self, node: int, topic: int, epoch: int, what: Page | Pieces, tag: int = 0) -> None:
@@ -81,18 +81,18 @@ class Rail:
         self.num_sent += 1
 
     def receive(self, node: int, wait: Wait) -> Frame:
-        """The next message of one node."""
+        """Wait for the next message of one node, and return it."""
         wait.until(lambda: bool(self.links[node].inbox), [node])
         wait.require_working()
         return self.take(node)
 
     def take(self, node: int) -> Frame:
-        """The next message of one node, which is there."""
+        """Return the next message of one node, which has arrived."""
         self.num_received += 1
         return self.links[node].inbox.popleft()
 
     def start_trace(self, trace: Trace) -> None:
-        """Record waits and messages from now on."""
+        """Record all further waits and messages in a trace."""
         self.trace = trace
         for node, link in self.links.items():
             link.on_departure = functools.partial(self._record_departure, trace, to_track(self.rank_of(node)))
@@ -105,28 +105,28 @@ class Rail:
         trace.record(name, NETWORK, gone.begun_ns, gone.ended_ns, track, {"bytes": gone.num_bytes})
 
     def record_arrival(self, node: int, frame: Frame, name: str) -> None:
-        """Show when a message came, if anybody looks."""
+        """Record in the trace when a message came, if there is a trace."""
         if self.trace is not None:
             track, args = from_track(self.rank_of(node)), {"bytes": frame.page.num_bytes}
             self.trace.record(name, NETWORK, frame.begun_ns, frame.ended_ns, track, args)
 
     def slice(self, name: str, kind: str) -> Slice:
-        """A part of a call, as a trace shows it."""
+        """Return a context manager that records its block as a slice of the call in a trace."""
         return self.trace.slice(name, kind) if self.trace is not None else NO_SLICE
 
     def waiting(self, where: str, epoch: int, look: Callable[[], None], tell: Callable[[bool], None]) -> Wait:
-        """How a call waits.
+        """Return how a call waits on the rail.
 
         Args:
             where: The call, for errors.
             epoch: Its number.
             look: Raises if a peer of the node has failed.
-            tell: Tells the node whether this rank waits on its rail.
+            tell: Publishes to the node whether this rank waits on its rail.
         """
         return Wait(self, where, epoch, look, tell, self._limit_secs)
 
     def turn(self, secs: float) -> bool:
-        """Send and read what can be sent and read, after at most so many seconds. Whether anything could."""
+        """Send and read what is possible, after waiting at most so many seconds. Returns whether anything was."""
         poll, links = select.poll(), {}
         for link in self.links.values():
             events = (select.POLLIN if link.may_read else 0) | (select.POLLOUT if link.num_queued else 0)
@@ -135,7 +135,7 @@ class Rail:
                 links[number] = link
                 poll.register(number, events)
         if not links:
-            time.sleep(secs)  # all are gone, or have said more than anybody asked for
+            time.sleep(secs)  # all are closed, or have enough unread frames
         ready = poll.poll(secs * 1000) if links else []
         for number, events in ready:
             if events & select.POLLOUT:
@@ -145,10 +145,10 @@ class Rail:
         return bool(ready)
 
     def look(self, where: str, waited_secs: float) -> None:
-        """For waits that are not the rail's: raise if a rank of the rail has said that it failed.
+        """For waits that are not the rail's: raise if a rank of the rail has reported a failure.
 
-        In a long wait the rail is told now and then that this rank is there: who waits for it on another node has about
-        the same limit as this wait, and must not blame this rank for the one that it waits for itself.
+        In a long wait, messages to the rail show that this rank is alive: a rank on another node that waits for it has
+        about the same limit as this wait, and must not blame this rank for the one that it waits for itself.
 
         Args:
             where: The call, for errors.
@@ -164,23 +164,23 @@ class Rail:
         self.waiting(where, 0, lambda: None, lambda _: None).require_working()
 
     def refusal_by(self, node: int, epoch: int) -> Refusal | None:
-        """The refusal of a node's rank to make a call, if this rank must heed it."""
+        """Return the refusal of a node's rank to make a call, if this rank must raise because of it."""
         refusal = self.links[node].refusal
         return refusal if refusal is not None and refusal.follows(epoch, self._own_refusal) else None
 
     def last_words(self) -> Failure | None:
-        """Why a rank of the rail has failed, as it said; None: none has."""
+        """Return why a rank of the rail has failed, as it has reported it; None: none has."""
         return next((link.failure for link in self.links.values() if link.failure is not None), None)
 
     def refuse(self, refusal: Refusal) -> None:
-        """Tell the rail that this rank does not make a call."""
+        """Report to the rail that this rank does not make a call."""
         self._own_refusal = refusal
         for link in self.links.values():
             if link.ending is None:
                 link.send(REFUSED, refusal.number, refusal.times, self.pool.filled(encoded(refusal.reason)))
 
     def fail(self, failure: Failure) -> None:
-        """Tell the rail, once, that this rank has failed. The links stay open: peers may still be sending."""
+        """Report to the rail, once, that this rank has failed. The links stay open: peers may still be sending."""
         if self._has_failed:
             return
         self._has_failed = True
@@ -193,13 +193,13 @@ class Rail:
             self.turn(_LOOK_SECS)
 
     def close(self) -> None:
-        """Say that this rank leaves, and close the links."""
+        """Send that this rank leaves, and close the links."""
         if os.getpid() == self._pid:
             for link in self.links.values():
                 link.close()
 
     def stats(self) -> dict[str, int]:
-        """What went over the rail so far: messages, and bytes with everything that we add to rows."""
+        """Return counters of the rail: messages, and bytes, including everything that is added to rows."""
         return {
             "messages_sent": self.num_sent,
             "messages_received": self.num_received,
@@ -216,7 +216,7 @@ class Wait:
         where: The call, for errors.
         epoch: Its number.
         look: Raises if a peer of the node has failed.
-        tell: Tells the node whether this rank waits on its rail.
+        tell: Publishes to the node whether this rank waits on its rail.
         limit_secs: Seconds without anything coming or going.
     """
 
@@ -238,10 +238,10 @@ class Wait:
         self._timeout_secs = limit_secs + min(_MOST_GRACE_SECS, _GRACE_SHARE * limit_secs)
 
     def until(self, is_done: Callable[[], bool], nodes: Collection[int]) -> None:
-        """Turn the links until something holds.
+        """Poll the links until a condition holds.
 
         Args:
-            is_done: What must hold.
+            is_done: The condition.
             nodes: The nodes that it depends on.
 
         Raises:
@@ -254,10 +254,10 @@ class Wait:
         with self._rail.slice("wait: rail", WAIT) as waiting:
             begin = time.monotonic()
             self._until(is_done, nodes)
-            # Whoever has sent something ended the wait; if nobody has, the system took what was queued for them.
+            # A node that has sent something ended the wait; if none has, the system accepted what was queued for them.
             came = [node for node in nodes if self._rail.links[node].inbox] or nodes
             waiting.waited({self._rail.rank_of(node): time.monotonic() - begin for node in came})
-        self._tell(False)  # not where it fails: the node shall not blame this rank before it has said why
+        self._tell(False)  # not if it fails: the node must not blame this rank before it has reported why
 
     def _until(self, is_done: Callable[[], bool], nodes: Collection[int]) -> None:
         waiting = Waiting()
@@ -275,7 +275,7 @@ class Wait:
                 )
 
     def require_working(self, nodes: Iterable[int] = ()) -> None:
-        """Raise if somebody has failed, or if one of the nodes that are waited for is gone."""
+        """Raise if a rank has failed, or if one of the nodes that are waited for is gone."""
         failure = self._rail.last_words()
         if failure is not None:
             raise EPPeerFailed(*failure, self.where, self._me())
@@ -319,7 +319,7 @@ def make_rail(control: Control, topology: Topology) -> Rail:
 
 
 def connect(control: Control, ranks: list[int], is_low_latency: bool = False) -> dict[int, socket.socket]:
-    """Connect this rank to some others, which name it likewise. All ranks of the group call it together.
+    """Connect this rank to some others, which must also name this rank. All ranks of the group call it together.
 
     Args:
         control: The group. The connections are closed if its joint step fails.

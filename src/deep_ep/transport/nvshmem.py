@@ -25,7 +25,7 @@ from .device import Part
 
 
 def why_not(group: dist.ProcessGroup | None, num_ranks: int) -> str | None:
-    """Why there is no NVSHMEM here, or None where there seems to be. It changes nothing; ranks may differ."""
+    """Return why NVSHMEM cannot be used here, or None if it seems possible. It changes nothing; ranks may differ."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if not is_built_in():
@@ -38,7 +38,7 @@ def why_not(group: dist.ProcessGroup | None, num_ranks: int) -> str | None:
 
 
 def pe_of(group: dist.ProcessGroup, rank: int) -> int:
-    """The PE of a rank of a group: its rank in the job, by which torch starts NVSHMEM."""
+    """Return the PE of a rank of a group: its rank in the job, by which torch starts NVSHMEM."""
     return dist.get_global_rank(group, rank)
 
 
@@ -64,7 +64,7 @@ class NvshmemMemory:
             raise EPTransportError(f"transport nvshmem: torch does not choose it ({reason})")
 
     def grow(self, num_bytes: int) -> Part:
-        """A piece of `num_bytes` zeros on every rank. All ranks call it together, with the same number.
+        """Allocate a piece of `num_bytes` zeros on every rank. All ranks call it together, with the same size.
 
         An address of a rank that cannot be addressed is 0: only puts reach it.
 
@@ -75,12 +75,12 @@ class NvshmemMemory:
         return symm.shared_piece(self._control, self._group, self._device, num_bytes)
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured in a graph."""
+        """Return whether the current stream is being captured in a graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
 def is_built_in() -> bool:
-    """Whether torch has NVSHMEM, and could load it."""
+    """Return whether torch has NVSHMEM, and could load it."""
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
         return False
     import torch.distributed._symmetric_memory as symm_mem
@@ -89,7 +89,7 @@ def is_built_in() -> bool:
 
 
 def _why_no_library() -> str | None:
-    """Why kernels cannot be compiled against NVSHMEM."""
+    """Return why kernels cannot be compiled against NVSHMEM; None: they can."""
     try:
         from torch.distributed._symmetric_memory._nvshmem_triton import NvshmemLibFinder
 
@@ -105,7 +105,7 @@ def _why_no_choice() -> str | None:
     used, chosen = symm.used_backend(), symm.backend()
     if used not in (None, symm.NVSHMEM):
         return f"this process has symmetric memory from {used} already, and torch allows one kind"
-    if chosen not in (None, "CUDA", symm.NVSHMEM):  # CUDA is what it is before anybody chooses
+    if chosen not in (None, "CUDA", symm.NVSHMEM):  # CUDA is the default before a backend is chosen
         return f"this process has chosen {chosen} for its symmetric memory, and torch allows one kind"
     return None
 

@@ -1,8 +1,9 @@
-"""A proxy over TCP: a thread that carries remote memory between ranks of different nodes.
+"""A proxy over TCP: a thread that moves remote memory between ranks of different nodes.
 
-Kernels write shadow boards and ring doorbells in memory of the host; this thread sees it, sends it, and lays what comes
-where the remote rank's kernels look. It calls nothing of CUDA, so it works beside graphs, and it knows no calls: only
-words. `remote.py` has the words, `remote_ranks.py` the frames, `docs/decisions/0013-relays.md` the reasons.
+Kernels write shadow boards and ring doorbells in memory of the host; this thread polls them, sends them, and writes
+what comes to where the remote rank's kernels poll. It makes no CUDA calls, so it works beside graphs, and it handles
+words only, not calls. `remote.py` has the words, `remote_ranks.py` the frames, `docs/decisions/0013-relays.md` the
+reasons.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from .remote import DOORBELL_EPOCH, MOST_CHUNKS, RemoteLayout
 from .remote_memory import RemotePieces, RemoteWords
 from .remote_ranks import FromRemoteRank, ToRemoteRank
 
-_FAREWELL_SECS = 5.0  # without anything leaving, until what is still queued is given up by who leaves
+_FAREWELL_SECS = 5.0  # without progress, after which a rank that leaves gives up what is still queued
 _LEAST_PAUSE_SECS, _MOST_PAUSE_SECS = 20e-6, 1e-3
 
 
 class MessageProxy:
-    """Carries remote memory over TCP: a thread.
+    """A thread that moves remote memory over TCP.
 
-    Everything but the list of pieces of rows is the thread's alone, so there is no lock.
+    Everything but the list of pieces of rows is used by the thread alone, so there is no lock.
 
     Args:
         links: To all ranks of other nodes, by rank. Nothing must have been read from them.
@@ -72,7 +73,7 @@ class MessageProxy:
         self._thread.start()
 
     def add_rows(self, memory: torch.Tensor) -> None:
-        """Have one more piece of rows carried. All ranks add the same ones, before any of them rings for it.
+        """Add a piece of rows. All ranks add the same pieces, before any of them rings a doorbell for it.
 
         Args:
             memory: [2 B] uint8 on the CPU. It stays until the proxy is closed.
@@ -80,7 +81,7 @@ class MessageProxy:
         self._rows.add(memory)
 
     def close(self) -> None:
-        """Have sent what kernels have written so far, say that this rank leaves, and close the links."""
+        """Send what kernels have written so far, send that this rank leaves, and close the links."""
         if os.getpid() != self._pid:
             return  # a forked child is not this rank
         self._is_closing = True
@@ -88,7 +89,9 @@ class MessageProxy:
             self._thread.join()
 
     def tell_failure(self, limit_secs: float) -> None:
-        """Wait until remote ranks have been told that this rank has failed, so that it may end; but not for long."""
+        """Wait until this rank's failure has been sent to remote ranks, so that it may end; but only for a short
+        time.
+        """
         deadline = time.monotonic() + limit_secs
         while self._thread.is_alive() and time.monotonic() < deadline:
             is_told = not any(to.is_listening for to in self._to.values())
@@ -97,7 +100,9 @@ class MessageProxy:
             time.sleep(_MOST_PAUSE_SECS)
 
     def stats(self) -> dict[str, int]:
-        """What went over the links so far: messages, bytes with everything that we add to rows, and bytes of rows."""
+        """Return counters of the links: messages, bytes including everything that is added to rows, and bytes of
+        rows.
+        """
         return {
             "messages_sent": sum(one.num_sent for one in self._to.values()),
             "messages_received": sum(one.num_received for one in self._from.values()),
@@ -127,10 +132,10 @@ class MessageProxy:
     def _run(self) -> None:
         try:
             self._serve()
-            self._tell_changes()  # what was written before it was told to close
+            self._tell_changes()  # what was written before `close`
             self._choose_events()
             self._drain()
-        except BaseException as error:  # nobody must wait for a thread that is gone, neither here nor there
+        except BaseException as error:  # neither this rank nor its peers may wait for a thread that is gone
             self.failure = account(error)
             for rank in self._links:
                 self._lose(rank, self.failure)
@@ -148,7 +153,7 @@ class MessageProxy:
                 pause_secs *= 2
 
     def _turn(self, pause_secs: float = 0) -> bool:
-        """Look at the words and at the sockets. Whether there was anything to do.
+        """Poll the words and the sockets. Returns whether there was anything to do.
 
         Args:
             pause_secs: In whole milliseconds; what comes ends it early.
@@ -186,7 +191,7 @@ class MessageProxy:
             self._lose(rank, link.ending)
 
     def _lose(self, rank: int, reason: str) -> None:
-        """Show kernels that a rank is gone, and break off, so that it notices."""
+        """Show kernels that a rank is gone, and close its connection, so that it finds out."""
         self._words.write_gone(rank, self._topology.rank)
         link = self._links[rank]
         link.ending = link.ending or reason  # so closing says no farewell
@@ -210,7 +215,7 @@ class MessageProxy:
             self._poll.unregister(number)
 
     def _drain(self) -> None:
-        """Wait until the system has everything that was queued, or nothing leaves any more."""
+        """Wait until the system has accepted everything that was queued, or nothing leaves any more."""
         last, moved_secs = -1, time.monotonic()
         while any(link.num_queued and link.ending is None for link in self._links.values()):
             sent = sum(link.bytes_sent for link in self._links.values())

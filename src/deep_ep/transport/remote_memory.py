@@ -1,4 +1,4 @@
-"""Remote memory as a proxy reads and writes it: its words, its rows, and where rows that come are laid."""
+"""Remote memory as a proxy reads and writes it: its words, its rows, and where incoming rows are written."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class RemoteWords:
         self._word_type = word_type()
 
     def word(self, index: int) -> Word:
-        """One that is stored with release and loaded with acquire."""
+        """Return a word that is stored with release and loaded with acquire."""
         return self._word_type(self._array, _WORD_BYTES * index)
 
     def read(self, index: int, num_words: int) -> bytes:
-        """A copy of some."""
+        """Return a copy of some words."""
         return bytes(self._view[_WORD_BYTES * index : _WORD_BYTES * (index + num_words)])
 
     def write(self, index: int, data: bytes | memoryview) -> None:
-        """Overwrite some, in no particular order: a word that tells of them is stored behind."""
+        """Overwrite some words, in no particular order. A word that publishes them must be stored afterwards."""
         self._view[_WORD_BYTES * index : _WORD_BYTES * index + len(data)] = data
 
     def write_failure(self, rank: int, record: bytes | memoryview, word: int = HAS_FAILED) -> None:
-        """Show those who wait that a rank has failed, or refused a call. The first cause of a failure stays.
+        """Show kernels that wait that a rank has failed, or refused a call. The first cause of a failure stays.
 
         Args:
             rank: The rank.
@@ -61,7 +61,7 @@ class RemoteWords:
             told.store_release(word)
 
     def write_gone(self, rank: int, origin: int) -> None:
-        """Show those who wait that a rank is not heard any more."""
+        """Show kernels that wait that the connection to a rank is gone."""
         self.write_failure(rank, _RECORD.pack(GONE, 0, 0, 1 << min(rank, 62), 0, 0, origin))
 
 
@@ -72,10 +72,10 @@ class RemotePieces:
         self._pieces: list[tuple[torch.Tensor, memoryview]] = []
 
     def add(self, memory: torch.Tensor) -> None:
-        """The next piece.
+        """Add the next piece.
 
         Raises:
-            ValueError: It is not bytes in a row on the CPU.
+            ValueError: It is not a contiguous byte tensor on the CPU.
         """
         if (
             memory.dtype != torch.uint8
@@ -88,7 +88,7 @@ class RemotePieces:
         self._pieces.append((memory, memoryview(array).cast("B")))
 
     def view(self, piece: int, start: int, num_bytes: int) -> memoryview:
-        """Bytes of a piece, in place.
+        """Return bytes of a piece, in place.
 
         Raises:
             EPTransportError: There are no such bytes.
@@ -104,9 +104,9 @@ class RemotePieces:
 
 
 class ReceivePages:
-    """Where the payloads of a link are laid: rows that are due straight into their place, all else in pages.
+    """Memory for the payloads of a link: rows that are due are received straight into remote memory, all else in pages.
 
-    A frame's length is all that is known when its page is taken. So who reads the frame asks `was_due`.
+    Only a frame's length is known when its page is taken. So the reader of the frame has to check `was_due`.
 
     Args:
         most_bytes: The longest payload that is not rows.
@@ -122,7 +122,7 @@ class ReceivePages:
         self._pool = Pool(2)
 
     def take(self, num_bytes: int) -> Page:
-        """A page of so many bytes, whatever is in them.
+        """Return an uninitialised page of `num_bytes`.
 
         Raises:
             EPTransportError: There are no rows of that length due, and nothing else is that long.
@@ -135,10 +135,10 @@ class ReceivePages:
         return self._pool.take(num_bytes)
 
     def was_due(self, page: Page) -> bool:
-        """Whether the page taken last lies in the place of the rows that were due."""
+        """Return whether the page taken last is that of rows that were due."""
         return page.memory is self._latest
 
     def give(self, page: Page) -> None:
-        """Have a page again that has been read, and that was not due."""
+        """Take back a page that has been read, and that was not due."""
         if not self.was_due(page):
             self._pool.give(page)

@@ -1,4 +1,4 @@
-"""A rank of another node, as a proxy sees it: what it is told, and what it tells.
+"""A rank of another node, as a proxy sees it: what is sent to it, and what it sends.
 
 Frames of a proxy, beside `BYE`. Each direction of a link is read in the order in which it was written.
 
@@ -41,9 +41,9 @@ class _Leaving:
     """A chunk of which the system has not yet taken everything.
 
     Attributes:
-        num_frames: That have not left.
-        left: To be told when none is.
-        epoch: What it is told.
+        num_frames: Frames that have not left.
+        left: The word that is set when none is left.
+        epoch: The value that is stored there.
     """
 
     num_frames: int
@@ -52,14 +52,14 @@ class _Leaving:
 
 
 class ToRemoteRank:
-    """What a remote rank is told.
+    """What is sent to a remote rank.
 
     Args:
         rank: The remote rank.
         link: The connection.
         topology: Where this rank stands.
-        words: This rank's.
-        rows: Likewise.
+        words: The words of this rank's remote memory.
+        rows: The rows of this rank's remote memory.
 
     Attributes:
         num_sent: Frames so far.
@@ -82,23 +82,24 @@ class ToRemoteRank:
 
     @property
     def is_listening(self) -> bool:
-        """Whether there is any use in telling it something. Of a rank that has failed nobody wants to hear more."""
+        """Whether there is any use in sending it something: it is connected, and has not failed."""
         return self._link.ending is None and not self._has_failed
 
     def tell_progress(self, progress: int) -> None:
         """Send the header of a call, and its progress: whenever that has changed.
 
-        A look may come late, since nobody waits for it. What it can have missed:
+        The thread may see a change late, since kernels do not wait for it. What it can have missed:
 
         - *At most one whole call.* This rank enters e after it saw all ranks in e - 1. They entered that after they saw
-          the last of this rank's e - 2, and nobody sees what was not sent. So all up to e - 2 has been told by then.
+          the last of this rank's e - 2, and no rank sees what was not sent. So everything up to e - 2 has been sent by
+          then.
         - *The last step of the call before.* This rank leaves e - 1 when it has seen the peers' second offers, whether
-          or not they have seen its own. The progress of e would satisfy who waits for that step: so the header of
-          e - 1 goes once more, first, if it is not what was sent.
+          or not they have seen its own. The progress of e would satisfy a rank that waits for that step: so the header
+          of e - 1 goes once more, first, if it is not what was sent.
 
-        No torn header is believed. The slot of e is written again for e + 2, which this rank enters after all ranks saw
-        it in e + 1, which has not been sent yet. The words of a second offer may be written while this copies them; but
-        nobody looks at them before the step that follows, and that step sends the header again.
+        No torn header is used. The slot of e is written again for e + 2, which this rank enters after all ranks saw it
+        in e + 1, which has not been sent yet. The words of a second offer may be written while this copies them; but no
+        rank reads them before the step that follows, and that step sends the header again.
 
         Raises:
             EPTransportError: The progress is not one that can follow.
@@ -153,7 +154,7 @@ class ToRemoteRank:
             self.rows_bytes_sent += payload.nbytes
 
     def let_go(self) -> None:
-        """Forget chunks that will not leave any more, so that nobody waits for them."""
+        """Release chunks that will not be sent any more, so that kernels do not wait for them."""
         while self._leaving:
             leaving = self._leaving.popleft()
             leaving.left.store_release(leaving.epoch)
@@ -163,7 +164,7 @@ class ToRemoteRank:
         return self._words.read(self._shadow_board + layout.header(epoch, self._me), layout.header_words)
 
     def _has_changed(self, epoch: int) -> bool:
-        """Whether the header that was sent last, of this call, is another by now."""
+        """Return whether the header of this call that was sent last has changed since."""
         return self._header is not None and self._header != self._read_header(epoch)
 
     def _send_header(self, progress: int) -> None:
@@ -186,14 +187,14 @@ class ToRemoteRank:
 
 
 class FromRemoteRank:
-    """What a remote rank tells: it is laid where this rank's kernels look, and a word behind it.
+    """What a remote rank sends: it is written to where this rank's kernels poll, followed by a word.
 
     Args:
         rank: The remote rank.
         link: The connection.
         topology: Where this rank stands.
-        words: This rank's.
-        rows: Likewise.
+        words: The words of this rank's remote memory.
+        rows: The rows of this rank's remote memory.
 
     Attributes:
         num_received: Frames so far.
@@ -216,7 +217,7 @@ class FromRemoteRank:
         """Read what is there.
 
         Raises:
-            EPTransportError: Something came that must not.
+            EPTransportError: An invalid frame has come.
         """
         self._link.fill()
         while self._link.inbox:

@@ -1,8 +1,8 @@
 """How the ranks of a rail find each other: one connection for each pair of nodes.
 
-Every rank listens, at the addresses that it tells the group and at no others; the rank on the higher node connects. A
-secret that went through the group says that both ends belong together, since ports are open to everybody and private
-addresses exist on many hosts.
+Every rank listens, at the addresses that it sends to the group and at no others; the rank on the higher node connects.
+A secret that was exchanged in the group proves that both ends belong together, since ports are open to every process
+and private addresses exist on many hosts.
 
 A thread takes the connections that come, so no rank waits for another one's turn, and a rank whose own connections are
 made waits for the others in a gather, where it finds out if one of them has failed.
@@ -32,7 +32,7 @@ _HELLO = struct.Struct(f"<{_SECRET_BYTES}sQ")  # the listener's secret, the call
 _SIOCGIFADDR = 0x8915  # the address of an interface
 _MOST_CONNECT_SECS = 5.0  # for one of several addresses
 _LOOK_SECS = 0.05  # how often the thread looks whether it is still needed
-_MOST_STRANGERS = 64  # connections held that have not said the secret yet; a rank says it as soon as it has connected
+_MOST_STRANGERS = 64  # connections held that have not sent the secret yet; a rank sends it as soon as it has connected
 _MOST_PORTS = 32  # tried until one is free at all addresses
 
 
@@ -47,7 +47,7 @@ class Listening:
     Attributes:
         addresses: IPv4 addresses to try, in this order.
         port: The port.
-        secret: What a caller must say.
+        secret: What a caller must send.
     """
 
     addresses: tuple[str, ...]
@@ -77,7 +77,7 @@ def connect_rail(
             for rank in lower:
                 connections[rank] = _call(listeners[rank], control.rank, rank, deadline)
             # Each rank comes here when its own calls have been answered. So the reception has all calls behind this
-            # gather; a rank that could not call says so in it, and nobody waits for that call.
+            # gather; a rank that could not call reports it there, and no rank waits for that call.
             control.gather_all(reception.listening, "connecting the rails")
             reception.finish()
     except OSError as error:
@@ -143,10 +143,10 @@ class _Reception:
             raise self._problem from error  # of which `error`, a failure of peers, is a consequence
 
     def finish(self) -> None:
-        """Wait until everybody has come.
+        """Wait until all expected ranks have connected.
 
         Raises:
-            OSError: Somebody has not, or a connection could not be taken.
+            OSError: A rank has not, or a connection could not be accepted.
         """
         self._thread.join()
         if self._problem is not None:
@@ -157,7 +157,7 @@ class _Reception:
             work()
         except BaseException as error:  # it goes to the caller, whatever it is
             self._problem = error
-            self._close()  # so that nobody waits here for an answer
+            self._close()  # so that no caller waits here for an answer
 
     def _close(self) -> None:
         for server in self._servers:
@@ -165,7 +165,7 @@ class _Reception:
 
 
 def _listen(addresses: Sequence[str], backlog: int) -> list[socket.socket]:
-    """A listening socket for each address, all with one port.
+    """Return a listening socket for each address, all with one port.
 
     Raises:
         OSError: There is none: no address can be listened at, or no port was free at all of them.
@@ -190,7 +190,7 @@ def _listen(addresses: Sequence[str], backlog: int) -> list[socket.socket]:
 
 
 def own_addresses() -> tuple[tuple[str, ...], str | None]:
-    """This host's IPv4 addresses, and why there are none, if so.
+    """Return this host's IPv4 addresses, and why there are none, if so.
 
     Of the interfaces that are asked for; else of all, the likely one first and loopback last.
     """
@@ -215,7 +215,7 @@ def _address_of(interface: str) -> str | None:
 
 
 def _address_towards(host: str) -> str | None:
-    """Our own address on the way to a host. Nothing is sent."""
+    """Return this host's own address on the way to a host. Nothing is sent."""
     if not host:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
@@ -265,16 +265,16 @@ def _answer(
     more_servers: Sequence[socket.socket] = (),
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Take the calls of the ranks on higher nodes. Whoever does not know the secret is sent away.
+    """Accept the connections of the ranks on higher nodes. A connection without the secret is closed.
 
-    All connections are polled together, so that one that says nothing costs nothing. At most `_MOST_STRANGERS` are
+    All connections are polled together, so that a silent one does not block the others. At most `_MOST_STRANGERS` are
     held: a further one takes the place of the one that has been silent for longest.
 
     Args:
         server: A listening socket.
-        secret: What a caller must say.
-        own_rank: What it is answered.
-        expected: The ranks that will call. Whoever has called is taken out of it.
+        secret: What a caller must send.
+        own_rank: What is sent in reply.
+        expected: The ranks that will call. Ranks that have called are removed from it.
         connections: Where its connection is put.
         deadline: When to give up.
         more_servers: More listening sockets.
@@ -298,12 +298,12 @@ def _answer(
 
 
 class _Callers:
-    """Connections that have come, until they have said who they are.
+    """Connections that have been accepted, until they have sent secret and rank.
 
     Args:
-        secret: What a caller must say.
-        own_rank: What it is answered.
-        expected: The ranks that will call. Whoever has called is taken out of it.
+        secret: What a caller must send.
+        own_rank: What is sent in reply.
+        expected: The ranks that will call. Ranks that have called are removed from it.
         connections: Where its connection is put.
     """
 
@@ -316,12 +316,12 @@ class _Callers:
         self._selector = selectors.PollSelector()  # which needs no descriptor of its own
 
     def listen(self, server: socket.socket) -> None:
-        """Take what connects there."""
+        """Accept connections at a listening socket."""
         server.setblocking(False)
         self._selector.register(server, selectors.EVENT_READ)
 
     def turn(self, secs: float) -> None:
-        """Take and read what is there, after at most so many seconds.
+        """Accept and read what is there, after waiting at most so many seconds.
 
         Raises:
             OSError: This process may not have another connection.
@@ -335,7 +335,7 @@ class _Callers:
                 self._accept(ready)
 
     def close(self) -> None:
-        """Send everybody away who has not said the secret."""
+        """Close all connections that have not sent the secret."""
         for stranger in list(self._said):
             self._send_away(stranger)
         self._selector.close()
@@ -358,7 +358,7 @@ class _Callers:
         self._hear(stranger)
 
     def _hear(self, stranger: socket.socket) -> None:
-        """Read what a connection says, and decide once it is enough."""
+        """Read what a connection sends, and decide once it is enough."""
         said = self._said[stranger]
         try:
             piece = stranger.recv(_HELLO.size - len(said))

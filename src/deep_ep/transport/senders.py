@@ -1,5 +1,5 @@
-"""Who sends in low-latency calls, and waiting for all of them: local ranks through their boards, remote ones by
-message.
+"""The ranks that send low-latency calls, and waiting for all of them: local ranks signal on their boards, remote
+ranks by message.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ class Sender(Protocol):
     """Another rank that sends low-latency calls.
 
     Attributes:
-        rank: As the group counts.
+        rank: Its rank in the group.
     """
 
     rank: int
 
     def has_sent(self, number: int) -> bool:
-        """Whether call `number` is there."""
+        """Return whether call `number` has been sent."""
         ...
 
     def failure(self) -> Failure | None:
-        """Why it has failed; None: it has not."""
+        """Return why it has failed; None: it has not."""
         ...
 
     def refusal(self, number: int) -> Refusal | None:
-        """Its refusal to make call `number`; None: it has not refused it."""
+        """Return its refusal to make call `number`; None: it has not refused it."""
         ...
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
-        """Why call `number` will not come, to follow the rank in a sentence; None: it may.
+        """Return why call `number` will not come, phrased to follow the rank in a sentence; None: it may.
 
         Args:
-            number: Of the call.
-            looks_at_process: Ask the system, too, which costs more.
+            number: The number of the call.
+            looks_at_process: Also check whether its process is alive, which costs more.
         """
         ...
 
     def why_gone(self, looks_at_process: bool) -> str | None:
-        """Why no call will come any more, likewise."""
+        """Return why no call will come any more, phrased to follow the rank in a sentence; None: one may."""
         ...
 
     def is_silent(self, waited_secs: float, limit_secs: float) -> bool:
-        """Whether it has been silent for the limit."""
+        """Return whether it has been silent for the limit."""
         ...
 
     def count_wait(self, secs: float) -> None:
@@ -56,7 +56,7 @@ class Sender(Protocol):
         ...
 
     def meeting(self) -> Meeting:
-        """What it says in an attempt to be in step again. The echo was not written after the rest."""
+        """Return what it has published in an attempt to rejoin. The echo was not written after the rest."""
         ...
 
 
@@ -64,9 +64,9 @@ class LocalSender:
     """A rank of this node.
 
     Args:
-        peer: As the window sees it.
-        rank: As the group counts.
-        own: This rank, likewise.
+        peer: The peer of the window.
+        rank: Its rank in the group.
+        own: This rank, as a peer of the window.
     """
 
     def __init__(self, peer: Peer, rank: int, own: Peer):
@@ -76,29 +76,29 @@ class LocalSender:
         self._own_echo = own.board.echoes[peer.rank]
 
     def has_sent(self, number: int) -> bool:
-        """Whether call `number` is there."""
+        """Return whether call `number` has been sent."""
         return self._peer.board.sent.load_acquire() >= number
 
     def failure(self) -> Failure | None:
-        """Why it has failed."""
+        """Return why it has failed; None: it has not."""
         return self._peer.failure()
 
     def refusal(self, number: int) -> Refusal | None:
-        """Its refusal to make call `number`."""
+        """Return its refusal to make call `number`; None: it has not refused it."""
         board = self._peer.board
         return board.read_refusal(LOW_LATENCY) if board.refused(LOW_LATENCY) == number else None
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
-        """Why call `number` will not come."""
+        """Return why call `number` will not come; None: it may."""
         del number
         board = self._peer.board
-        # It comes into step with everybody before it makes another call, and this rank has not met it there.
+        # It rejoins all ranks before it makes another call, and this rank has not answered its attempt.
         if board.joining.load_acquire() and board.attempt.load_acquire() != self._own_echo.load_acquire():
             return ", which is in clean_low_latency_buffer: they are out of step"
         return self.why_gone(looks_at_process)
 
     def why_gone(self, looks_at_process: bool) -> str | None:
-        """Why no call will come any more."""
+        """Return why no call will come any more; None: one may."""
         if self._peer.board.closed.load_acquire():
             return ", which has destroyed its buffer"
         if looks_at_process and not self._peer.is_alive():
@@ -106,7 +106,7 @@ class LocalSender:
         return None
 
     def is_silent(self, waited_secs: float, limit_secs: float) -> bool:
-        """Whether it has been silent for the limit."""
+        """Return whether it has been silent for the limit."""
         return waited_secs > limit_secs
 
     def count_wait(self, secs: float) -> None:
@@ -114,9 +114,9 @@ class LocalSender:
         self._peer.wait_secs += secs
 
     def meeting(self) -> Meeting:
-        """What it says in an attempt to be in step again."""
+        """Return what it has published in an attempt to rejoin."""
         board = self._peer.board
-        # Whoever has echoed an attempt of this rank has written its own before.
+        # A rank that has echoed an attempt of this rank has written its own before.
         echo = board.echoes[self._own_index].load_acquire()
         attempt = board.attempt.load_acquire()
         return Meeting(attempt, board.following.load_acquire(), echo)
@@ -135,7 +135,7 @@ class Arrivals(NamedTuple):
 
 
 def told(reasons: dict[int, str]) -> str:
-    """Ranks that did not come, for a message."""
+    """Format ranks that did not come, for a message."""
     return "; ".join(f"no signal from rank {rank}{reason}" for rank, reason in reasons.items())
 
 
@@ -155,16 +155,16 @@ def wait_sent(
 
     Args:
         senders: To wait for.
-        number: Of the call.
+        number: The number of the call.
         operation: The call, for errors.
         me: This rank, for errors.
         limit_secs: Seconds that a rank may be silent.
-        own_refusal: The last one of this rank.
-        look: Told where the wait is; raises if this rank has given the call up.
+        own_refusal: The last refusal of this rank.
+        look: Called with the call that waits; raises if this rank has given the call up.
         may_lose: Go on without a rank that is silent past the limit, dead or closed, or that has refused the call, and
-            say so; else raise.
-        told_lost: Asked while this rank waits: whom others take for lost in this call, and how that is said. This rank
-            then does, too, also if they have sent.
+            return it as lost; else raise.
+        told_lost: Called while this rank waits: returns the ranks that others consider lost in this call, each with a
+            reason. This rank then considers them lost, too, even if they have sent.
 
     Raises:
         EPTimeout: A rank will not send.

@@ -23,7 +23,7 @@ NVSHMEM_TRAFFIC_CLASS = "NVSHMEM_IB_TRAFFIC_CLASS"  # what RoCE has for a level:
 
 
 def service_level(is_low_latency: bool) -> int | None:
-    """The level of low-latency or of normal traffic; None: as the network has it without us."""
+    """Return the level of low-latency or of normal traffic; None: the network's default."""
     wish = env.LOW_LATENCY_SERVICE_LEVEL.get() if is_low_latency else None
     return env.SERVICE_LEVEL.get() if wish is None else wish
 
@@ -34,10 +34,12 @@ def type_of_service(level: int) -> int | None:
 
 
 def pass_on(level: int | None, variables: MutableMapping[str, str] | None = None) -> None:
-    """Tell NVSHMEM, which has not started yet. What is set already stays: it is the operator's, or a buffer's before.
+    """Set the level in NVSHMEM's environment, before it starts.
+
+    What is set already stays: it is from the operator, or from an earlier buffer.
 
     Args:
-        level: Of its traffic; None: nothing is said.
+        level: The level of its traffic; None: nothing is set.
         variables: The environment.
     """
     if level is None:
@@ -50,7 +52,7 @@ def pass_on(level: int | None, variables: MutableMapping[str, str] | None = None
 
 
 def mark(connection: socket.socket, level: int | None) -> None:
-    """Have a TCP connection send in the class of a level; None: as ever."""
+    """Have a TCP connection send in the class of a level; None: in the default class."""
     if level is None or (tos := type_of_service(level)) is None:
         return
     # A mark is for the network's good: a system that refuses it must not keep ranks from talking.

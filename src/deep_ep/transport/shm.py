@@ -1,8 +1,8 @@
-"""Shared memory between the ranks of one host: each rank maps what the others made.
+"""Shared memory between the ranks of one host: each rank maps the memory of the others.
 
-A rank makes a memfd and tells the others its process and descriptor number. They open it through `/proc`, and check
-by inode that it is the right one; where `/proc` is refused, the descriptor is handed over a socket. From then on
-nobody asks anybody: later growth of the file is mapped through the same descriptor.
+A rank makes a memfd and sends the others its process and descriptor number. They open it through `/proc`, and check by
+inode that it is the right one; where `/proc` is refused, the descriptor is handed over a socket. From then on nothing
+has to be exchanged: later growth of the file is mapped through the same descriptor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Address:
 
 
 class Process(Peer):
-    """A peer in another process, whose end is noticed by a pidfd."""
+    """A peer in another process, whose end is detected by a pidfd."""
 
     def __init__(self, rank: int, memory: SharedMemory, board: Board, address: Address):
         super().__init__(rank, memory, board)
@@ -41,7 +41,7 @@ class Process(Peer):
         close_in_children(self)
 
     def is_alive(self) -> bool:
-        """Whether its process lives, as far as can be told."""
+        """Return whether its process is alive, as far as can be detected."""
         if self._pidfd < 0:
             return True
         poll = select.poll()
@@ -49,7 +49,7 @@ class Process(Peer):
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Let go of the memory's descriptor and the process."""
+        """Close the memory's descriptor and the pidfd."""
         super().close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
@@ -57,7 +57,7 @@ class Process(Peer):
 
 
 def why_not() -> str | None:
-    """Why there is no shared memory here, or None where there is."""
+    """Return why there is no shared memory here, or None if there is."""
     if not sys.platform.startswith("linux"):
         return f"it needs Linux, this is {sys.platform}"
     if not hasattr(os, "memfd_create"):
@@ -82,7 +82,7 @@ def make_window(control: Control, sizes: WindowSizes) -> Window:
         peer = Peer(rank, peer_memory, board) if own else Process(rank, peer_memory, board, addresses[rank])
         control.undo(peer.close)
         peers.append(peer)
-    # Everybody must divide this memory alike: the largest wish is everybody's. Only what is used is taken.
+    # All ranks must divide this memory alike, so the largest request counts for all. Only what is used is committed.
     sizes = replace(sizes, low_latency_bytes=max(address.low_latency_bytes for address in addresses))
     group_ranks = GroupRanks(control.first_rank, control.num_all_ranks)
     window = Window(control.rank, peers, memory, sizes, control.limit_secs, group_ranks)
@@ -91,14 +91,15 @@ def make_window(control: Control, sizes: WindowSizes) -> Window:
 
 
 def new_memory(control: Control) -> SharedMemory:
-    """New shared memory, which is closed if the joint step fails."""
+    """Make new shared memory, which is closed if the joint step fails."""
     memory = SharedMemory.create()
     control.undo(memory.close)
     return memory
 
 
 def open_all(control: Control, addresses: list[Address], memory: SharedMemory) -> list[SharedMemory]:
-    """Every rank's memory: through `/proc`, or, if that is refused anywhere in the group, over sockets on all ranks.
+    """Open every rank's memory: through `/proc`, or, if that is refused anywhere in the group, over sockets on all
+    ranks.
 
     All ranks call it together, in a joint step; where that fails, everything opened here is closed.
     """
@@ -131,11 +132,13 @@ def _open(address: Address) -> SharedMemory:
 
 
 def _pidfd(address: Address) -> int:
-    """A descriptor that tells when a peer's process ends; -1: there is none, and its end is noticed at the limit."""
+    """Return a descriptor that shows when a peer's process ends; -1: there is none, and its end is noticed at the
+    time limit.
+    """
     try:
         status = os.stat(f"/proc/{address.pid}/fd/{address.fd}")
         if (status.st_dev, status.st_ino) == address.identity:
             return os.pidfd_open(address.pid)
     except (OSError, AttributeError):
         pass
-    return -1  # an old kernel, or another process namespace, where the number is somebody else's
+    return -1  # an old kernel, or another process namespace, where the number is another process's

@@ -9,7 +9,7 @@ from .window import GroupRanks, Peer, Window, WindowSizes
 
 
 def make_window(control: Control, sizes: WindowSizes) -> Window:
-    """Make the window of the only rank."""
+    """Make the window of a rank that has no peers."""
     memory = PrivateMemory()
     board = Board(memory.map(memory.grow(Board.num_bytes(1))), 1)
     group_ranks = GroupRanks(control.first_rank, control.num_all_ranks)

@@ -10,7 +10,7 @@ UNIT_BYTES = 4096  # spans are whole pages, so that memory can be committed and 
 
 
 def whole_units(num_bytes: int) -> int:
-    """`num_bytes`, rounded up to whole units."""
+    """Return `num_bytes`, rounded up to whole units."""
     return -(-num_bytes // UNIT_BYTES) * UNIT_BYTES
 
 
@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its length."""
+        """The length of the span."""
         return self.stop - self.start
 
 
@@ -30,7 +30,7 @@ class SpanSet:
     """Disjoint spans in ascending order, neighbours joined."""
 
     def __init__(self, *spans: Span):
-        # Where each span starts and stops, one after the other: even places are starts. Every change is one operation
+        # Where each span starts and stops, one after the other: even indices are starts. Every change is one operation
         # of the list, which no interrupt can leave half done.
         self._ends: list[int] = []
         for span in spans:
@@ -76,7 +76,7 @@ class SpanSet:
         return removed
 
     def take(self, num_bytes: int) -> Span | None:
-        """Remove and return the lowest span of that length, in whole units; None where there is none.
+        """Remove and return the lowest span of that length, in whole units; None if there is none.
 
         First fit from the bottom gives a program that repeats its calls the same memory again. That matters: a page
         touched for the first time costs three times a copy.
@@ -109,7 +109,7 @@ class SpanSet:
         return map(Span, self._ends[::2], self._ends[1::2])
 
     def largest_bytes(self) -> int:
-        """The length of its longest span; 0 where it has none."""
+        """The length of the longest span; 0 if there is none."""
         ends, largest = self._ends, 0
         for index in range(0, len(ends), 2):
             num_bytes = ends[index + 1] - ends[index]
@@ -119,5 +119,5 @@ class SpanSet:
 
     @property
     def num_bytes(self) -> int:
-        """The length of all its spans together."""
+        """The length of all spans together."""
         return sum(self._ends[1::2]) - sum(self._ends[::2])

@@ -1,7 +1,7 @@
 """Memory of which little is used, here and there: the low-latency memory of a rank, and the results of its calls.
 
-A segment of the arena fills from the bottom, and is faulted in up to what is used. Low-latency memory has room for the
-worst case, of which a call takes a few rows: it is committed where it is used, and never faulted in as a whole.
+A segment of the arena fills from the bottom, and is faulted in up to what is used. Low-latency memory is reserved for
+the worst case, of which a call uses a few rows: it is committed where it is used, and never faulted in as a whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SparseSegment:
         self._uncommitted = SpanSet(self.span)
 
     def commit(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Bytes `[start, start + num_bytes)` with memory behind them, as a uint8 tensor.
+        """Commit bytes `[start, start + num_bytes)`, and return them as a uint8 tensor.
 
         Raises:
             EPTransportError: There is too little memory.
@@ -47,7 +47,9 @@ class SparseSegment:
         return self.bytes(start, num_bytes)
 
     def bytes(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Bytes `[start, start + num_bytes)` as they are; memory comes as they are touched."""
+        """Return bytes `[start, start + num_bytes)` without committing them; memory is committed as they are
+        touched.
+        """
         first = self.span.start + start
         assert first + num_bytes <= self.span.stop, (start, num_bytes, self.span)
         return bytes_tensor(self.mapping.view(Span(first, first + num_bytes)))
@@ -56,8 +58,9 @@ class SparseSegment:
 class Atlas:
     """Mappings of several ranks as one tensor, so that one operator gathers rows from all of them.
 
-    The tensor spans all addresses from the lowest mapping to the end of the highest. What lies between is not ours: who
-    makes an index checks it first. Only its owner reads it, and only while it holds the mappings.
+    The tensor spans all addresses from the lowest mapping to the end of the highest. What lies between belongs to other
+    allocations, so an index must be checked before it is used. Only its owner reads it, and only while it holds the
+    mappings.
     """
 
     def __init__(self) -> None:
@@ -66,7 +69,7 @@ class Atlas:
         self._everything: dict[torch.dtype, torch.Tensor] = {}
 
     def add(self, mapping: Mapping) -> None:
-        """Have a mapping among them. Places of all of them may move."""
+        """Add a mapping. The grains of all mappings may change."""
         if mapping.address in self._mappings:
             return
         self._mappings[mapping.address] = mapping
@@ -75,15 +78,18 @@ class Atlas:
         self._everything.clear()
 
     def grain_of(self, mapping: Mapping, offset: int) -> int:
-        """The row of `rows` that begins at an offset of a rank's memory, a multiple of `GRAIN_BYTES`."""
+        """Return the row of `rows` that begins at an offset of a rank's memory, a multiple of `GRAIN_BYTES`."""
         return self.grain_at(mapping.address + offset - mapping.span.start)
 
     def grain_at(self, address: int) -> int:
-        """The row of `rows` that begins at an address of this process, inside one of the mappings."""
+        """Return the row of `rows` that begins at an address of this process, inside one of the mappings."""
         return (address - self._low) // GRAIN_BYTES
 
     def rows(self, num_columns: int, dtype: torch.dtype, shift_bytes: int = 0) -> torch.Tensor:
-        """[places, num_columns]: whatever begins `shift_bytes` behind a place. Good until the next mapping is added."""
+        """Return [grains, num_columns]: row i begins `shift_bytes` behind grain i.
+
+        Valid until the next mapping is added.
+        """
         if dtype not in self._everything:
             memory = (ctypes.c_char * (self._high - self._low)).from_address(self._low)
             self._everything[dtype] = torch.frombuffer(memory, dtype=dtype)
@@ -97,10 +103,10 @@ class HollowMemory(PrivateMemory):
     """Private memory for tensors that are mostly never touched: no page is faulted in before that."""
 
     def map(self, span: Span) -> Mapping:
-        """Map a span, once."""
+        """Map a span. Each span is mapped once."""
         return _HollowMapping(super().map(span).memory, span, is_private=True)
 
 
 class _HollowMapping(Mapping):
     def fault_in(self, span: Span) -> None:
-        """Leave the pages to who touches them."""
+        """Do nothing: pages are faulted in when they are touched."""

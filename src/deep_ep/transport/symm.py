@@ -25,7 +25,7 @@ _used_backend: str | None = None
 
 
 def why_not(group: dist.ProcessGroup | None, num_ranks: int) -> str | None:
-    """Why there is no symmetric memory here, or None where there is."""
+    """Return why there is no symmetric memory here, or None if there is."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if num_ranks > 1 and importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
@@ -38,12 +38,12 @@ def why_not(group: dist.ProcessGroup | None, num_ranks: int) -> str | None:
 
 
 def all_of_job(num_ranks: int) -> str:
-    """What NVSHMEM needs and a smaller group does not have, for a sentence."""
+    """Return what NVSHMEM needs and a smaller group does not have, for a message."""
     return f"all {dist.get_world_size()} ranks of the job in the group, which has {num_ranks}"
 
 
 def backend() -> str | None:
-    """Where torch takes this process's symmetric memory from: CUDA unless told otherwise, used or not."""
+    """Return the backend of this process's symmetric memory: CUDA unless set otherwise, used or not."""
     try:
         from torch.distributed._symmetric_memory import get_backend
 
@@ -53,7 +53,10 @@ def backend() -> str | None:
 
 
 def used_backend() -> str | None:
-    """Where this process has had memory from, through us. Torch itself tells only by refusing another."""
+    """Return the backend from which this library has allocated in this process.
+
+    Torch itself only shows it by refusing another.
+    """
     return _used_backend
 
 
@@ -62,15 +65,15 @@ def allow_shared_gpus(control: Control, device: torch.device) -> None:
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     uuids = control.gather_all(uuid, "finding the GPUs")
     if len(set(uuids)) < len(uuids):
-        # Torch refuses ranks that share a GPU unless it is told that this is meant.
+        # Torch refuses ranks that share a GPU unless an environment variable allows it.
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
 
 
 def shared_piece(control: Control, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Part:
-    """A piece of `num_bytes` zeros on every rank, from whichever backend is set. All ranks call it together.
+    """Allocate a piece of `num_bytes` zeros on every rank, from whichever backend is set. All ranks call it together.
 
-    It is a joint step: symmetric memory is made by collectives of torch, which cannot carry a failure of ours and have
-    no limit of ours. So there is a gather before each: no rank enters one unless all ranks are about to.
+    It is a joint step: symmetric memory is made by collectives of torch, which cannot report a failure of one rank and
+    have no time limit. So there is a gather before each: no rank enters one unless all ranks are about to.
 
     A piece of NVSHMEM's lives as long as the process: freeing one is collective over all ranks of the job, without a
     limit, and ranks drop their last tensor when they like, in a finalizer. Torch also remembers a rendezvous by its
@@ -98,9 +101,10 @@ def shared_piece(control: Control, group: dist.ProcessGroup, device: torch.devic
 
 
 def node_group(group: dist.ProcessGroup, topology: Topology) -> dist.ProcessGroup:
-    """The ranks of this rank's node as a group of torch. All ranks of the node call it together.
+    """Return the ranks of this rank's node as a group of torch. All ranks of the node call it together.
 
-    It is made once: torch names such groups by their ranks, and two of one name would meet each other's messages.
+    It is made once: torch names such groups by their ranks, and two groups of one name would receive each other's
+    messages.
     """
     ranks = dist.get_process_group_ranks(group)
     first = topology.node * topology.ranks_per_node
@@ -119,7 +123,7 @@ class NodeMemory:
     """Memory of a node's ranks, as the whole group numbers them: of other nodes' ranks there are no addresses.
 
     Args:
-        memory: Of the node's ranks, or of all nodes'.
+        memory: The memory of the node's ranks, or of all nodes' ranks.
         topology: Where this rank stands.
     """
 
@@ -129,7 +133,7 @@ class NodeMemory:
         self._ranks_per_node, self._num_ranks = topology.ranks_per_node, topology.num_ranks
 
     def grow(self, num_bytes: int) -> Part:
-        """A piece of `num_bytes` zeros on every rank. All ranks call it together, with the same number."""
+        """Allocate a piece of `num_bytes` zeros on every rank. All ranks call it together, with the same size."""
         part = self._memory.grow(num_bytes)
         local = part.addresses
         if len(local) == self._num_ranks:  # of all nodes: also those that can be addressed are written to by proxies
@@ -138,7 +142,7 @@ class NodeMemory:
         return part._replace(addresses=(*(0,) * before, *local, *(0,) * behind))
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured in a graph."""
+        """Return whether the current stream is being captured in a graph."""
         return self._memory.is_capturing()
 
 
@@ -159,7 +163,7 @@ class SymmMemory:
             allow_shared_gpus(control, device)
 
     def grow(self, num_bytes: int) -> Part:
-        """A piece of `num_bytes` zeros on every rank. All ranks call it together, with the same number.
+        """Allocate a piece of `num_bytes` zeros on every rank. All ranks call it together, with the same size.
 
         Raises:
             EPTransportError: Some rank cannot have it; all ranks raise.
@@ -171,12 +175,12 @@ class SymmMemory:
         return shared_piece(self._control, self._group, self._device, num_bytes)
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured in a graph."""
+        """Return whether the current stream is being captured in a graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
 def _addresses(memory: torch.Tensor, bases: list[int], rank: int) -> tuple[int, ...]:
-    """Where each rank's piece is; 0: not addressable.
+    """Return the address of each rank's piece; 0: not addressable.
 
     A handle has the addresses of allocations. Where torch takes tensors from a pool, a piece may begin further in, and
     it does so on all ranks alike.

@@ -2,7 +2,7 @@
 
 It moves bytes and knows nothing of tokens. `shm.py` and `solo.py` make windows; the engine uses them:
 
-    region = window.arena.allocate(shape, dtype)  # a tensor over window memory; its death frees the region
+    region = window.arena.allocate(shape, dtype)  # a tensor over window memory, with which the region is freed
     base = window.arena.base_of(region)           # what a peer needs to address it
     window.board.post(OFFER, epoch, base.words()); window.signal(epoch, OFFERED)
     window.wait(epoch, OFFERED, "dispatch")       # all peers, with a limit
@@ -28,8 +28,8 @@ from .memory import Mapping, Memory, bytes_tensor
 from .spans import Span
 from .sparse import SparseSegment
 
-# Between two looks of a wait. A small call is over in a few milliseconds, and long pauses would be most of it; who
-# waits longer than that looks less often.
+# Between two looks of a wait. A small call is over in a few milliseconds, and long pauses would be most of it; a rank
+# that waits longer than that polls less often.
 SHORTEST_PAUSE_SECS, _SHORT_PAUSE_SECS, _LONGEST_PAUSE_SECS = 20e-6, 80e-6, 1e-3
 _SHORT_WAIT_SECS = 4e-3
 SENT_TABLE_BYTES = 8 * MAX_EXPERTS  # of a low-latency call: a number for each expert
@@ -38,14 +38,14 @@ SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the
 # How much longer a wait takes for a peer that waits on its rail; longer than the grace of a rail's own waits.
 _GRACE_SHARE, _MOST_GRACE_SECS = 0.5, 5.0
 _MOST_STEP_SECS = 0.5  # between two looks of a wait, also on a machine that is busy with other things
-PULSE_SECS = 0.02  # how often a wait asks whether the peers' processes live
+PULSE_SECS = 0.02  # how often a wait checks whether the peers' processes are alive
 
 
 class Waiting:
     """How long a wait has lasted.
 
-    Time in which this process did not run (it was stopped, or its machine was asleep) does not count: whoever wakes up
-    has not heard what its peers said meanwhile, and must not blame them for its own absence.
+    Time in which this process did not run (it was stopped, or its machine was asleep) does not count: a process that
+    resumes has not seen what its peers wrote meanwhile, and must not blame them for its own absence.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Waiting:
         self.secs = 0.0
 
     def look(self) -> float:
-        """The seconds so far. To be asked at every look, a few milliseconds apart."""
+        """Return the seconds so far. Must be called at every poll, a few milliseconds apart."""
         now = time.monotonic()
         self.secs += min(now - self._last, _MOST_STEP_SECS)
         self._last = now
@@ -61,7 +61,9 @@ class Waiting:
 
 
 def next_pause(pause: float, waited_secs: float) -> float:
-    """How long a wait sleeps next: twice as long as before, up to what suits the time that it has waited already."""
+    """Return how long a wait sleeps next: twice as long as before, up to what suits the time that it has waited
+    already.
+    """
     return min(2 * pause, _SHORT_PAUSE_SECS if waited_secs < _SHORT_WAIT_SECS else _LONGEST_PAUSE_SECS)
 
 
@@ -80,14 +82,14 @@ class Peer:
         self._mappings[mapping.span.start] = mapping
 
     def rows(self, base: Base, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """A [num_rows, num_columns] tensor over the peer's memory behind a base."""
+        """Return a [num_rows, num_columns] tensor over the peer's memory behind a base."""
         stop = base.offset + num_rows * num_columns * dtype.itemsize
         mapping = self.mapping(base, stop)
         mapping.populate(Span(base.offset, stop))
         return mapping.rows(base.offset, num_rows, num_columns, dtype)
 
     def mapping(self, base: Base, stop: int) -> Mapping:
-        """The peer's segment behind a base, mapped.
+        """Return the mapping of the peer's segment behind a base, and map it if needed.
 
         Args:
             base: What the peer offered.
@@ -104,16 +106,16 @@ class Peer:
         return mapping
 
     def is_alive(self) -> bool:
-        """Whether its process lives, as far as can be told."""
+        """Return whether its process is alive, as far as can be detected."""
         return True
 
     def failure(self) -> Failure | None:
-        """Why it has failed; None: it has not."""
+        """Why the peer has failed; None: it has not."""
         failed = self.board.failed.load_acquire()
         return Failure(failed - 1, self.board.read_text()) if failed else None
 
     def close(self) -> None:
-        """Let go of what only new mappings need."""
+        """Close what is needed for new mappings only. Existing mappings stay valid."""
         self._memory.close()
 
 
@@ -163,10 +165,10 @@ class Window:
         low_latency: Memory of low-latency calls; None: there is none.
         failure: Why this rank has failed; None: it has not.
         refusals: The last call of each kind that this rank has refused.
-        look: Raises if something else than the window has failed, told where the wait is and how long it has lasted;
-            None: there is nothing.
-        trace: Where calls are recorded; None: nowhere.
-        fault: Told of every fault point, where tests stop or kill the rank, or delay it; None: nobody is.
+        look: Raises if something else than the window has failed, called with the call that waits and the seconds so
+            far; None: there is nothing.
+        trace: The trace in which calls are recorded; None: none is.
+        fault: Called at every fault point, where tests stop, kill or delay the rank; None: there is none.
     """
 
     def __init__(
@@ -200,11 +202,11 @@ class Window:
             peers[rank].adopt(self.low_latency.mapping)
 
     def scratch(self, num_bytes: int) -> tuple[Base, torch.Tensor]:
-        """The first bytes of the scratch: `(base, uint8 tensor)`. What lies there lasts until the call ends."""
+        """Return the first bytes of the scratch: `(base, uint8 tensor)`. They are valid until the call ends."""
         return Base(self._scratch.span, self._scratch.span.start), self.scratch_bytes(0, num_bytes)
 
     def scratch_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Bytes `[start, start + num_bytes)` of the scratch, committed, as a uint8 tensor.
+        """Commit bytes `[start, start + num_bytes)` of the scratch, and return them as a uint8 tensor.
 
         Raises:
             EPTransportError: The scratch, or the memory, is too small.
@@ -220,24 +222,24 @@ class Window:
         return bytes_tensor(self._scratch.mapping.view(part))
 
     def out_of_scratch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or a copy of it if it lies in the scratch, which a staged call overwrites."""
+        """Return the tensor, or a copy of it if it lies in the scratch, which a staged call overwrites."""
         return tensor if self._scratch.mapping.offset_of(tensor.data_ptr()) is None else tensor.clone()
 
     # Peers ----------------------------------------------------------------------------------------------------------
 
     def signal(self, epoch: int, step: int) -> None:
-        """Tell all peers that this rank has done `step` of call `epoch`, and everything before it."""
+        """Signal to all peers that this rank has completed `step` of call `epoch`, and everything before it."""
         self.board.progress.store_release(progress_of(epoch, step))
 
     def wait(self, epoch: int, step: int, operation: str) -> dict[int, float]:
-        """Wait until every peer has done `step` of call `epoch`.
+        """Wait until every peer has completed `step` of call `epoch`.
 
         Returns:
             Seconds waited for each peer that was not there yet.
 
         Raises:
             EPTimeout: A peer was silent past the limit.
-            EPError: A peer failed, died, or destroyed its buffer.
+            EPError: A peer failed, its process ended, or it destroyed its buffer.
         """
         target, where = progress_of(epoch, step), Where(operation, epoch)
         pending = [peer for peer in self._others if peer.board.progress.load_acquire() < target]
@@ -274,7 +276,9 @@ class Window:
         return waited
 
     def _silent(self, pending: list[Peer], waited_secs: float) -> list[Peer]:
-        """Whom to blame at the limit: not those that wait for another node themselves, which will say for whom."""
+        """Return the ranks to blame at the limit: not those that wait for another node themselves, which will name
+        the rank.
+        """
         if waited_secs > self.limit_secs + min(_MOST_GRACE_SECS, _GRACE_SHARE * self.limit_secs):
             return pending
         return [peer for peer in pending if not peer.board.waiting.load_acquire()]
@@ -282,7 +286,7 @@ class Window:
     # Failure --------------------------------------------------------------------------------------------------------
 
     def fail(self, cause: str, rank: int | None = None) -> None:
-        """Tell all peers, once and for all, that this rank has failed. The first cause stays. Any thread may.
+        """Report to all peers that this rank has failed, for good. The first cause stays. Any thread may call it.
 
         Args:
             cause: What happened, as it follows the rank in a sentence.
@@ -297,11 +301,11 @@ class Window:
             self.board.failed.store_release(self.failure.rank + 1)
 
     def refuse(self, kind: int, number: int, reason: str) -> Refusal:
-        """Tell all peers that this rank does not make a call, of which nothing was sent.
+        """Report to all peers that this rank does not make a call, of which nothing was sent.
 
         Args:
             kind: Of calls: `NORMAL` or `LOW_LATENCY`.
-            number: Of the call.
+            number: The number of the call.
             reason: Why.
         """
         last = self.refusals[kind]
@@ -311,7 +315,7 @@ class Window:
         return refusal
 
     def raise_if_given_up(self, where: object) -> None:
-        """Raise if the caller has given the call up, on its own thread, in which this one still waits."""
+        """Raise if the caller has given up, on its own thread, the call in which this thread still waits."""
         if self.failure is not None:
             raise EPClosed(f"{where}: given up, since {self.failure} ({self.me()})")
 
@@ -322,7 +326,7 @@ class Window:
         self._raise_if_refused(where, self._others)
 
     def close(self) -> None:
-        """Tell the peers that this rank is gone, and let go of what new mappings need. Tensors stay valid."""
+        """Publish that this rank is gone, and close what new mappings need. Tensors stay valid."""
         if os.getpid() != self._pid:
             return  # a forked child does not have the mappings, and is not this rank
         self.board.closed.store_release(1)
@@ -374,7 +378,7 @@ class Window:
             )
 
     def me(self) -> str:
-        """This rank, for a message: as the group counts, also where the window is one node of several."""
+        """The name of this rank in messages: its rank in the group, also if the window is one node of several."""
         return f"rank {self.group_ranks.first_rank + self.rank}/{self.group_ranks.num_ranks}"
 
     def _named(self, peers: list[Peer]) -> str:
@@ -382,7 +386,7 @@ class Window:
 
 
 def refused_by(rank: int, refusal: Refusal, where: str, me: str) -> EPPeerFailed:
-    """The error of a rank that waits for a call which another one has refused to make."""
+    """Return the error of a rank that waits for a call which another rank has refused to make."""
     return EPPeerFailed(rank, f"refused this call, of which nothing was sent: {refusal.reason}", where, me)
 
 
@@ -402,7 +406,7 @@ class Failure(NamedTuple):
 
 
 class Where(NamedTuple):
-    """The call that waits, for messages: its text is made only where something is to be said."""
+    """The call that waits, for messages: its text is made only if a message is needed."""
 
     operation: str
     epoch: int

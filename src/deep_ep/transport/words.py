@@ -1,8 +1,8 @@
-"""Words in shared memory: 8 bytes, aligned, one writer each, read by everybody.
+"""Words in shared memory: 8 bytes, aligned, each with one writer, and read by all ranks.
 
-A store releases: who loads the new value also sees everything that was written before it. On x86-64 an aligned 8-byte
-store is a release and a load an acquire, so plain ctypes access does. Elsewhere libatomic provides both; without it
-there is no shared memory.
+A store releases: a load that sees the new value also sees everything that was written before it. On x86-64 an aligned
+8-byte store is a release and a load an acquire, so plain ctypes access does. Elsewhere libatomic provides both; without
+it there is no shared memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Word:
     """One unsigned 64-bit word of a mapping.
 
     Args:
-        memory: The mapping, or an array over memory that somebody else holds.
+        memory: The mapping, or an array over memory that is kept alive elsewhere.
         offset: Byte offset, a multiple of 8.
     """
 
@@ -52,7 +52,7 @@ class Word:
 
 
 class AtomicWord(Word):
-    """The same where plain loads and stores order nothing (AArch64, POWER): through libatomic."""
+    """A word for machines on which plain loads and stores order nothing (AArch64, POWER): it uses libatomic."""
 
     __slots__ = ()
 
@@ -78,7 +78,7 @@ class AtomicWord(Word):
 
 
 def word_type() -> type[Word]:
-    """The kind of word that is right on this machine."""
+    """Return the class of words that is right on this machine."""
     if platform.machine().lower() in ("x86_64", "amd64"):
         return Word
     _atomic("load_8")

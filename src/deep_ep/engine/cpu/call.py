@@ -50,17 +50,23 @@ class Call:
         return f"{self.operation} (call {self.epoch})"
 
     def post_header(self, *counts: torch.Tensor) -> None:
-        """Write the header, with [R] and [E] int32 counts where there are some. Not yet visible."""
+        """Write the header, with [R] and [E] int32 counts if there are any.
+
+        Peers see it only after the next `signal`.
+        """
         self.window.board.post(HEADER, self.epoch, self._words)
         if counts:
             self.window.board.post_values(self.epoch, *counts)
 
     def post_offer(self, offer: Offer) -> None:
-        """Write the offer. Not yet visible."""
+        """Write this rank's offer to its board. Peers see it only after the next `signal`."""
         self.window.board.post(OFFER, self.epoch, offer.words())
 
     def signal(self, step: int) -> None:
-        """Tell all peers that this rank has done `step`. There is a fault point on either side."""
+        """Signal to all peers that this rank has completed `step`.
+
+        There is a fault point before and after the signal.
+        """
         self._reach_fault("before", step)
         self.window.signal(self.epoch, step)
         self._reach_fault("after", step)
@@ -70,7 +76,7 @@ class Call:
             self.window.fault(f"{self.operation}: {side} {step_name(step)}")
 
     def wait(self, step: int) -> None:
-        """Wait until all peers have done `step`."""
+        """Wait until all peers have completed `step`."""
         window = self.window
         if window.trace is None:
             window.wait(self.epoch, step, self.operation)
@@ -79,20 +85,20 @@ class Call:
             waiting.waited(window.wait(self.epoch, step, self.operation), window.group_ranks.first_rank)
 
     def slice(self, name: str, kind: str, **args: Any) -> Slice:
-        """A part of the call, as a trace shows it."""
+        """Return a context manager that records its block as a slice of the call in a trace."""
         trace = self.window.trace
         return trace.slice(name, kind, **args) if trace is not None else NO_SLICE
 
     def note(self, **args: Any) -> None:
-        """Something that a trace shows with the call."""
+        """Attach facts to the call in a trace."""
         if self.window.trace is not None:
             self.window.trace.note(**args)
 
     def headers(self) -> list[Header]:
-        """All ranks' headers, which agree.
+        """Return the headers of all ranks, after checking that they agree.
 
         Raises:
-            EPError: They do not; it says who differs in what.
+            EPError: They do not agree. The message names the rank that differs, and the items in which it does.
         """
         posts = [peer.board.read(HEADER, self.epoch) for peer in self.window.peers]
         mine, first = self.header.agreement, self.window.group_ranks.first_rank
@@ -107,7 +113,7 @@ class Call:
         return [Header(mine, *words[own]) for words in posts]
 
     def offers(self) -> list[Offer]:
-        """All ranks' offers."""
+        """Return the offers of all ranks."""
         return [Offer.from_words(peer.board.read(OFFER, self.epoch)) for peer in self.window.peers]
 
     def peer_rows(self, offers: list[Offer], section: int, num_columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -123,7 +129,7 @@ class Call:
 
 
 class Chain:
-    """The calls of a buffer, one after the other. Only the comm stream moves it on.
+    """The calls of a buffer, one after the other. Only the comm stream advances it.
 
     Args:
         window: The window they all use.
@@ -133,8 +139,10 @@ class Chain:
             memory fresh from the system costs more to touch for the first time than a sum costs to write.
         posted_bytes: Most bytes of rows that a small call posts.
         stats: What was counted so far.
-        is_calling: The engine answers for the call that is being made: whatever exception leaves it, the peers know.
-        is_told_late: There are ranks that do not see the window, and hear of a failure behind what was sent before.
+        is_calling: The engine is responsible for the call that is being made: whatever exception leaves it, the engine
+            reports to the peers.
+        is_told_late: There are ranks that cannot read the window; a failure reaches them only after everything that was
+            sent before it.
     """
 
     is_calling = is_told_late = False
@@ -151,7 +159,7 @@ class Chain:
         """Enter the next call.
 
         Raises:
-            EPClosed: An earlier call failed; it says why.
+            EPClosed: An earlier call failed; the message has the reason.
         """
         self.require_working()
         self._epoch += 1
@@ -162,22 +170,26 @@ class Chain:
         return Call(self.window, self._epoch, header)
 
     def require_working(self) -> None:
-        """Refuse to go on after a failure."""
+        """Raise if an earlier call has failed.
+
+        Raises:
+            EPClosed: A call has failed; the message has the reason.
+        """
         if self.window.failure is not None:
-            self.window.fail("")  # if an interrupt kept the peers from being told, they are now
+            self.window.fail("")  # an interrupt may have prevented the report to the peers
             raise EPClosed(f"Buffer: closed by an earlier failure ({self.window.failure}). Make a new buffer")
 
     def refuse(self, reason: str) -> Refusal:
-        """Tell the peers that this rank does not make the next call. On the comm stream."""
+        """Report to the peers that this rank does not make the next call. Runs on the comm stream."""
         return self.window.refuse(NORMAL, self._epoch + 1, reason)
 
     def fail(self, error: BaseException, call: Call | None, *, is_foreign: bool = False) -> None:
-        """Whatever goes wrong in a call goes wrong for all ranks: tell them, and close.
+        """Report a failed call to the peers and close the buffer: a call that fails on one rank fails on all ranks.
 
         Args:
             error: What went wrong.
             call: The call; None: it was not yet announced.
-            is_foreign: It went wrong elsewhere, in what the caller had this call wait for.
+            is_foreign: The error is not of this call, but of something that the caller made it wait for.
         """
         if self.window.trace is not None:
             self.window.trace.end_call(error)
@@ -194,20 +206,26 @@ class Chain:
             self.window.fail(f"failed: {where}{account(error)}")
 
     def give_up(self, error: BaseException, call: Call | None) -> None:
-        """As `fail`, while the comm stream may be in the middle of the call: `tell_failure` must follow there."""
+        """Do what `fail` does while the comm stream may be in the middle of the call.
+
+        `tell_failure` must follow on that stream.
+        """
         Chain.fail(self, error, call)
 
     def tell_failure(self) -> None:
-        """Tell ranks that do not see the window that this rank has failed. On one node there are none."""
+        """Report a failure to the ranks that cannot read this window.
+
+        Inside one node there are none, so this does nothing.
+        """
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in private memory: recycled if it is large."""
+        """Return an uninitialised tensor in private memory. Memory of large tensors is recycled."""
         large = math.prod(shape) * dtype.itemsize >= _LEAST_RECYCLED_BYTES
         region = self.results.allocate(shape, dtype) if large else None
         return region if region is not None else ordinary_tensor(shape, dtype)
 
     def warn_staged(self, operation: str) -> None:
-        """Say once that calls are slower than they could be."""
+        """Warn, once for each buffer, that rows go through staging, which is slower."""
         if not self._has_warned:
             self._has_warned = True
             used_bytes = self.window.arena.num_bytes()["used"]

@@ -55,7 +55,7 @@ class CpuCombine:
     # By the caller ---------------------------------------------------------------------------------------------------
 
     def outputs(self, scope: CpuScope, parts: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
-        """Private memory for the sums."""
+        """Allocate private memory for the sums."""
         if not scope.is_under_way() and not self._is_refused(handle):
             self._check_rows(handle)
         self._handle = handle
@@ -63,7 +63,7 @@ class CpuCombine:
         return list(self._sums)
 
     def notify(self, scope: CpuScope, parts: Sequence[torch.Tensor], handle: Any) -> None:
-        """Bring the rows to where the peers can read them, and offer them."""
+        """Offer this rank's rows to the peers, after copying them into the window where that is needed."""
         del parts, handle
         scope.launch(partial(self._offer_rows, scope))
 
@@ -76,7 +76,7 @@ class CpuCombine:
         sums: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor],
     ) -> None:
-        """Sum this rank's tokens out of the peers' rows, wait until all peers have done so."""
+        """Sum the rows of this rank's tokens out of the peers' memory, then wait until all peers have done the same."""
         del source, parts, handle, sums, biases
         scope.launch(partial(self._sum_rows, scope))
 
@@ -104,7 +104,7 @@ class CpuCombine:
         call.signal(READY if source.staging is None else OFFERED)
 
     def _sum_rows(self, scope: CpuScope) -> None:
-        """Sum what was posted, or what lies in the peers' memory, in rounds."""
+        """Sum rows that were posted on boards, or read rows from the peers' windows in rounds."""
         assert self._source is not None
         call = scope.call
         call.wait(OFFERED)
@@ -117,11 +117,11 @@ class CpuCombine:
         self._count(self._source.path, num_rounds)
 
     def _num_given(self) -> int:
-        """Rows that this rank gives back."""
+        """Return the number of rows that this rank gives back."""
         return self._ends[-1][self._window.rank]
 
     def _can_post(self, num_rows: int) -> bool:
-        """Whether they are few enough to lie on the board."""
+        """Return whether the rows of every rank are few enough to be posted on the boards."""
         return section_starts(num_rows, self._widths())[-1] <= self._chain.posted_bytes
 
     def _agreement(self) -> Agreement:
@@ -141,7 +141,9 @@ class CpuCombine:
         return [row_bytes(part) for part in self._sections()]
 
     def _post(self, call: Call, num_rows: int) -> CpuCombineSource:
-        """Post the rows, wherever they are: for few of them a copy costs less than waiting until all have read."""
+        """Post the rows on the board, wherever they lie: copying a few rows costs less than waiting until all peers
+        have read.
+        """
         post_rows(call, num_rows, self._sections())
         starts = section_starts(num_rows, self._widths())[:-1]
         bases = tuple(self._window.board.base_of_rows(call.epoch, start) for start in starts)
@@ -167,7 +169,10 @@ class CpuCombine:
         return CpuCombineSource(path, Offer(self._x.size(0), False, bases), tuple(regions), None)
 
     def _sum_posted(self, call: Call) -> None:
-        """Sum what all ranks have posted. It stays as it is until they have made their next call: nobody waits."""
+        """Sum the rows that all ranks have posted.
+
+        A board stays unchanged until its peers have made their next call, so there is no wait.
+        """
         blocks = token_blocks(self._ends)[self._window.rank]
         counts = [stop - start for start, stop in blocks]
         zipped = zip(self._ends[-1], blocks, counts, strict=True)
@@ -179,7 +184,10 @@ class CpuCombine:
             sum_rows(out, part, token_idx, counts, bias)
 
     def _sum_in_rounds(self, call: Call, headers: list[Header], offers: list[Offer], staging: Staging | None) -> int:
-        """Every round: copy in if staged, tell, wait, sum, tell, wait. One round where nobody is staged."""
+        """Sum the rows round by round: copy in if staged, signal, wait, sum, signal, wait.
+
+        There is one round if no rank is staged.
+        """
         most_tokens = max(header.num_tokens for header in headers)
         staged_rows = [offer.rows_per_source(len(offers)) for offer in offers if offer.is_staged]
         range_tokens = min(staged_rows, default=max(1, most_tokens))
@@ -202,7 +210,7 @@ class CpuCombine:
         return num_rounds
 
     def _copy_in(self, staging: Staging, start: int, range_tokens: int) -> None:
-        """Lay the rows of source tokens `[start, start + range_tokens)` into the lanes of their sources."""
+        """Copy the rows of source tokens `[start, start + range_tokens)` into the sources' parts of staging."""
         ends = [0, *self._handle.rank_prefix_matrix[:, self._window.rank].tolist()]
         limits = self._handle.recv_src_idx.new_tensor([start, start + range_tokens])
         for source, (begin, end) in enumerate(pairwise(ends)):
@@ -223,7 +231,10 @@ class CpuCombine:
             reduce_rows(out[start:stop], table, slots[start:stop], shifts, bias)
 
     def _shifts(self, offers: list[Offer], start: int, range_tokens: int) -> list[int]:
-        """How far the rows of a range lie from their slots: in a staged rank, they begin at this rank's lane."""
+        """Return the distance between the rows of a range and their slots.
+
+        At a staged rank, rows begin at this rank's part of staging.
+        """
         if not any(offer.is_staged for offer in offers):
             return [0] * len(offers)
         rank, prefix = self._window.rank, self._handle.rank_prefix_matrix
@@ -244,11 +255,11 @@ class CpuCombine:
 
 @dataclass(frozen=True)
 class CpuCombineSource:
-    """How a rank gives its rows.
+    """How a rank gives its rows in a combine.
 
     Attributes:
         path: `posted`, `pulled`, `copied_in` or `staged`.
-        offer: What the peers are told.
+        offer: The offer that is sent to the peers.
         regions: Held until the call ends: the peers read them.
         staging: Where rounds go, if staged.
     """

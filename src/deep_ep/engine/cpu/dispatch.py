@@ -1,8 +1,8 @@
 """The steps of a dispatch on the CPU, inside one node: rows go straight from the sender to where they stay.
 
-Every rank learns from the headers which rank sends how much to which, and so knows every slot; each receiver offers the
-memory in which its tensors will live, and the senders write there. Rows of a small call lie on the senders' boards
-beside their headers, and are fetched. See `docs/protocol.md` for the protocol.
+From the headers, every rank computes how many rows each rank sends to each other rank, and from that every slot; each
+receiver offers the memory in which its tensors will live, and the senders write there. Rows of a small call lie on the
+senders' boards beside their headers, and are fetched. See `docs/protocol.md` for the protocol.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class CpuDispatch:
         self._num_rounds = 1
         self._handle: Any = None  # that is followed, or filled
         self._unpacked: Unpacked | None = None  # what is filled beside the rows
-        self._staging: Staging | None = None  # through which rows come that the arena has no room for
+        self._staging: Staging | None = None  # through which rows come if the arena has no memory for them
 
     # By the caller ---------------------------------------------------------------------------------------------------
 
     def route(self, scope: CpuScope, routing: Routing, num_channels: int, num_rows: int) -> None:
-        """Make the handle that will be filled, if it is known how many rows it is for."""
+        """Make the handle that will be filled, if its number of rows is known already."""
         del routing
         self._num_channels, self._num_worst_tokens = num_channels, num_rows
         if num_rows:
@@ -87,13 +87,13 @@ class CpuDispatch:
             self._handle = self._empty_handle(num_rows)
 
     def follow(self, scope: CpuScope, handle: Any) -> None:
-        """Look into the handle, unless the dispatch that fills it may still be under way, or has been refused."""
+        """Read the routes of a handle, unless the dispatch that fills it may still be running or was refused."""
         if not scope.is_under_way() and not is_refused(handle):
             self._check_rows(handle)
         self._handle = handle
 
     def guess(self) -> Sections:
-        """The CPU guesses nothing: its host knows the counts as soon as they are there."""
+        """Return no guess: on the CPU, the host has the counts as soon as they arrive."""
         return NO_SECTIONS
 
     def memory(self, scope: CpuScope, num_rows: int) -> Sections:
@@ -133,7 +133,7 @@ class CpuDispatch:
     def unpack(
         self, scope: CpuScope, routing: Routing, routes: None, sections: Sections, num_channels: int
     ) -> Unpacked:
-        """Take the records apart."""
+        """Split the records into source indices, ids and weights."""
         del routes, num_channels
         topk_idx, topk_weights = empty_topk(routing, sections.num_rows)
         unpacked = self._unpacked = Unpacked(self._handle, topk_idx, topk_weights)
@@ -144,23 +144,23 @@ class CpuDispatch:
         return Unpacked(handle, *apart((topk_idx, topk_weights)))
 
     def counts(self, scope: CpuScope, routing: Routing) -> Counts:
-        """Exchange the counts."""
+        """Exchange counts with the peers, and wait for theirs."""
         del routing
         scope.run()
         assert self._told is not None
         return self._told
 
     def grow(self, told: Counts) -> None:
-        """An arena of the CPU grows by itself."""
+        """Do nothing: the arena of a CPU rank grows when memory is allocated."""
         del told
 
     def rerouted(self, scope: CpuScope, routes: None, told: Counts, routing: Routing) -> None:
-        """Make the handle, now that it is known how many rows it is for."""
+        """Make the handle, now that its number of rows is known."""
         del scope, routes, routing
         self._handle = self._empty_handle(told.num_rows[self._window.rank])
 
     def offer(self, scope: CpuScope, payload: Payload, routes: None, sections: Sections) -> None:
-        """Offer the memory. Posted rows are fetched, and need no offer."""
+        """Offer the memory to the peers. Posted rows are fetched by the receiver, and need no offer."""
         del payload, routes
         if not self._is_posted:
             scope.launch(partial(self._offer, scope, sections))
@@ -168,7 +168,7 @@ class CpuDispatch:
     def received(
         self, routes: None, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
     ) -> DispatchResult:
-        """All rows that there is memory for."""
+        """Return all rows that there is memory for."""
         del routes, told
         return received_of(sections, num_rows, unpacked.topk_idx, unpacked.topk_weights, unpacked.handle)
 
@@ -188,7 +188,7 @@ class CpuDispatch:
     # On the comm stream ----------------------------------------------------------------------------------------------
 
     def _exchange_counts(self, scope: CpuScope) -> None:
-        """Announce a full dispatch and learn what comes."""
+        """Announce a full dispatch, and receive the counts of the rows that will come."""
         self._announce(scope)
         call = scope.call
         call.signal(ANNOUNCED)
@@ -201,7 +201,7 @@ class CpuDispatch:
         self._told = Counts(self._ends[-1], expert_counts, fits=False, max_tokens=max_tokens)  # nothing was offered
 
     def _move_rows(self, scope: CpuScope, sections: Sections) -> None:
-        """Put rows in rounds, or fetch them."""
+        """Put rows in rounds, or fetch posted rows."""
         call, outgoing = scope.call, []
         if not self._is_posted:
             with call.slice("prepare rows", SEND):
@@ -247,7 +247,7 @@ class CpuDispatch:
             call.post_header(routing.num_tokens_per_rank, routing.num_tokens_per_expert)
 
     def _check_counts(self) -> None:
-        """The caller's counts must be those of its mask, else peers would wait for rows that never come."""
+        """Check that the caller's counts match its mask. Otherwise peers would wait for rows that never come."""
         if self._routing is None or self._counts:
             return
         seen = self._routing.is_token_in_rank.sum(0).tolist()
@@ -271,7 +271,7 @@ class CpuDispatch:
         self._counts = told
 
     def _agree(self, call: Call) -> list[Header]:
-        """Compare the headers: before, nothing else in them is believed. Then learn from them what comes."""
+        """Compare the headers, before anything else in them is used. Then compute from them how many rows will come."""
         headers = call.headers()
         self._is_posted = all(header.is_posted for header in headers)
         if self._routing is not None:
@@ -312,12 +312,14 @@ class CpuDispatch:
                 )
 
     def _mark_refused(self) -> None:
-        """Have later calls know that no rows came by this handle, which the caller may have already."""
+        """Mark the handle, which the caller may have already, so that later calls raise: no rows came with its
+        dispatch.
+        """
         if self._handle is not None:
             mark_refused(self._handle)
 
     def _offer(self, scope: CpuScope, sections: Sections) -> None:
-        """Say where this rank takes its rows."""
+        """Offer the memory in which this rank receives its rows."""
         if sections.rows_per_source:
             self._staging = Staging(self._window, [row_bytes(part) for part in sections.parts()])
             scope.call.post_offer(self._staging.offer)
@@ -328,7 +330,10 @@ class CpuDispatch:
         scope.call.signal(OFFERED)
 
     def _fetch_rows(self, call: Call, blocks: Blocks, sections: Sections) -> None:
-        """Take what the ranks posted for this one, in the order of the ranks. A rank posts in that order, too."""
+        """Fetch the rows that the ranks posted for this rank, by source rank.
+
+        Each rank posts its rows in the order of their destinations.
+        """
         rank = self._window.rank
         counts = [[stop - start for start, stop in row] for row in blocks]
         theirs = [Block(sum(row), sum(row[:rank]), row[rank]) for row in counts]
@@ -338,7 +343,11 @@ class CpuDispatch:
         fetch_rows(call, theirs, [part for part in parts if part is not None])
 
     def _put_in_rounds(self, call: Call, outgoing: list[torch.Tensor], blocks: Blocks, sections: Sections) -> int:
-        """Every round: put, tell, wait, copy out of staging. One round where nobody is staged. Returns their number."""
+        """Put the rows round by round: put, signal, wait, copy out of staging. There is one round if no rank is staged.
+
+        Returns:
+            The number of rounds.
+        """
         slots, staging = self._handle.send_head, self._staging
         if staging is not None:
             self._chain.warn_staged("dispatch")
@@ -395,7 +404,7 @@ class CpuDispatch:
         self._count(sections)
 
     def _count(self, sections: Sections) -> None:
-        """The call has ended."""
+        """Count the finished call."""
         rank, blocks = self._window.rank, token_blocks(self._ends)
         rows_to = [stop - start for start, stop in blocks[rank]]
         rows_from = [stop - start for start, stop in (row[rank] for row in blocks)]

@@ -48,16 +48,19 @@ class CpuEngine(Engine):
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: CallOrder
     ) -> tuple[layout.DispatchLayout, EventHandle | None]:
-        """Count where this rank's tokens go. Local: it is queued only behind an event that is still to come."""
+        """Count where this rank's tokens go.
+
+        Local. It runs at once, unless it has to wait for an event that is not yet complete.
+        """
         return count_layout(self.stream, topk_idx, num_experts, len(self.window.peers), num_nodes, order)
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called this."""
         with self._scope("barrier", CallOrder(None, False)) as scope:
             scope.launch(partial(self._meet, scope))
 
     def _meet(self, scope: CpuScope) -> None:
-        """On the comm stream: a call that has nothing but a header."""
+        """Make a call that consists of a header only. Runs on the comm stream."""
         call = scope.begin(Header(Agreement("barrier"), 0))
         call.post_header()
         call.signal(ANNOUNCED)
@@ -68,23 +71,23 @@ class CpuEngine(Engine):
     # Beside the calls ------------------------------------------------------------------------------------------------
 
     def start_trace(self, trace: Trace) -> None:
-        """Record calls from now on."""
+        """Record all further calls in a trace."""
         self.window.trace = self.chain.stats.trace = trace
 
     def require_working(self) -> None:
-        """Refuse to go on after a failure."""
+        """Raise if an earlier call has failed."""
         self.chain.require_working()
 
     def expect_call(self) -> None:
-        """A call will be made, or left by an exception, of which `leave` is told."""
+        """Note that a call begins. If an exception leaves it, `leave` must be called."""
         self.chain.is_calling = False
 
     def leave(self, error: BaseException, method: str) -> None:
-        """Say to the peers that an exception has ended a call, unless the engine has done so already.
+        """Report to the peers that an exception has ended a call, unless the engine has reported it already.
 
         Args:
             error: The exception.
-            method: The call, as its caller knows it.
+            method: The name of the method that the caller has called.
         """
         if self.chain.is_calling or isinstance(error, EPClosed) or self.window.failure is not None:
             return
@@ -95,7 +98,7 @@ class CpuEngine(Engine):
             self.stream.run_in_turn(partial(self.chain.refuse, account(error)))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
+        """Return an uninitialised tensor in the window, or in ordinary memory if the arena has none left."""
         region = self.window.arena.allocate(shape, dtype)
         return region if region is not None else ordinary_tensor(shape, dtype)
 
@@ -104,12 +107,16 @@ class CpuEngine(Engine):
         return self.window.scratch_bytes(start, num_bytes)
 
     def trim(self) -> int:
-        """Give memory that nobody uses back to the system. Returns the bytes given back."""
+        """Give unused memory back to the system.
+
+        Returns:
+            The number of bytes given back.
+        """
         results = self.low_latency.trim() if self.low_latency is not None else 0
         return self.window.arena.trim() + self.chain.results.trim() + results
 
     def stats(self) -> dict[str, Any]:
-        """What was counted so far."""
+        """Return the counters of the calls so far."""
         return {
             **self.chain.stats.as_dict(),
             "wait_secs": [peer.wait_secs for peer in self.window.peers],
@@ -117,36 +124,36 @@ class CpuEngine(Engine):
         }
 
     def release_graphs(self) -> None:
-        """The CPU has no graphs."""
+        """Do nothing: there are no graphs on the CPU."""
 
     def synchronize(self) -> None:
-        """Wait for everything that was queued."""
+        """Wait for everything that is queued."""
         self.stream.synchronize()
 
     def stop(self) -> None:
-        """Let what is queued finish, and close."""
+        """Wait for everything that is queued, and close."""
         self.stream.stop()
         self.window.close()
 
     def forget(self) -> None:
-        """Close a buffer that nobody has destroyed, when what is queued has finished. Only the reaper calls it."""
+        """Close a buffer that was never destroyed, once everything queued has finished. Only the reaper calls it."""
         self.stop()
 
     def has_failed(self) -> bool:
-        """Whether a call has failed, on this rank or on another."""
+        """Return whether a call has failed, on this rank or on another."""
         return self.window.failure is not None
 
     def abandon(self, cause: str) -> None:
-        """Tell all peers that this rank has left, and why. Waits for nothing: what is queued fails by itself.
+        """Report to all peers that this rank has left, and why. This does not wait: queued calls fail by themselves.
 
         Args:
-            cause: As it follows the rank in a sentence.
+            cause: The reason, as the part of a sentence that follows the rank.
         """
         self.window.fail(cause)  # ranks of this node see it at once
-        with suppress(RuntimeError):  # the thread has ended: nothing is queued, and nobody waits for it
+        with suppress(RuntimeError):  # the thread has ended: nothing is queued, and no job waits for it
             self.stream.submit(self.chain.tell_failure)  # links are the comm stream's alone
 
-    # What the engine across nodes has in another form
+    # Overridden by the engine across nodes
 
     def _scope(self, operation: str, order: CallOrder) -> CpuScope:
         del operation
@@ -155,7 +162,7 @@ class CpuEngine(Engine):
     def _dispatch_steps(
         self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None
     ) -> CpuDispatch:
-        """The steps of one dispatch. `num_sms` is for GPUs."""
+        """Return the steps of one dispatch. `num_sms` has an effect on GPUs only."""
         del num_sms
         return CpuDispatch(self.chain, operation, payload, routing)
 
@@ -167,13 +174,13 @@ class CpuEngine(Engine):
         biases: Sequence[torch.Tensor],
         num_sms: int | None,
     ) -> CpuCombine:
-        """The steps of one combine."""
+        """Return the steps of one combine."""
         del num_sms
         kind = ColumnCombine if isinstance(handle, ColumnHandle) else CpuCombine
         return kind(self.chain, x, topk_weights, biases)
 
     def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of the window, or of ordinary memory where the arena has no room."""
+        """Return a tensor of the window, or of ordinary memory if the arena has none left."""
         return self.allocate(shape, dtype)
 
 
@@ -185,7 +192,7 @@ def count_layout(
     num_nodes: int,
     order: CallOrder,
 ) -> tuple[layout.DispatchLayout, EventHandle | None]:
-    """The layout now, or, if the event before it is still to come, on the comm stream (if there is one)."""
+    """Compute the layout now, or, if the event before it is not yet complete, on the comm stream (if there is one)."""
     sizes = (num_experts, num_ranks, num_ranks // num_nodes)
     if stream is not None and order.is_async and not order.is_due():
         counts = layout.dispatch_layout(torch.empty_like(topk_idx).fill_(-1), *sizes)

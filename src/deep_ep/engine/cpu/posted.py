@@ -1,8 +1,9 @@
-"""Small calls: a rank posts its rows on its board, beside its header, and who has seen the header has them too.
+"""Small calls: a rank posts its rows on its board, beside its header, so a peer that can read the header can read the
+rows.
 
-The sections lie one behind the other, each on a line of its own. How many rows a rank posts follows from the counts,
-so nobody need say where they lie. `docs/protocol.md` says why a call that all ranks post ends with its first wait.
-Bytes are moved by address: for so few of them every operator counts.
+The sections follow each other, each aligned to a cache line. How many rows a rank posts follows from the counts,
+so their offsets need not be sent. `docs/protocol.md` says why a call that all ranks post ends with its first wait.
+Bytes are moved by address: with so few of them, the overhead of every operator matters.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def fetch_rows(call: Call, blocks: Sequence[Block], outs: Sequence[torch.Tensor]
 
 
 def _require_rows(call: Call, num_rows: int, parts: Sequence[torch.Tensor]) -> None:
-    """What is moved by address is checked first: a handle may be anything."""
+    """Check that the rows lie inside a board: they are moved by address, and a handle may have any content."""
     if any(part.size(0) < num_rows for part in parts):
         raise EPError(
             f"{call}: the handle counts {num_rows} rows, there are {min(part.size(0) for part in parts)}. "

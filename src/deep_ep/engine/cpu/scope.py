@@ -21,7 +21,9 @@ from .call import Call, Chain
 
 
 class CpuScope:
-    """Around a call, see `ops.Scope`. The steps hand over functions, which run one after the other on the comm stream.
+    """The scope of a call, see `ops.CallScope`.
+
+    The steps hand over functions, which run one after the other on the comm stream.
 
     Whatever exception leaves a call, at whatever point, the call has ended, or was refused or failed. Half a call must
     not be followed by the next: peers would take its signals for this one's.
@@ -32,10 +34,10 @@ class CpuScope:
         order: How the call stands to the caller's stream.
 
     Attributes:
-        order: The same.
-        outputs: See `ops.Scope`: the CPU has one kind of memory.
+        order: See the argument.
+        outputs: See `ops.CallScope`: the CPU has one kind of memory.
         is_elsewhere: The caller goes on before the call is made.
-        event: See `ops.Scope`.
+        event: See `ops.CallScope`.
     """
 
     _call: Call | None = None  # once it is announced
@@ -84,12 +86,12 @@ class CpuScope:
 
     @property
     def call(self) -> Call:
-        """The call, which `begin` has entered."""
+        """The call that `begin` has entered."""
         assert self._call is not None
         return self._call
 
     def run(self) -> None:
-        """Run what was handed over, and wait for it."""
+        """Run the functions that were handed over, and wait for them."""
         self._run(self._work())
 
     def is_under_way(self) -> bool:
@@ -107,7 +109,7 @@ class CpuScope:
         return replace(received, x=x, scales=scales)
 
     def hold_combined(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same of a combine."""
+        """Return the sums of a combine for the caller, see `apart`."""
         return apart(sums)
 
     def hold_outputs(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -185,8 +187,8 @@ class CpuScope:
         """
         self._is_cancelled = False
         self._chain.give_up(error, self._call)
-        with suppress(RuntimeError):  # the thread has ended, and has told everybody that this rank leaves
+        with suppress(RuntimeError):  # the thread has ended, and has reported to all peers that this rank leaves
             self._stream.submit(self._chain.tell_failure)  # links are the comm stream's alone
-        # Inside a node, who reads what the caller overwrites now looks at `failed` behind it. Other nodes cannot look:
-        # what leaves for them must be right. Before the call is begun nothing leaves.
+        # In a node, a peer that reads what the caller overwrites checks `failed` afterwards. Other nodes cannot,
+        # and what leaves for them must be right. Before the call is begun nothing leaves.
         return self._chain.is_told_late and self._is_begun

@@ -1,4 +1,4 @@
-"""What must agree, in two words: kernels compare words, and a rank that differs can still be told in what."""
+"""Agreements in two words: kernels compare words, and the host can still find out in which items a rank differs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BITS = (
 
 @functools.lru_cache(maxsize=64)
 def pack(agreement: Agreement) -> tuple[int, int]:
-    """The two words of an agreement."""
+    """Encode an agreement in two words."""
     values = dict(zip(agreement._fields, agreement.words(), strict=True))
     words = []
     for bits in _BITS:
@@ -30,7 +30,7 @@ def pack(agreement: Agreement) -> tuple[int, int]:
 
 
 def unpack(first: int, second: int, handle: int) -> Agreement:
-    """The reverse of `pack`."""
+    """Decode the two words of `pack`."""
     values = {"handle": handle}
     for bits, word in zip(_BITS, (first, second), strict=True):
         for name, width in bits.items():

@@ -1,7 +1,7 @@
 """The engine on a GPU: the steps are kernels in a stream, which do the waiting (`docs/protocol.md`).
 
-The host launches, and only a full dispatch waits, for its counts. A rank that finds no room in the window offers its
-staging instead; the end of `move`, or of `sum`, then brings its rows through it, in rounds (`kernels/staging.py`).
+The host launches, and only a full dispatch waits, for its counts. A rank that has no memory left in the window offers
+its staging instead; the end of `move`, or of `sum`, then brings its rows through it, in rounds (`kernels/staging.py`).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class CudaEngine(Engine):
     def _dispatch_steps(
         self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None
     ) -> DispatchSteps:
-        """The steps of the dispatch's signature, which are made when it comes for the first time."""
+        """Return the steps of the dispatch's signature, which are made when the signature occurs for the first time."""
         key = _dispatch_key(operation, payload, routing, num_sms)
         steps = self._dispatches.get(key)
         if steps is None:
@@ -152,7 +152,7 @@ class CudaEngine(Engine):
         return steps
 
     def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of the window that the call uses first, or of ordinary memory where there is no room."""
+        """Return a tensor of the window that the call uses first, or of ordinary memory if the window has none left."""
         region = self._ops.memory.region(shape, dtype)
         return region if region is not None else torch.empty(shape, dtype=dtype, device=self.window.device)
 
@@ -160,7 +160,7 @@ class CudaEngine(Engine):
 
     @property
     def shapes(self) -> Shapes:
-        """How bulk kernels are launched."""
+        """The launch shapes of the bulk kernels."""
         return self._ops.shapes
 
     @shapes.setter
@@ -170,29 +170,29 @@ class CudaEngine(Engine):
         self._combines.clear()
 
     def start_trace(self, trace: Trace) -> None:
-        """Record calls from now on."""
+        """Record all further calls in a trace."""
         self.signals.marks = TraceMarks(trace, self.stream)
 
     def require_working(self) -> None:
-        """Refuse to go on after a failure."""
+        """Raise if an earlier call has failed."""
         self.signals.require_working()
 
     def expect_call(self) -> None:
-        """A call will be made, or left by an exception, of which `leave` is told."""
+        """Note that a call begins. If an exception leaves it, `leave` must be called."""
         self.signals.is_announced = self.signals.is_calling = False
 
     def leave(self, error: BaseException, method: str) -> None:
-        """Say to the peers that an exception has ended a call, unless that was done already.
+        """Report to the peers that an exception has ended a call, unless that has been reported already.
 
         Args:
             error: The exception.
-            method: The call, as its caller knows it.
+            method: The name of the method that the caller has called.
         """
         if not self.signals.is_calling and not isinstance(error, EPClosed):
             self.signals.propagate_failure(operation_of(method), error)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in the window; in ordinary memory where the arena has no room."""
+        """Return an uninitialised tensor in the window, or in ordinary memory if the arena has none left."""
         region = self.window.allocate(shape, dtype, self.stream.caller())
         return region if region is not None else torch.empty(*shape, dtype=dtype, device=self.window.device)
 
@@ -206,11 +206,11 @@ class CudaEngine(Engine):
         return self._local[start : start + num_bytes]
 
     def trim(self) -> int:
-        """Memory that peers have mapped stays: only all ranks together could give it back."""
+        """Do nothing: peers have mapped the memory, so only all ranks together could give it back."""
         return 0
 
     def stats(self) -> dict[str, Any]:
-        """What was counted so far. Bytes and waits are the device's, and not counted."""
+        """Return the counters of the calls so far. Bytes and waits are the device's, and not counted."""
         counted = self.signals.stats.as_dict()
         return {
             **counted,
@@ -221,33 +221,33 @@ class CudaEngine(Engine):
         }
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Note that another stream works with a tensor of the window."""
+        """Note that another stream uses a tensor of the window."""
         self.window.arena.used_by(tensor, stream)
 
     def release_graphs(self) -> None:
-        """Let go of the window memory that captured graphs use."""
+        """Release the window memory that captured graphs use."""
         self.window.arena.release_captured()
 
     def synchronize(self) -> None:
-        """Wait for everything that was launched, and raise what failed."""
+        """Wait for everything that was launched, and raise the error of a call that failed."""
         self.stream.stop()
         self.signals.raise_if_failed()
 
     def stop(self) -> None:
-        """Wait for everything that was launched."""
+        """Wait for everything that was launched, and close."""
         self.stream.stop()
         if self.signals.marks is not None:
             self.signals.marks.record()
         self._ops.close()
 
     def abandon(self, cause: str) -> None:
-        """Tell all peers that this rank has left. Waits for nothing: what is launched fails by itself."""
+        """Report to all peers that this rank has left. This does not wait: launched calls fail by themselves."""
         self.signals.give_up(LEAVE, cause)
 
     def forget(self) -> None:
         """Wait for everything that was launched: memory under a running kernel cannot be unmapped.
 
-        Only the reaper calls it, for a buffer that nobody has destroyed.
+        Only the reaper calls it, for a buffer that was never destroyed.
         """
         with self.stream.on_device():
             if self.stream.await_capture():
@@ -256,7 +256,7 @@ class CudaEngine(Engine):
                 _kept.append(self)
 
     def has_failed(self) -> bool:
-        """Whether a call has failed, on this rank or on another."""
+        """Return whether a call has failed, on this rank or on another."""
         return self.signals.has_failed()
 
 
@@ -274,7 +274,7 @@ def check_scales(payload: Payload) -> None:
 
 
 def _dispatch_key(operation: str, payload: Payload, routing: Routing | None, num_sms: int | None) -> tuple:
-    """What `DispatchSignature` has."""
+    """Return the fields of a `DispatchSignature` as a plain tuple, in the same order."""
     x, scales = payload.x, payload.scales
     num_topk = num_experts = num_scales = max_tokens = 0
     idx_dtype = scale_dtype = None
@@ -302,7 +302,7 @@ def _combine_key(
     biases: Sequence[torch.Tensor],
     num_sms: int | None,
 ) -> tuple:
-    """What `CombineSignature` has."""
+    """Return the fields of a `CombineSignature` as a plain tuple, in the same order."""
     num_topk = topk_weights.shape[1] if topk_weights is not None else 0
     is_aligned = not any(bias.data_ptr() % VECTOR_BYTES for bias in biases) if biases else True
     return x.shape[1], x.dtype, num_columns, num_topk, len(biases), is_aligned, num_sms

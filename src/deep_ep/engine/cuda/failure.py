@@ -1,4 +1,4 @@
-"""What a kernel wrote down when it failed, as an error with a sentence."""
+"""Failures that a kernel has recorded, as errors with a message."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Record:
         header: Callable[[int], Agreement],
         reason: Callable[[], str],
     ) -> Exception:
-        """The error to raise.
+        """Return the error to raise.
 
         Args:
             rank: This rank.
             num_ranks: R.
             limit_secs: The limit of a wait.
-            header: What a rank has said of the call.
-            reason: Says why the rank has refused the call, if that is known here.
+            header: Returns the header that a rank has posted for the call.
+            reason: Returns why the rank has refused the call, if that is known here.
         """
         operation = OPERATIONS[self.operation]
         where, me = f"{operation} (call {self.epoch})", f"rank {rank}/{num_ranks}"

@@ -48,7 +48,7 @@ class Columns(NamedTuple):
     record_words: int
 
     def widths(self) -> tuple[int, int, int]:
-        """Bytes of a row of each section."""
+        """The bytes of a row of each section."""
         scale_bytes = self.num_scales * self.scale_dtype.itemsize if self.scale_dtype is not None else 0
         return self.hidden * self.dtype.itemsize, scale_bytes, 4 * self.record_words
 
@@ -63,7 +63,7 @@ class CombineSource(NamedTuple):
 
     Attributes:
         path: `combine/pulled`, `combine/copied_in` or `combine/staged`.
-        post: What it says of them.
+        post: The offer of these rows, and the rest of what the rank posts.
         copies: Pairs of a region and the rows that are copied into it first.
     """
 
@@ -81,7 +81,7 @@ class Memory:
     Args:
         window: The window.
         stream: Where calls are launched.
-        can_stage: Rows without room in the window may go through the staging.
+        can_stage: Rows that the window has no memory for may go through staging.
     """
 
     def __init__(self, window: DeviceWindow, stream: LaunchStream, can_stage: bool = True):
@@ -98,26 +98,28 @@ class Memory:
     # Regions of the window -------------------------------------------------------------------------------------------
 
     def region(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A region that the call uses first; None where there is no room."""
+        """Allocate a region that the call uses first; None if the arena has no memory left."""
         stream = self._stream
         return self._arena.allocate(shape, dtype, stream.current, stream.is_capturing)
 
     def reclaim(self) -> None:
-        """Have the next user of what a call dropped wait for that call, and not for what the caller launches later."""
+        """Have the next user of memory that a call has released wait for that call, and not for later work of the
+        caller.
+        """
         if not self._stream.is_capturing:
             self._arena.reclaim(self._stream.current)
 
     def guess(self, columns: Columns) -> Sections:
-        """Room for a few rows more than the last dispatch received; `NO_SECTIONS` where there is none."""
+        """Allocate memory for a few rows more than the last dispatch received; `NO_SECTIONS` if there is none left."""
         sections = self.sections(columns, self._guessed_rows) if self._guessed_rows else None
         return sections if sections is not None else NO_SECTIONS
 
     def guess_from(self, num_rows: int) -> None:
-        """So many rows came with the last dispatch."""
+        """Set how many rows came with the last dispatch, from which `guess` starts."""
         self._guessed_rows = num_rows + num_rows // 16 + 64
 
     def sections(self, columns: Columns, num_rows: int) -> Sections | None:
-        """Room for `num_rows` rows; None where there is none."""
+        """Allocate regions for `num_rows` rows; None if the arena has no memory left."""
         hidden, dtype, num_scales, scale_dtype, record_words = columns
         x = self.region((num_rows, hidden), dtype)
         if x is None:
@@ -142,7 +144,7 @@ class Memory:
         return make_sections((x, scales, records, num_rows, 0, (self.base(x), scale_base, record_base)))
 
     def staged_sections(self, scope: CudaScope, columns: Columns, num_rows: int) -> Sections:
-        """The same in ordinary memory, which rows reach through the staging.
+        """Allocate ordinary memory for `num_rows` rows, which they reach through staging.
 
         Raises:
             EPTransportError: There is no staging, or it cannot hold a row of every rank.
@@ -161,13 +163,13 @@ class Memory:
         return Sections(x, scales, records, num_rows, source_rows, bases)
 
     def _cut_staging(self, row_bytes: Sequence[int]) -> tuple[int, tuple[int, int, int]]:
-        """Cut the staging into lanes.
+        """Divide the staging among the sources.
 
         Args:
             row_bytes: Bytes of a row of each section; 0: it does not travel.
 
         Returns:
-            Rows of a lane, and where the lanes of each section begin, as an offer says it.
+            Rows that each source has, and where each section begins, as an offer has it.
 
         Raises:
             EPTransportError: It cannot hold a row of every rank.
@@ -185,12 +187,14 @@ class Memory:
         return num_rows, (bases[0], bases[1], bases[2])
 
     def base(self, region: torch.Tensor) -> int:
-        """Where a region is, as an offer says it; -1: it has no bytes, or is none."""
+        """Return where a region is, as an offer has it; -1: it has no bytes, or there is none."""
         base = self._arena.base_of(region) if region.numel() else None
         return -1 if base is None else base[0] << SEGMENT_BITS | base[1]
 
     def source(self, parts: Sequence[torch.Tensor], num_tokens: int) -> CombineSource:
-        """The rows to give: found in the arena, or to be copied there, or, where it has no room, by way of staging."""
+        """Return how rows are given: where they lie in the arena, as a copy in it, or, if it has no memory left,
+        through staging.
+        """
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         bases = [-1, -1, -1]
         for section, part in enumerate(parts):
@@ -209,7 +213,7 @@ class Memory:
     def _staged_source(
         self, parts: Sequence[torch.Tensor], taken: list[torch.Tensor], num_tokens: int
     ) -> CombineSource:
-        """All parts by way of the staging: what was taken for some of them goes back."""
+        """Give all parts through staging. Regions that were allocated for some of them are released."""
         self._require_staging("combine")
         for region in taken:
             self._arena.give_up(region)
@@ -217,7 +221,7 @@ class Memory:
         return CombineSource("combine/staged", Post(parts[0].shape[0], source_rows, num_tokens, bases=bases), [])
 
     def _require_staging(self, operation: str) -> None:
-        """Say once that calls are slower than they could be.
+        """Check that there is staging, and warn once that calls through it are slower.
 
         Raises:
             EPTransportError: Across nodes there is no staging.
@@ -234,7 +238,7 @@ class Memory:
             warn_staged(operation, sizes["used"], rank, num_ranks)
 
     def _lack(self, num_bytes: int) -> EPTransportError:
-        """The error where neither a region can be had nor staging will do."""
+        """Return the error for rows that fit neither into a region nor into staging."""
         sizes = self._arena.num_bytes()
         return EPTransportError(
             f"window: the arena has no room ({sizes['used']} of {sizes['reserved']} bytes are in use), and one row of "
@@ -244,11 +248,11 @@ class Memory:
         )
 
     def grow_alike(self, told: Counts, columns: Columns, num_topk: int) -> None:
-        """Add a segment where some rank lacks room for its rows, or for a copy of them that a combine may need.
+        """Add a segment if any rank lacks memory for its rows, or for a copy of them that a combine may need.
 
-        All ranks know all ranks' rows and room, so all of them grow, or none.
+        All ranks have the row counts and the free memory of all ranks, so either all of them grow or none does.
         """
-        # What fits is taken already; only the way back is still to come. Records are rounded up to a power of two.
+        # What fits is allocated already; the combine's copy is not. Records are rounded up to a power of two.
         row_bytes, scale_bytes, record_bytes = columns.widths()
         come_bytes = 0 if told.fits else row_bytes + scale_bytes + 2 * record_bytes
         back_bytes = columns.back_bytes(num_topk)
@@ -271,7 +275,7 @@ class Memory:
         return self._scratch
 
     def no_channels(self, num_channels: int) -> torch.Tensor:
-        """[R, C] int32 zeros, which handles share: nobody writes them, and only callers read them."""
+        """[R, C] int32 zeros, which handles share: they are never written, and only callers read them."""
         zeros = self._zeros.get(num_channels)
         if zeros is None:
             shape = (self._window.num_ranks, num_channels)
@@ -286,5 +290,5 @@ def _needed_bytes(num_rows: int, come_bytes: int, back_bytes: int) -> int:
 
 
 def staging_bytes(num_ranks: int) -> int:
-    """Bytes of a window that are staging."""
+    """Return the bytes of a window that are staging."""
     return max(MOST_BYTES, _STAGING_BYTES_PER_RANK * num_ranks) + NUM_SECTIONS * _LINE_BYTES

@@ -42,8 +42,8 @@ class OneHopOps:
     """Where the steps of calls inside one node come from.
 
     Args:
-        signals: Of the buffer.
-        memory: Likewise.
+        signals: The signals of the buffer.
+        memory: The memory of the buffer.
         shapes: How bulk kernels are launched.
     """
 
@@ -51,23 +51,23 @@ class OneHopOps:
         self.signals = signals
         self.memory = memory
         self.shapes = shapes
-        # What a kernel counts, and reads itself: calls follow one another, so there need be only one.
+        # Counts that a kernel writes and reads itself: calls follow one another, so they share one tensor.
         self.counts = signals.context.state.new_empty(signals.context.num_ranks, dtype=torch.int32)
 
     def dispatch(self, signature: DispatchSignature) -> OneHopDispatch:
-        """The steps of dispatches with one signature."""
+        """Make the steps of dispatches with one signature."""
         return OneHopDispatch(self, signature)
 
     def combine(self, signature: CombineSignature) -> OneHopCombine:
-        """The steps of combines with one signature."""
+        """Make the steps of combines with one signature."""
         return OneHopCombine(self, signature)
 
     def stats(self) -> dict[str, Any]:
-        """Nothing beside the engine."""
+        """Return no counters beyond those of the engine."""
         return {}
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: there is nothing to close inside one node."""
 
 
 class OneHopRoutes(NamedTuple):
@@ -110,7 +110,7 @@ class OneHopDispatch(DeviceDispatch):
         self._unpack = Unpack(context, shape.num_blocks, num_topk, rows.idx_dtype)
 
     def route(self, scope: CudaScope, routing: Routing, num_channels: int, num_rows: int) -> OneHopRoutes:
-        """Memory for slots and prefix sums."""
+        """Allocate slots and prefix sums."""
         del num_channels, num_rows
         num_tokens, num_ranks = routing.is_token_in_rank.shape
         like = self._ops.counts
@@ -119,7 +119,7 @@ class OneHopDispatch(DeviceDispatch):
         return _make_routes((self._ops.memory.scratch(num_tokens * num_ranks), send_head, prefix))
 
     def follow(self, scope: CudaScope, handle: Handle) -> OneHopRoutes:
-        """The slots of a handle."""
+        """Return the slots and prefix sums of a handle."""
         del scope
         return _make_routes((handle.send_head.contiguous(), None, handle.rank_prefix_matrix.contiguous()))
 
@@ -138,18 +138,18 @@ class OneHopDispatch(DeviceDispatch):
         self._handshake(post, counted, routes.prefix, None, (routing.is_token_in_rank, routes.slots, None))
 
     def _rows_to(self, routes: OneHopRoutes) -> torch.Tensor:
-        """From the prefix sums of the handle."""
+        """Return the rows to each rank, from the prefix sums of the handle."""
         return rows_to_each(routes.prefix, self._signals.context.rank)
 
     def _offer(self, post: Post, payload: Payload, routes: OneHopRoutes) -> None:
-        """Exchange offers once more."""
+        """Exchange offers a second time, now that the counts are known."""
         del payload, routes
         self._second_handshake(post)
 
     def move(
         self, scope: CudaScope, payload: Payload, routing: Routing | None, routes: OneHopRoutes, sections: Sections
     ) -> None:
-        """Put this rank's rows, and wait for the peers' to be there."""
+        """Put this rank's rows, and wait until the peers' rows have arrived."""
         topk_idx = topk_weights = None
         if routing is not None:
             topk_idx, topk_weights = routing.topk_idx, routing.topk_weights
@@ -167,20 +167,20 @@ class OneHopDispatch(DeviceDispatch):
             self._finish(x, scales, slots, topk_idx, topk_weights, prefix)
 
     def grow(self, told: Counts) -> None:
-        """Add a segment where some rank lacks room."""
-        # What every rank surely has room for need not be worked out.
+        """Add a segment if any rank lacks memory for its rows."""
+        # A cheap bound: if the rows surely fit on every rank, the exact sizes need not be computed.
         if not told.fits or max(told.num_rows) * self._back_bytes + MARGIN_BYTES > min(told.free_bytes):
             self._memory.grow_alike(told, self._columns, self._num_topk)
 
     def rerouted(self, scope: CudaScope, routes: OneHopRoutes, told: Counts, routing: Routing) -> OneHopRoutes:
-        """They do not depend on what was guessed."""
+        """Return the same routes: inside one node they do not depend on the guessed number of rows."""
         del scope, told, routing
         return routes
 
     def unpack(
         self, scope: CudaScope, routing: Routing, routes: OneHopRoutes, sections: Sections, num_channels: int
     ) -> Unpacked:
-        """Take the records apart."""
+        """Split the records into source indices, ids and weights."""
         assert sections.records is not None
         num_rows = sections.num_rows
         with scope.outputs:
@@ -197,7 +197,7 @@ class OneHopDispatch(DeviceDispatch):
     def received(
         self, routes: OneHopRoutes, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
     ) -> DispatchResult:
-        """As many rows as came, of what was unpacked."""
+        """Return the result, with as many of the unpacked rows as were received."""
         del routes, told
         handle, topk_idx, topk_weights = unpacked
         if num_rows != sections.num_rows:
@@ -227,7 +227,9 @@ class OneHopCombine(DeviceCombine):
         self._finish = FinishCombine(context, READY, self._terms.operation, hidden, dtype, num_topk)
 
     def _notify(self, scope: CudaScope, source: CombineSource, handle: Handle) -> None:
-        """Copy in what must be, and exchange offers: the last block of the copy does it, or a block of its own."""
+        """Copy rows into the window where that is needed, and exchange offers: the last block of the copy does the
+        handshake, or, without a copy, a block of its own.
+        """
         prefix = handle.rank_prefix_matrix.contiguous()
         copies = source.copies
         if not self._can_copy_and_notify:
@@ -240,7 +242,7 @@ class OneHopCombine(DeviceCombine):
             self._signals.is_announced = True
             self._handshake(source.post, None, prefix)
             return
-        (target, rows), *others = copies  # the first one are the rows: it has most to copy
+        (target, rows), *others = copies  # the first pair is the rows, which have most bytes
         for region, part in others:
             copy_in(self._context, self._copy_shape, region, part, prefix)
         key = (rows.shape[1], rows.data_ptr() % VECTOR_BYTES)
@@ -256,7 +258,7 @@ class OneHopCombine(DeviceCombine):
         copying(source.post, prefix, target, rows)
 
     def _rows_from(self, handle: Handle) -> torch.Tensor:
-        """What a dispatch sent there."""
+        """Return the rows that come back from each rank: as many as the dispatch sent there."""
         return rows_to_each(handle.rank_prefix_matrix, self._context.rank)
 
     def sum(
@@ -268,7 +270,7 @@ class OneHopCombine(DeviceCombine):
         sums: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor],
     ) -> None:
-        """Sum rows out of the peers' windows, and wait until they have summed those of this rank."""
+        """Sum rows out of the peers' windows, and wait until the peers have summed those of this rank."""
         slots = handle.send_head.contiguous()
         if scope.reach is not None:
             scope.reach("pull")

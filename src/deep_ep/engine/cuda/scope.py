@@ -21,23 +21,25 @@ _set_grad_enabled = torch._C._set_grad_enabled
 
 
 class CudaScope:
-    """Around the launches of a call, of a buffer that works: they come after the caller's work (or just after an event)
-    and after earlier calls, autograd does not watch, and what goes wrong on the host is told to the peers.
+    """The scope of a call on a GPU, see `ops.CallScope`.
+
+    The launches of the call come after the caller's work (or just after an event) and after earlier calls. Autograd
+    does not record inside, and an error on the host is reported to the peers. The buffer must not have failed.
 
     Args:
         operation: One of `call.OPERATIONS`.
         order: How the call stands to the caller's stream.
-        signals: Of the buffer.
+        signals: The signals of the buffer.
         stream: Where calls are launched.
-        arena: Of the window.
+        arena: The arena of the window.
 
     Attributes:
         is_elsewhere: The call is not launched on the caller's stream.
         outputs: Ordinary tensors that are made inside are the caller's, unless its stream may be behind the call (an
             event came before). Memory only: what is launched inside would be on the caller's stream.
-        reach: To be told of each step before it is launched; None: nobody watches.
+        reach: Called with each step before it is launched; None: neither a trace nor a fault point needs it.
         path: How the rows go, which is counted when the call has been launched.
-        event: See `ops.Scope`.
+        event: See `ops.CallScope`.
     """
 
     is_elsewhere = False
@@ -97,7 +99,7 @@ class CudaScope:
                     self.event = self._stream.leave(self._order.is_async)
 
     def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
-        """Keep what a call reads until the device has read it, see `ops.Scope`."""
+        """Keep what a call reads until the device has read it, see `ops.CallScope`."""
         stream, used_by = self._stream, self._arena.used_by
         current = stream.current
         for tensor in tensors:
@@ -120,7 +122,7 @@ class CudaScope:
             self.hold_outputs((topk_idx, topk_weights, *made))
 
     def hold_combined(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Keep the sums of a combine."""
+        """Keep the sums of a combine until the streams that use them are done."""
         self.hold_outputs(sums)
         return sums
 
@@ -139,9 +141,9 @@ class CudaScope:
             stream.hold(tensors, stream.raw)
 
     def launch(self, step: Callable[[], Any]) -> None:
-        """What a function does with tensors comes behind what was launched before: the call's stream is current."""
+        """Call a function at once: the call's stream is current, so its work comes after what was launched before."""
         step()
 
     def apart(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[Any]:
-        """The same tensors: autograd does not watch inside of a call."""
+        """Return the same tensors: autograd does not record inside a call."""
         return tensors

@@ -26,13 +26,13 @@ class Shapes:
     """The launch shapes of a buffer. `Buffer.set_num_sms` and configs bound the number of blocks.
 
     Attributes:
-        put: Of dispatch, where nothing bounds it.
-        pull: Of combine, likewise.
-        copy: Of the copy into the window that may come before a combine.
-        bounded_put: Of dispatch with few blocks, each of which must then keep more bytes in flight. Its own number of
-            blocks is not used, as in the next two.
-        bounded_pull: Of combine, likewise.
-        bounded_copy: Of the copy, likewise.
+        put: The shape of dispatch, if the number of blocks is not bounded.
+        pull: The shape of combine, if the number of blocks is not bounded.
+        copy: The shape of the copy into the window that may come before a combine.
+        bounded_put: The shape of dispatch with few blocks, each of which must then keep more bytes in flight. Its own
+            number of blocks is not used, as in the next two.
+        bounded_pull: The shape of combine with few blocks.
+        bounded_copy: The shape of the copy with few blocks.
     """
 
     put: LaunchShape = _FREE
@@ -43,29 +43,30 @@ class Shapes:
     bounded_copy: LaunchShape = _BOUNDED
 
     def for_put(self, num_sms: int | None) -> LaunchShape:
-        """The shape of dispatch, where a config may bound the blocks."""
+        """Return the shape of dispatch. A config may bound the number of blocks."""
         return self.put if num_sms is None else _with_blocks(self.bounded_put, num_sms)
 
     def for_pull(self, num_sms: int | None) -> LaunchShape:
-        """The shape of combine, likewise."""
+        """Return the shape of combine. A config may bound the number of blocks."""
         return self.pull if num_sms is None else _with_blocks(self.bounded_pull, num_sms)
 
     def for_copy(self, num_sms: int | None) -> LaunchShape:
-        """The shape of the copy into the window, likewise."""
+        """Return the shape of the copy into the window. A config may bound the number of blocks."""
         return self.copy if num_sms is None else _with_blocks(self.bounded_copy, num_sms)
 
 
 @functools.cache
 def _with_blocks(shape: LaunchShape, num_blocks: int) -> LaunchShape:
-    """The same with another number of blocks. Every call asks, and asks the same."""
+    """Return the same shape with another number of blocks. Cached, as every call needs it."""
     return replace(shape, num_blocks=max(1, num_blocks))
 
 
 def load_shapes(num_ranks: int) -> Shapes:
-    """The shapes of a group: as the tuning file has them, and the defaults for what it has not.
+    """Return the shapes of a group: those of the tuning file, and the defaults for shapes that it does not have.
 
     Args:
-        num_ranks: Of the group. If the file does not list it: those of the next larger one, or of the largest.
+        num_ranks: Ranks of the group. If the file does not list this number, the shapes of the next larger group are
+            used, or those of the largest.
 
     Raises:
         ValueError: There is something wrong with the file that `DEEP_EP_TUNING_FILE` names.

@@ -44,14 +44,15 @@ class Signals:
 
     Attributes:
         remote_board: [n] int64, which begins with the board that ranks of other nodes write; None: there are none.
-        send_words: Launches a proxy behind what is said to remote ranks, so many words; None: there is none, or it
-            looks by itself.
-        tell_failure: Has remote ranks told that this rank has failed; None: there are none.
-        is_announced: Peers may know of the call that is being made: what goes wrong in it goes wrong for all ranks.
-        is_calling: The engine answers for the call that is being made: whatever exception leaves it, the peers know.
+        send_words: Launches the kernel that sends so many words to remote ranks; None: there is none, or a thread polls
+            for them.
+        tell_failure: Has this rank's failure sent to remote ranks; None: there are none.
+        is_announced: Peers may have seen the call that is being made, so an error in it is an error of all ranks.
+        is_calling: The engine is responsible for the call that is being made: whatever exception leaves it, the engine
+            reports to the peers.
         marks: Where calls are marked for a trace; None: nowhere.
         stats: Where calls are counted.
-        low_latency_words: [R, 2] int64, what the ranks said in a low-latency call that they disagree in.
+        low_latency_words: [R, 2] int64, what the ranks posted in a low-latency call in which they disagree.
         low_latency_state: int64, private words of low-latency calls; None: there are none.
     """
 
@@ -99,18 +100,20 @@ class Signals:
 
     @staticmethod
     def board_bytes(num_ranks: int, max_experts: int, num_nodes: int = 1) -> int:
-        """Bytes of window that the words need."""
+        """The bytes of the window that the words need."""
         return Context.board_bytes(num_ranks, Context.num_header_words(num_ranks, max_experts, num_nodes))
 
     def next_ticket(self) -> int:
-        """The ticket of a full dispatch, which `wait_for_counts` waits for."""
+        """Return the ticket of a full dispatch, which `wait_for_counts` waits for."""
         self._ticket += 1
         return self._ticket
 
     def handshake(self, terms: Terms, form: HandshakeForm) -> Handshaking:
-        """The handshakes of calls with one signature: from the first launch on, what goes wrong does so for all ranks.
+        """Make the handshakes of calls with one signature.
 
-        Where a kernel carries what is said to remote ranks, it goes between two halves.
+        From the first launch on, an error of one rank is an error of all ranks.
+
+        If a kernel sends words to remote ranks, it is launched between the send half and the receive half.
         """
         if self.send_words is None:
             return Handshake(self.context, terms, form)
@@ -132,7 +135,7 @@ class Signals:
         return both
 
     def wait_for_counts(self, num_experts: int) -> Counts:
-        """Wait, on the host, for what the ranks told each other.
+        """Wait on the host until the ranks have exchanged their counts.
 
         Raises:
             ValueError: The caller's counts are wrong; nothing was announced.
@@ -148,7 +151,7 @@ class Signals:
             record = self._record()
             if record.origin == self.context.rank:
                 words[exchange.STATE_RECORD] = 0
-                self.is_announced = False  # the kernel has said nothing
+                self.is_announced = False  # the kernel has announced nothing
                 raise self._error(record)
         first = exchange.STATE_WORDS
         last = first + 3 * num_ranks + num_ranks * num_ranks
@@ -163,7 +166,10 @@ class Signals:
         )
 
     def _wait_for_ticket(self) -> None:
-        """Poll until the kernel has echoed the ticket. Peers have the kernel's limit; this one is beyond it."""
+        """Poll until the kernel has echoed the ticket.
+
+        The kernel waits for peers with its own time limit; the limit here is longer.
+        """
         word, ticket, failed = self._ticket_word, self._ticket, self._failed_word
         for _ in range(_NUM_LOOKS):  # some hundred microseconds, within which counts come as a rule
             if word.value == ticket or failed.value:
@@ -186,7 +192,7 @@ class Signals:
 
     @contextmanager
     def propagating_failure(self, operation: str) -> Iterator[None]:
-        """Around a call. What goes wrong on the host is told to the peers."""
+        """A context manager around a call, which reports an error on the host to the peers."""
         self.begin()
         try:
             yield
@@ -195,14 +201,17 @@ class Signals:
             raise
 
     def begin(self) -> None:
-        """Begin a call, unless the buffer has failed."""
+        """Begin a call. Raises if the buffer has failed."""
         if self._failure is not None or self._failed_word.value:
             self.require_working()
         self.is_announced = False
         self.is_calling = True
 
     def propagate_failure(self, operation: str, error: BaseException) -> None:
-        """Tell the peers what went wrong in a call. One that was not announced may be made after all, corrected."""
+        """Report to the peers what went wrong in a call.
+
+        A call that was not announced may be corrected and made after all.
+        """
         if self.has_failed():
             return
         if self.is_announced or not is_refusal(error):
@@ -211,11 +220,11 @@ class Signals:
             self._refuse(operation, account(error))
 
     def give_up(self, operation: str, cause: str) -> None:
-        """Fail, and tell the peers so, unless the buffer has failed already.
+        """Fail, and report it to the peers, unless the buffer has failed already.
 
         Args:
-            operation: In which.
-            cause: Why. Peers learn the operation alone.
+            operation: The operation that fails.
+            cause: Why it fails. Peers get the operation only.
         """
         if self._failure is None and not self._failed_word.value:
             self._failure = cause
@@ -225,7 +234,7 @@ class Signals:
                     self.tell_failure()
 
     def _refuse(self, operation: str, reason: str) -> None:
-        """Tell the peers, behind the calls before, that this rank does not make one."""
+        """Report to the peers, after earlier calls, that this rank does not make this one."""
         kind, numbers, refused = exchange.NORMAL, self.context.state, exchange.REFUSALS
         if operation.startswith(LOW_LATENCY) and self.low_latency_state is not None:
             kind, numbers, refused = exchange.LOW_LATENCY, self.low_latency_state, words.REFUSALS
@@ -236,30 +245,31 @@ class Signals:
 
     @property
     def noting(self) -> TraceMarks | None:
-        """Where to note something of the call that is being made; None: nowhere."""
+        """Return where to note facts of the call that is being made; None: no trace is recorded."""
         return self.marks if self.marks is not None and self.marks.is_open else None
 
     def mark(self, step: str) -> None:
-        """A step of the call is launched from here on."""
+        """Mark in the trace that a step of the call is launched from here on."""
         if self.marks is not None:
             self.marks.step(step)
 
     def reach(self, operation: str, step: str) -> None:
-        """A fault point before a step is launched, and where a trace shows it to begin."""
+        """Reach the fault point of a step before it is launched, and mark its beginning in the trace."""
         if self.marks is not None:
             self.marks.step(step)
         if self.window.fault is not None:
             self.window.fault(f"{operation}: before {step}")
 
     def has_failed(self) -> bool:
-        """Whether a call has failed. Reads two words, and changes nothing."""
+        """Return whether a call has failed. Reads two words, and changes nothing."""
         return self._failure is not None or bool(self._failed_word.value)
 
     def require_working(self) -> None:
-        """Refuse to go on after a failure.
+        """Raise if an earlier call has failed.
 
         Raises:
-            EPError: A kernel failed since the last look; it says why. Later: `EPClosed`.
+            EPError: A kernel has failed since the last check; the message has the reason. Later checks raise
+                `EPClosed`.
         """
         if self._failure is not None:
             raise EPClosed(f"Buffer: closed by an earlier failure ({self._failure}). Make a new buffer")
@@ -267,7 +277,7 @@ class Signals:
             self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raise what a kernel has written down, once."""
+        """Raise the failure that a kernel has recorded, once."""
         if self._failed_word.value and self._failure is None:
             error = self._error(self._record())
             self._failure = str(error)
@@ -284,19 +294,21 @@ class Signals:
         return record.error(self.context.rank, self.context.num_ranks, self._limit_secs, header, reason)
 
     def _reason(self, record: Record) -> str:
-        """Why the rank of a record has refused a call; empty: it is on another node, which only its record reaches."""
+        """Return why the rank of a record has refused a call; empty: it is on another node, from which only the
+        record comes.
+        """
         if self._is_remote(record.origin):
             return ""
         with self._stream.side_stream():
             return self.context.note(self._board, record.expected, record.origin)
 
     def _is_remote(self, rank: int) -> bool:
-        """Whether what a rank says does not come straight to this rank's board."""
+        """Return whether a rank's words do not come straight to this rank's board."""
         is_other_node = rank // self.context.ranks_per_node != self.context.rank // self.context.ranks_per_node
         return is_other_node and self.remote_board is not None
 
     def _header(self, record: Record, rank: int) -> Agreement:
-        """What a rank has said of the call of a record."""
+        """Return the header that a rank has posted for the call of a record."""
         if OPERATIONS[record.operation].startswith(LOW_LATENCY) and self.low_latency_words is not None:
             with self._stream.side_stream():
                 first, second = self.low_latency_words[rank].tolist()

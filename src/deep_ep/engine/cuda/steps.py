@@ -1,8 +1,9 @@
-"""What the steps of one hop and of two have in common, on a GPU: signatures, terms, offers, counts.
+"""What the steps of one hop and of two hops have in common on a GPU: signatures, terms, offers, counts.
 
 A call has a *signature*: everything about it but its tensors' memory and the number of its tokens. What follows from it
-(which kernels, how they are launched, the words that must agree, the widths of rows) is found once, and kept: the steps
-of a signature. A call then checks little, takes memory, and hands addresses to launches that are bound already.
+(which kernels, how they are launched, the words that must agree, the widths of rows) is computed once and cached: the
+steps of a signature. A call then checks little, allocates memory, and passes addresses to launches that are bound
+already.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .signals import Signals
 
 
 class DispatchSignature(NamedTuple):
-    """What tells dispatches apart.
+    """The signature of a dispatch: what distinguishes it from others.
 
     Attributes:
         operation: One of `call.OPERATIONS`.
@@ -38,7 +39,7 @@ class DispatchSignature(NamedTuple):
         num_topk: K; 0: ids and weights do not travel.
         idx_dtype: Type of the ids; None: there are none.
         num_experts: E; 0: there is a handle.
-        max_tokens: Most tokens of a rank, which all ranks must say alike; 0: nobody asked.
+        max_tokens: Most tokens of a rank, which must be the same on all ranks; 0: it was not given.
         num_sms: Most blocks of a kernel; None: nothing bounds them.
     """
 
@@ -56,11 +57,11 @@ class DispatchSignature(NamedTuple):
 
 
 class CombineSignature(NamedTuple):
-    """What tells combines apart.
+    """The signature of a combine: what distinguishes it from others.
 
     Attributes:
         hidden: H.
-        dtype: Of the rows.
+        dtype: The dtype of the rows.
         num_columns: K, if rows are added in the order of columns; 0: in that of ranks.
         num_topk: K, of the weights that come back with the rows; 0: none do.
         num_biases: At most two.
@@ -82,31 +83,31 @@ class Ops(Protocol):
 
     Attributes:
         shapes: How bulk kernels are launched, of steps that are made from now on.
-        memory: Of the buffer.
+        memory: The memory of the buffer.
     """
 
     shapes: Shapes
     memory: Memory
 
     def dispatch(self, signature: DispatchSignature) -> DispatchSteps:
-        """The steps of a signature, made anew."""
+        """Make the steps of dispatches with a signature."""
         ...
 
     def combine(self, signature: CombineSignature) -> CombineSteps:
-        """The same of combines."""
+        """Make the steps of combines with a signature."""
         ...
 
     def stats(self) -> dict[str, Any]:
-        """What it has counted beside the engine."""
+        """Return counters beyond those of the engine."""
         ...
 
     def close(self) -> None:
-        """Let go of what it holds, once everything that was launched is done."""
+        """Release what it holds, once everything that was launched is done."""
         ...
 
 
 def rows_of(signature: DispatchSignature) -> RowSpec:
-    """What the rows of a dispatch are made of, for the kernels that move them."""
+    """Return what the rows of a dispatch consist of, for the kernels that move them."""
     row_bytes = signature.hidden * signature.dtype.itemsize
     word, is_aligned = widest_word(row_bytes, signature.alignment)
     scale_bytes = signature.scale_dtype.itemsize if signature.scale_dtype is not None else 0
@@ -118,13 +119,13 @@ def rows_of(signature: DispatchSignature) -> RowSpec:
 
 
 def columns_of(signature: DispatchSignature) -> Columns:
-    """The same for whoever makes room for them."""
+    """Return what the rows of a dispatch consist of, for the allocation of memory."""
     num_words = record_words(signature.num_topk) if signature.num_experts else 0
     return Columns(signature.hidden, signature.dtype, signature.num_scales, signature.scale_dtype, num_words)
 
 
 def terms_of(signature: DispatchSignature, step: int, num_ranks: int) -> Terms:
-    """What a rank says in all dispatches of a signature."""
+    """Return what a rank posts in all dispatches of a signature."""
     operation, hidden, dtype, _, num_scales, scale_dtype, num_topk, idx_dtype, num_experts, max_tokens, _ = signature
     agreement = Agreement(
         operation, num_experts, num_topk, hidden, dtype, num_scales, scale_dtype, idx_dtype, max_tokens
@@ -133,7 +134,7 @@ def terms_of(signature: DispatchSignature, step: int, num_ranks: int) -> Terms:
 
 
 def combine_terms(signature: CombineSignature) -> Terms:
-    """What a rank says in all combines of a signature."""
+    """Return what a rank posts in all combines of a signature."""
     agreement = Agreement("combine", num_topk=signature.num_topk, hidden=signature.hidden, dtype=signature.dtype)
     return Terms(OFFERED, OPERATIONS.index("combine"), pack(agreement))
 
@@ -142,9 +143,9 @@ class DeviceDispatch(ABC):
     """The steps of dispatches with one signature that one hop and two take alike, see `ops.DispatchSteps`.
 
     Args:
-        signals: Of the buffer.
-        memory: Of the buffer.
-        signature: Of the dispatches.
+        signals: The signals of the buffer.
+        memory: The memory of the buffer.
+        signature: The signature of the dispatches.
     """
 
     def __init__(self, signals: Signals, memory: Memory, signature: DispatchSignature):
@@ -155,11 +156,13 @@ class DeviceDispatch(ABC):
         self._num_experts = signature.num_experts
 
     def guess(self) -> Sections:
-        """Memory for a few rows more than the last dispatch received, so that rows move before counts are known."""
+        """Allocate memory for a few rows more than the last dispatch received, so that rows can move before counts
+        are known.
+        """
         return self._memory.guess(self._columns)
 
     def memory(self, scope: CudaScope, num_rows: int) -> Sections:
-        """Memory for exactly so many rows."""
+        """Allocate memory for exactly `num_rows` rows."""
         sections = self._memory.sections(self._columns, num_rows)
         scope.path = "dispatch/direct"
         if sections is None:
@@ -170,7 +173,7 @@ class DeviceDispatch(ABC):
     def notify(
         self, scope: CudaScope, payload: Payload, routing: Routing | None, routes: Any, sections: Sections
     ) -> None:
-        """Exchange counts and offers."""
+        """Exchange counts and offers with the peers."""
         num_tokens = free_bytes = ticket = 0
         if self._is_full:
             scope.path = "dispatch/direct"  # what is guessed lies in the window
@@ -189,10 +192,12 @@ class DeviceDispatch(ABC):
 
     @abstractmethod
     def _rows_to(self, routes: Any) -> torch.Tensor | None:
-        """[R] int32: rows that a dispatch along a handle sends to each rank; None: that cannot be told."""
+        """Return [R] int32: the rows that a dispatch along a handle sends to each rank; None: the handle does not
+        have them.
+        """
 
     def _note(self, routing: Routing | None, routes: Any) -> None:
-        """Have a trace show what is sent."""
+        """Note the rows to each rank in the trace."""
         if (marks := self._signals.noting) is not None:
             marks.note(row_bytes=sum(self._columns.widths()))
             rows_to = routing.num_tokens_per_rank if routing is not None else self._rows_to(routes)
@@ -200,7 +205,7 @@ class DeviceDispatch(ABC):
                 marks.note_rows(rows_to=rows_to)
 
     def counts(self, scope: CudaScope, routing: Routing) -> Counts:
-        """Wait for the counts, from which the next dispatch guesses."""
+        """Wait for the counts, and keep the number of rows for the next dispatch's guess."""
         del scope
         told = self._signals.wait_for_counts(self._num_experts)
         if self._signals.marks is not None:
@@ -209,7 +214,7 @@ class DeviceDispatch(ABC):
         return told._replace(max_tokens=max(told.num_tokens)) if routing.max_tokens else told
 
     def offer(self, scope: CudaScope, payload: Payload, routes: Any, sections: Sections) -> None:
-        """Exchange offers once more."""
+        """Exchange offers a second time, now that the counts are known."""
         if scope.reach is not None:
             scope.reach("offer")
         self._offer(Post(sections.num_rows, sections.rows_per_source, bases=sections.bases), payload, routes)
@@ -223,8 +228,8 @@ class DeviceCombine(ABC):
     """The steps of combines with one signature that one hop and two take alike, see `ops.CombineSteps`.
 
     Args:
-        signals: Of the buffer.
-        memory: Of the buffer.
+        signals: The signals of the buffer.
+        memory: The memory of the buffer.
     """
 
     def __init__(self, signals: Signals, memory: Memory):
@@ -232,13 +237,13 @@ class DeviceCombine(ABC):
         self._memory = memory
 
     def outputs(self, scope: CudaScope, parts: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
-        """Ordinary memory for the sums."""
+        """Allocate ordinary memory for the sums."""
         num_tokens = handle.num_tokens
         with scope.outputs:
             return [part.new_empty((num_tokens, part.shape[1])) for part in parts]
 
     def notify(self, scope: CudaScope, parts: Sequence[torch.Tensor], handle: Any) -> CombineSource:
-        """Copy in what must be, and exchange offers."""
+        """Copy rows into the window where that is needed, and exchange offers."""
         source = self._memory.source(parts, handle.num_tokens)
         scope.path = source.path
         self._notify(scope, source, handle)
@@ -252,10 +257,10 @@ class DeviceCombine(ABC):
 
     @abstractmethod
     def _rows_from(self, handle: Any) -> torch.Tensor | None:
-        """[R] int32: rows that come back from each rank; None: that cannot be told."""
+        """Return [R] int32: the rows that come back from each rank; None: the handle does not have them."""
 
     def _note(self, path: str, parts: Sequence[torch.Tensor], handle: Any) -> None:
-        """Have a trace show what comes back."""
+        """Note the rows from each rank in the trace."""
         if (marks := self._signals.noting) is not None:
             row_bytes = sum(part.size(1) * part.element_size() for part in parts)
             marks.note(path=path.partition("/")[2], row_bytes=row_bytes)
@@ -263,11 +268,11 @@ class DeviceCombine(ABC):
                 marks.note_rows(rows_from=rows_from)
 
     def _release(self, source: CombineSource) -> None:
-        """Let go of what was copied to, behind what has been launched."""
+        """Release the regions that rows were copied to, after everything that has been launched."""
         source.copies.clear()
         self._memory.reclaim()
 
 
 def rows_to_each(prefix: torch.Tensor, rank: int) -> torch.Tensor:
-    """[R] int32: the rows that a rank sends to each, from a `rank_prefix_matrix`."""
+    """Return [R] int32: the rows that a rank sends to each rank, from a `rank_prefix_matrix`."""
     return prefix[rank] - prefix[rank - 1] if rank else prefix[0]

@@ -1,6 +1,6 @@
-"""Calls that kernels make, in a trace: when the device came to each step.
+"""Calls of a GPU in a trace: when the device reached each step.
 
-The host marks places in the stream and goes on; when the device has passed them, they are recorded. Calls that are
+The host puts marks into the stream and goes on; once the device has passed them, they are recorded. Calls that are
 captured in a graph are not marked, and so neither are their replays.
 """
 
@@ -48,16 +48,16 @@ class TraceMarks:
 
     @property
     def is_open(self) -> bool:
-        """Whether a call is being marked."""
+        """Return whether a call is being marked."""
         return self._open is not None
 
     def host_slice(self, name: str) -> Slice:
-        """A slice of the host that waits."""
+        """Return a context manager that records its block as a slice in which the host waits."""
         return self._trace.host_wait(name)
 
     @contextmanager
     def call(self, operation: str) -> Iterator[None]:
-        """Around the launches of a call, inside the stream."""
+        """A context manager around the launches of a call, inside the stream."""
         if not self._stream.can_mark():
             yield  # in a capture not even a look at earlier events is allowed
             return
@@ -72,24 +72,27 @@ class TraceMarks:
             self._open = None
 
     def step(self, name: str) -> None:
-        """A step of the call is launched from here on."""
+        """Mark that a step of the call is launched from here on."""
         if self._open is not None:
             self._open.steps.append((name, self._stream.mark()))
 
     def note(self, **args: Any) -> None:
-        """Something to show with the call."""
+        """Attach facts to the call in the trace."""
         if self._open is not None:
             self._open.args.update(args)
 
     def note_rows(self, **rows: torch.Tensor) -> None:
-        """Numbers of rows for each rank, [R] on the device, to show with the call: copied in stream order."""
+        """Attach row counts for each rank, [R] on the device, to the call in the trace.
+
+        They are copied in stream order.
+        """
         if self._open is not None:
             for name, counts in rows.items():
                 pinned = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=counts.is_cuda)
                 self._open.rows[name] = pinned.copy_(counts, non_blocking=True)
 
     def record(self) -> None:
-        """Record what the device has finished. Waits for nothing."""
+        """Record the calls that the device has finished. Does not wait."""
         while self._launched and self._launched[0].steps[-1][1].reached_ns() is not None:
             marked = self._launched.popleft()
             times = [mark.reached_ns() or 0 for _, mark in marked.steps]

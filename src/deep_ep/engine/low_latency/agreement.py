@@ -1,14 +1,14 @@
-"""How the ranks of a node agree on who is lost in a low-latency call: all sum the same sets.
+"""How the ranks of a node agree on which ranks are lost in a low-latency call, so that all of them sum the same sets.
 
 A rank that is stopped may send just as the limit of one peer passes, before that of another. So a rank that misses
-others does not go on at once. It says whom it takes for lost (its *verdict*, on its board), and then every other rank
-of its node either
+others does not go on at once. It posts the ranks that it considers lost on its board (its *verdict*), and then every
+other rank of its node either
 
-- has received the call: with those ranks, which then have sent it, so their rows are there for everybody. The verdict
+- has received the call: with those ranks, which then have sent it, so their rows are there for all ranks. The verdict
   is dropped, and they are waited for again; or
-- has not, and finds the verdict in its own wait. It takes the same ranks for lost and says so. When all verdicts are
-  alike, nobody can have received the call with those ranks, and nobody will; or
-- is silent itself, and is taken for lost, too.
+- has not, and finds the verdict in its own wait. It considers the same ranks lost and posts that. When all verdicts are
+  alike, no rank can have received the call with those ranks, and none will; or
+- is silent itself, and is considered lost, too.
 
 A verdict only grows. `docs/low-latency.md` has the state table.
 """
@@ -23,10 +23,10 @@ from .shared import Done, Shared
 
 
 class Verdict:
-    """What this rank makes of the ranks that it misses.
+    """The verdict of this rank on the ranks that it misses.
 
     Args:
-        shared: Of the buffer.
+        shared: The state that the calls of the buffer share.
         number: The call that it waits for.
         look: Raises if this rank has given the call up, or a peer has failed.
     """
@@ -37,7 +37,9 @@ class Verdict:
         self._look = look
 
     def told_lost(self) -> dict[int, str]:
-        """Whom other ranks of the node take for lost in a call that this rank has not received, and how it is said."""
+        """Return the ranks that other ranks of the node consider lost in a call that this rank has not received,
+        each with a reason.
+        """
         shared, told = self._shared, {}
         for rank in shared.local:
             if rank == shared.rank or rank in shared.masks:
@@ -50,18 +52,19 @@ class Verdict:
         return told
 
     def _why_missed(self, rank: int, by_rank: int) -> str:
-        """How it is said that another rank misses a rank: as this one would say it, if it knows why."""
+        """Return the reason that another rank misses a rank, for a message: this rank's own reason, if it has one."""
         reason = self._shared.senders[rank].why_not(self._number, looks_at_process=True)
         return reason or f" after {self._shared.window.limit_secs:g} s at rank {by_rank}"
 
     def agree(self, lost: dict[int, str]) -> tuple[dict[int, str], int]:
-        """Agree with the other ranks of this node.
+        """Agree with the other ranks of this node on the ranks that are lost.
 
         Args:
-            lost: Whom this rank misses, and how that is said.
+            lost: The ranks that this rank misses, each with a reason.
 
         Returns:
-            Whom all of them take for lost (nobody, if somebody has received the call with them), and as of which call.
+            The ranks that all of them consider lost (none, if a rank has received the call with them), and from which
+            call on.
         """
         shared, lost, number = self._shared, dict(lost), self._first_missed()
         waiting, pause, pulse = Waiting(), SHORTEST_PAUSE_SECS, 0.0
@@ -95,7 +98,9 @@ class Verdict:
                 self._say(number, lost)
 
     def _more(self, verdicts: dict[int, set[int]], lost: set[int], number: int) -> dict[int, str]:
-        """Whom the others take for lost beyond this rank's verdict; and those who take this rank for lost."""
+        """Return the ranks that others consider lost beyond this rank's verdict, and those that consider this rank
+        lost.
+        """
         shared, more = self._shared, {}
         for by_rank, said in verdicts.items():
             if shared.rank in said:
@@ -107,7 +112,7 @@ class Verdict:
         return more
 
     def _why_silent(self, rank: int, number: int, secs: float, looks_at_process: bool) -> str | None:
-        """Why a rank that has still to agree never will; None: it may."""
+        """Return why a rank that has still to agree never will; None: it may."""
         shared = self._shared
         sender, limit_secs = shared.senders[rank], shared.window.limit_secs
         reason = sender.why_not(number, looks_at_process)
@@ -121,7 +126,7 @@ class Verdict:
         self._shared.window.board.post_verdict(number, self._shared.bits_of(lost))
 
     def _first_missed(self) -> int:
-        """The call that the verdict is about: an earlier one that is in flight, if others miss ranks there."""
+        """Return the call that the verdict is about: an earlier one that is in flight, if others miss ranks there."""
         earlier = self._number - 1
         if not self._shared.is_done(earlier):
             for rank in self._shared.local:

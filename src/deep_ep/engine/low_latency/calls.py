@@ -1,4 +1,4 @@
-"""What low-latency calls take and give, on the CPU and on a GPU."""
+"""Arguments and results of low-latency calls, on the CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METHODS = {  # as their callers know them
 
 
 def operation_of(method: str) -> str:
-    """The operation that a method of a buffer makes."""
+    """Return the operation that a method of a buffer makes."""
     return next((operation for operation, name in METHODS.items() if name == method), method)
 
 
@@ -35,12 +35,12 @@ def agreement_of(
     variant: int,
     idx_dtype: torch.dtype | None = None,
 ) -> Agreement:
-    """What all ranks must say alike in a call.
+    """Return what must be the same on all ranks in a call.
 
     Args:
         operation: The call.
         geometry: Its sizes.
-        dtype: Of the rows.
+        dtype: The dtype of the rows.
         scale_dtype: Of their scales, or None.
         variant: 1 where scales are powers of two, or rows compressed.
         idx_dtype: Of the expert ids, where ranks compare it.
@@ -83,10 +83,10 @@ class Dispatching:
         geometry: Its sizes.
         form: How rows travel.
         mode: How it stands to the caller's stream.
-        idx_dtype: Of `topk_idx`.
+        idx_dtype: The dtype of `topk_idx`.
         has_recv_stats: The rows of each expert are added to a tensor.
         has_wait_stats: The nanoseconds waited for each rank are added to a tensor.
-        found: What the engine has found out of it, for the next call: the engine's own.
+        found: What the engine caches for further calls of this kind. Private to the engine.
     """
 
     geometry: Geometry
@@ -100,16 +100,16 @@ class Dispatching:
 
 @dataclass(frozen=True)
 class Combining:
-    """A kind of combine, likewise.
+    """A kind of combine of one buffer: what it was asked for, apart from its tensors.
 
     Attributes:
         geometry: Its sizes.
         mode: How it stands to the caller's stream.
         use_logfmt: Compress rows on their way.
         zero_copy: The rows lie in the handle's zero-copy tensor, `CombineInputs.x` is not read.
-        idx_dtype: Of `topk_idx`.
+        idx_dtype: The dtype of `topk_idx`.
         has_wait_stats: The nanoseconds waited for each rank are added to a tensor.
-        found: What the engine has found out of it, for the next call: the engine's own.
+        found: What the engine caches for further calls of this kind. Private to the engine.
     """
 
     geometry: Geometry
@@ -146,8 +146,8 @@ class CombineInputs(NamedTuple):
         x: [L, R * M, H] BF16, the experts' rows where dispatch put their inputs.
         topk_idx: [T, K], as dispatched.
         topk_weights: [T, K] float32.
-        src_info: Of the handle.
-        layout_range: Of the handle.
+        src_info: `packed_recv_src_info` of the handle.
+        layout_range: `packed_recv_layout_range` of the handle.
     """
 
     x: torch.Tensor
@@ -158,7 +158,7 @@ class CombineInputs(NamedTuple):
 
 
 class LowLatencyEngine(Protocol):
-    """Low-latency calls of a buffer."""
+    """The low-latency calls of a buffer."""
 
     def dispatch(
         self,
@@ -190,15 +190,15 @@ class LowLatencyEngine(Protocol):
         ...
 
     def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-        """The zero-copy tensor of a handle."""
+        """Return the zero-copy tensor of a handle."""
         ...
 
     def clean(self) -> None:
-        """A barrier over the ranks that are not masked."""
+        """Make a barrier over the ranks that are not masked."""
         ...
 
     def update_mask(self, rank: int, is_masked: bool) -> None:
-        """Mask a rank for this rank's calls, or no longer."""
+        """Mask a rank for this rank's calls, or unmask it."""
         ...
 
     def query_mask(self, status: torch.Tensor) -> None:
@@ -206,5 +206,5 @@ class LowLatencyEngine(Protocol):
         ...
 
     def clean_mask(self) -> None:
-        """Mask nobody."""
+        """Unmask all ranks."""
         ...

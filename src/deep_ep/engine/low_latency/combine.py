@@ -1,4 +1,7 @@
-"""Low-latency combine on the CPU: the experts' rows back. What is copied in is packed without gaps."""
+"""Low-latency combine on the CPU: the experts' rows go back to their tokens.
+
+Rows that are copied in are packed without gaps.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ _LOGFMT_ROWS = 64  # compressed at a time
 
 
 class LowLatencyCombine(LowLatencyCall):
-    """The experts' rows back.
+    """A low-latency combine: the experts' rows go back to their tokens.
 
-    The table says, for each local expert and rank, how many rows there are and which is the first: [L, R] int64, `count
+    The table has, for each local expert and rank, the number of rows and the first of them: [L, R] int64, `count
     | first row << 32`.
     """
 
@@ -69,7 +72,7 @@ class LowLatencyCombine(LowLatencyCall):
         return LocalPost(rows.numel(), self.shared.base(offset))
 
     def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
-        """The rows of each of this rank's experts for that rank."""
+        """Make the frame for a remote rank: the rows of each of this rank's experts for it."""
         geometry = self._geometry
         blocks, rows = kernels.rows_of_layout(self._rows.layout_range[:, rank : rank + 1], geometry.num_rows)
         self._require_possible(rows, geometry.num_local_experts)
@@ -82,7 +85,7 @@ class LowLatencyCombine(LowLatencyCall):
         return frame
 
     def _local_layout(self) -> torch.Tensor:
-        """The handle's [L, R], without rows for ranks of other nodes."""
+        """Return the handle's [L, R], without rows for ranks of other nodes."""
         layout, local = self._rows.layout_range, self.shared.local
         if self.shared.mesh is None:
             return layout
@@ -103,7 +106,7 @@ class LowLatencyCombine(LowLatencyCall):
         torch.index_select(self._source_rows(), 0, rows, out=slots.view(torch.bfloat16)[:, : geometry.hidden])
 
     def _source_rows(self) -> torch.Tensor:
-        """[L * rows, H] BF16: the experts' rows, wherever they are."""
+        """Return [L * rows, H] BF16: the experts' rows, wherever they are."""
         geometry = self._geometry
         if not self._is_zero_copy:
             return self._rows.x.view(-1, geometry.hidden)
@@ -111,7 +114,7 @@ class LowLatencyCombine(LowLatencyCall):
         return zero_copy_view(memory, geometry).view(-1, geometry.hidden)
 
     def _expert_rows(self) -> torch.Tensor:
-        """[L, 1]: the first row of each local expert."""
+        """Return [L, 1]: the first row of each local expert."""
         geometry = self._geometry
         return (torch.arange(geometry.num_local_experts) * geometry.num_rows).unsqueeze(1)
 
@@ -141,7 +144,10 @@ class LowLatencyCombine(LowLatencyCall):
             self._note(selections.counts.view(geometry.num_ranks, -1).sum(1), geometry.slot_bytes)
 
     def _remote_rows(self, posts: dict[int, RemotePost]) -> dict[int, RemoteRows]:
-        """What ranks of other nodes have sent, within reach of the atlas. Places move with it."""
+        """Return the rows that ranks of other nodes have sent, after mapping them in the atlas.
+
+        This may move grains.
+        """
         geometry, mesh = self._geometry, self.shared.mesh
         if not self._use_logfmt or mesh is None:
             return {rank: remote_rows.plain_rows(post, geometry) for rank, post in posts.items()}
@@ -152,17 +158,17 @@ class LowLatencyCombine(LowLatencyCall):
     def _expert_grains(
         self, posts: dict[int, LocalPost], remote: dict[int, RemoteRows], selections: kernels.Selections
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where this rank's rows lie at each expert. Checked.
+        """Return where this rank's rows lie at each expert, after checking what the peers have published.
 
         Returns:
-            [E] int64: the place of its first row, -1 where there is none. [E] int64: places from one row to the next.
+            [E] int64: the grain of its first row, -1 if there is none. [E] int64: grains from one row to the next.
         """
         geometry, num_local = self._geometry, self._geometry.num_local_experts
         starts = torch.full((geometry.num_ranks, num_local), -1)
         pitches = torch.full_like(starts, geometry.slot_bytes // GRAIN_BYTES)
         wanted = selections.counts.view(geometry.num_ranks, num_local)
         for rank, post in posts.items():
-            # A copy, which does not change any more.
+            # A copy, which a peer that has gone on cannot change.
             blocks = self._peer_table(rank, post, geometry.num_experts).view(num_local, -1)[:, self.shared.rank].clone()
             counts, firsts = blocks & 0xFFFFFFFF, blocks >> 32
             is_right = (counts == wanted[rank]) & (firsts >= 0) & (firsts + counts <= post.num_rows)
@@ -175,11 +181,11 @@ class LowLatencyCombine(LowLatencyCall):
         return starts.flatten(), pitches.flatten()
 
     def _wanted_grains(self, rank: int, is_right: torch.Tensor, grains: torch.Tensor) -> torch.Tensor:
-        """The places where a rank has the rows that are wanted.
+        """Return the grains at which a rank has the rows that are wanted.
 
         Raises:
-            SpoiledError: It has others.
-            ExcludedError: Likewise, where ranks are masked: it has none.
+            SpoiledError: It has other rows than are wanted.
+            ExcludedError: It has none, and ranks may be masked.
         """
         if bool(is_right.all()):
             return grains

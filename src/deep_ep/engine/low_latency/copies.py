@@ -22,12 +22,13 @@ from . import geometry
 
 
 class RemoteRanks(NamedTuple):
-    """Who the ranks of other nodes are, and how they hear of a failure.
+    """The ranks of other nodes, and how a failure is sent to them.
 
     Attributes:
         topology: Where this rank stands.
         pes: NVSHMEM's number of each rank.
-        tell: Launches what carries this rank's failure to remote ranks, if there is one by then.
+        tell: Launches the kernel that sends this rank's failure to remote ranks, if it has failed by the time the
+            kernel runs.
     """
 
     topology: Topology
@@ -36,14 +37,14 @@ class RemoteRanks(NamedTuple):
 
 
 class Copier(NamedTuple):
-    """What goes between the send half of a call and its receive half.
+    """The kernels between the send phase of a call and its receive phase.
 
     Attributes:
-        rows: Carries the rows; None: there are none.
+        rows: Copies the rows; None: there are none.
         num_row_blocks: Its grid.
-        posts: Carries the words, and signals.
+        posts: Copies the words, and signals.
         num_post_blocks: Its grid.
-        takes_layout: What carries the rows takes a combine's `layout_range`.
+        takes_layout: The kernel that copies the rows takes a combine's `layout_range`.
     """
 
     rows: Launch | None
@@ -53,7 +54,7 @@ class Copier(NamedTuple):
     takes_layout: bool = False
 
     def launch(self, layout_range: torch.Tensor) -> None:
-        """Carry a call to the remote ranks.
+        """Copy a call to the remote ranks.
 
         Args:
             layout_range: Of a combine's handle; otherwise any tensor of words.
@@ -64,13 +65,13 @@ class Copier(NamedTuple):
 
 
 class Copies:
-    """This rank's copies of remote ranks' memory, and what fills the remote ranks' copies of its own.
+    """This rank's copies of remote ranks' memory, and the kernels that fill the remote ranks' copies of its own.
 
     Args:
         remote: The remote ranks.
-        board_bytes: Of the words in front of a memory.
-        num_bytes: Of low-latency memory, the same on all ranks.
-        max_experts: Room of a table.
+        board_bytes: Bytes of the words in front of a memory.
+        num_bytes: Bytes of low-latency memory, the same on all ranks.
+        max_experts: Experts that a table can hold.
     """
 
     def __init__(self, remote: RemoteRanks, board_bytes: int, num_bytes: int, max_experts: int):
@@ -106,28 +107,28 @@ class Copies:
         return found
 
     def start(self, context: LowLatencyContext, base: int) -> None:
-        """Know the words, and compile what a barrier needs."""
+        """Set the context of the words, and compile what a barrier needs."""
         pes = torch.tensor(list(self._remote.pes), dtype=torch.int32, device=context.state.device)
         copies, tables = base + self._memory_bytes, base + self._tables
         self._context = remote_copy.CopyContext(context, base, copies, self._copy_bytes, tables, pes)
         remote_copy.prepare_all(self._context)
 
     def for_dispatch(self, call: KernelCall, sizes: dispatch.DispatchSizes) -> Copier:
-        """What carries a dispatch. Its rows' kernel takes nothing."""
+        """Return the copier of a dispatch. Its kernel for rows takes no further argument."""
         rows = remote_copy.dispatch_copier(self._started, call, sizes)
         return Copier(*rows, *remote_copy.poster(self._started, call, remote_copy.DISPATCH, sizes))
 
     def for_combine(self, call: KernelCall, sizes: combine.CombineSizes) -> Copier:
-        """What carries a combine. Its rows' kernel takes `layout_range`."""
+        """Return the copier of a combine. Its kernel for rows takes `layout_range`."""
         rows = remote_copy.combine_copier(self._started, call, sizes)
         return Copier(*rows, *remote_copy.poster(self._started, call, remote_copy.COMBINE, sizes), takes_layout=True)
 
     def for_barrier(self, call: KernelCall) -> Copier:
-        """What carries a barrier."""
+        """Return the copier of a barrier."""
         return Copier(None, 0, *remote_copy.poster(self._started, call, remote_copy.BARRIER))
 
     def tell(self) -> None:
-        """Behind a wait: have remote ranks hear of it if it has failed."""
+        """After a wait: have this rank's failure sent to remote ranks, if the wait has failed."""
         self._remote.tell()
 
     @property

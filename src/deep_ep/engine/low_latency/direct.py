@@ -45,7 +45,7 @@ class DirectLowLatency:
     Args:
         chain: The normal calls of the buffer, with which these share their failures.
         stream: Where communication runs.
-        num_bytes: That this rank asked for; the largest wish of all ranks counts.
+        num_bytes: Bytes that this rank asks for; the largest number of all ranks is used.
         enable_shrink: Mask ranks that stay silent, instead of failing.
         mesh: The links to ranks of other nodes; None: there are none.
     """
@@ -71,7 +71,7 @@ class DirectLowLatency:
         recv_stats: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[Packed, EventHandle | None, Hook | None]:
-        """Send each token to its experts; see `LowLatency`."""
+        """Send each token to its experts; see `LowLatencyEngine`."""
         geometry, form = kind.geometry, kind.form
         plan = plan_dispatch("low_latency_dispatch", self.shared.num_bytes, geometry, form)
         packed = self._empty_packed(geometry, form)
@@ -91,7 +91,7 @@ class DirectLowLatency:
         out: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:
-        """Bring the experts' rows back; see `LowLatency`."""
+        """Bring the experts' rows back; see `LowLatencyEngine`."""
         geometry = kind.geometry
         if self._stream.query():  # else the dispatch that fills it may still be under way
             _check_layout(rows.layout_range, geometry)
@@ -109,7 +109,7 @@ class DirectLowLatency:
         return out, *self._make(call, kind.mode, slot)
 
     def clean(self) -> None:
-        """A barrier over the ranks that are not masked. Where ranks may be masked, they first agree on its number."""
+        """Make a barrier over the ranks that are not masked. If ranks may be masked, they first agree on its number."""
         self._chain.require_working()
         barrier = Barrier(self.shared, _NO_PLAN, None)
         if self.shared.can_mask:
@@ -117,7 +117,7 @@ class DirectLowLatency:
         self._make(barrier, CallMode(), NO_SLOT)
 
     def _rejoin(self, barrier: Barrier) -> None:
-        """Come into step with all ranks that are not masked. Those that do not come are masked."""
+        """Get into step with all ranks that are not masked. Ranks that do not come are masked."""
         shared, window = self.shared, self.shared.window
         self._in_flight.abandon()
 
@@ -135,7 +135,7 @@ class DirectLowLatency:
             warn_of_masks(f"{METHODS[BARRIER]} (call {met.number})", met.lost, window.me())
 
     def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-        """The zero-copy tensor of a handle. Memory comes as it is written: most rows never are."""
+        """Return the zero-copy tensor of a handle. Memory is committed when it is written: most rows never are."""
         where = "get_next_low_latency_combine_buffer"
         plan = plan_combine(where, self.shared.num_bytes, geometry)
         self._stream.synchronize()  # a queued combine may still have to be read by the peers
@@ -147,7 +147,7 @@ class DirectLowLatency:
     # Masks -----------------------------------------------------------------------------------------------------------
 
     def update_mask(self, rank: int, is_masked: bool) -> None:
-        """Mask a rank for this rank's calls, or no longer. Behind what is queued."""
+        """Mask a rank for this rank's calls, or unmask it. It takes effect after what is queued."""
         shared = self.shared
         self._stream.run(lambda: shared.masks.update({rank: 0}) if is_masked else shared.unmask([rank]))
 
@@ -160,11 +160,11 @@ class DirectLowLatency:
         self._stream.run(write)
 
     def clean_mask(self) -> None:
-        """Mask nobody."""
+        """Unmask all ranks."""
         self._stream.run(lambda: self.shared.unmask(self.shared.masked))
 
     def refuse(self, reason: str) -> None:
-        """Tell the peers that this rank does not make the next call."""
+        """Report to the peers that this rank does not make the next call."""
         window, mesh = self.shared.window, self.shared.mesh
         number = self._in_flight.next_number
 
@@ -173,10 +173,10 @@ class DirectLowLatency:
             if mesh is not None:
                 mesh.refuse(refusal)
 
-        self._stream.run_in_turn(post)  # remote ranks hear of calls in their order
+        self._stream.run_in_turn(post)  # remote ranks receive calls in their order
 
     def trim(self) -> int:
-        """Give memory of results that nobody uses back to the system. Returns the bytes given back."""
+        """Give unused memory of results back to the system. Returns the bytes given back."""
         mesh = self.shared.mesh
         return self._results.trim() + (mesh.receive_arena.trim() if mesh is not None else 0)
 
@@ -185,7 +185,7 @@ class DirectLowLatency:
     def _make(
         self, call: LowLatencyCall, mode: CallMode, slot: int, wide_bytes: int = 0
     ) -> tuple[EventHandle | None, Hook | None]:
-        """Make a call: its send half, and its receive half unless there is a hook for that.
+        """Make a call: its send phase, and its receive phase unless a hook does that.
 
         Args:
             call: The call.
@@ -220,7 +220,7 @@ class DirectLowLatency:
             return None, None
 
     def _newest_spent(self, call: LowLatencyCall, slot: int) -> int:
-        """The newest call over which this one writes: its rows, or its post and table. A free slot is taken here."""
+        """Return the newest call whose rows, or post and table, this call overwrites. A free slot is taken here."""
         spent = call.number - NUM_SENT_POSTS
         if slot == FREE_SLOT:
             call.slot, last_call = self._slots.take(call.number)
@@ -241,7 +241,9 @@ class DirectLowLatency:
 
     @contextmanager
     def _calling(self, call: LowLatencyCall) -> Iterator[None]:
-        """Around a half of a call. Whatever exception leaves it, the half has ended, or the buffer has failed.
+        """A context manager around a phase of a call.
+
+        Whatever exception leaves it, the phase has ended, or the buffer has failed.
 
         A number that was given to a call, and never sent, would be taken for sent as soon as the next one is; a call
         that was never received would be taken for read.
@@ -259,18 +261,18 @@ class DirectLowLatency:
             raise
 
     def _run(self, call: LowLatencyCall, work: Callable[[], None]) -> None:
-        """Have work of a call done on the comm stream, and wait for it. If the wait is interrupted, the call fails."""
+        """Run work of a call on the comm stream, and wait for it. If the wait is interrupted, the call fails."""
         self._stream.run(work, on_abandon=lambda error: self._abandon(error, call))
 
     def _abandon(self, error: BaseException, call: LowLatencyCall) -> bool:
-        """Fail a call that the comm stream may be in the middle of; the answer is that of `CpuScope._abandon`."""
+        """Fail a call that the comm stream may be in the middle of. Returns what `CpuScope._abandon` does."""
         self._chain.give_up(error, call.name)
-        with suppress(RuntimeError):  # the thread has ended, and has told everybody that this rank leaves
+        with suppress(RuntimeError):  # the thread has ended, and has reported to all peers that this rank leaves
             self._stream.submit(self._chain.tell_failure)  # links are the comm stream's alone
         return self._chain.is_told_late
 
     def _propagating_failure(self, call: LowLatencyCall, work: Callable[[], None], name: str) -> Callable[[], None]:
-        """Whatever goes wrong in a half goes wrong for all ranks."""
+        """A context manager that reports an error in a phase to all ranks."""
 
         def phase() -> None:
             self._chain.require_working()
@@ -302,14 +304,14 @@ class DirectLowLatency:
         )
 
     def _result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor, most of which is never touched: recycled if it is large."""
+        """Return an uninitialised tensor, most of which is never touched. Memory of large ones is recycled."""
         large = math.prod(shape) * dtype.itemsize >= _LEAST_RECYCLED_BYTES
         region = self._results.allocate(shape, dtype) if large else None
         return region if region is not None else ordinary_tensor(shape, dtype)
 
 
 def _check_layout(layout_range: torch.Tensor, geometry: Geometry) -> None:
-    """Check what a handle says of rows before anything is sent: a mistake must not close the buffer.
+    """Check the rows of a handle before anything is sent: a caller's mistake must not close the buffer.
 
     Raises:
         ValueError: It names rows that a dispatch cannot have brought.

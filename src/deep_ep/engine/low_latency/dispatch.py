@@ -1,4 +1,4 @@
-"""Low-latency dispatch on the CPU: tokens to experts."""
+"""Low-latency dispatch on the CPU: tokens go to experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ if TYPE_CHECKING:  # it needs sockets that other systems do not have
 
 
 class LowLatencyDispatch(LowLatencyCall):
-    """Tokens to experts. A set holds T rows, and behind them the tokens of each expert: [n] int32, by expert."""
+    """A low-latency dispatch: tokens go to experts.
+
+    A set holds T rows, and behind them the tokens of each expert: [n] int32, by expert.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,9 @@ class LowLatencyDispatch(LowLatencyCall):
         return LocalPost(x.size(0), self.shared.base(offset))
 
     def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
-        """Each token that names an expert of that rank, once, and which of them goes to which expert."""
+        """Make the frame for a remote rank: each token that selects one of its experts, once, and the tokens of each
+        expert.
+        """
         assert self._sent is not None
         geometry, row_bytes, (rows, selections) = self._geometry, self._geometry.row_bytes(self._form), self._sent
         first = rank * geometry.num_local_experts
@@ -106,7 +111,7 @@ class LowLatencyDispatch(LowLatencyCall):
             self._recv_stats.add_(self._packed.num_rows)
 
     def _atlas_rows(self) -> tuple[torch.dtype, torch.Tensor]:
-        """The widest elements that rows can be fetched in, and the atlas in them."""
+        """Return the widest elements that rows can be fetched in, and the atlas in them."""
         num_bytes = self._geometry.hidden * self._form.dtype.itemsize
         dtype = widest_dtype(num_bytes, self._packed.x.data_ptr())
         return dtype, self.shared.atlas.rows(num_bytes // dtype.itemsize, dtype)
@@ -117,10 +122,13 @@ class LowLatencyDispatch(LowLatencyCall):
         values = atlas.index_select(0, grains)
         kernels.unpack_rows(scales, quant.pack_ue8m0(values) if self._form.use_ue8m0 else values, counts)
 
-    # Who sends what to this rank's experts ---------------------------------------------------------------------------
+    # What each rank sends to this rank's experts ----------------------------------------------------------------------
 
     def _arrivals(self, posts: Posts) -> _Arrivals:
-        """Out of the local ranks' tables and the remote ranks' frames. Checked: it becomes addresses."""
+        """Return what comes, from local ranks' tables and remote ranks' frames.
+
+        It is checked, as it becomes addresses.
+        """
         geometry, row_bytes = self._geometry, self._geometry.row_bytes(self._form)
         counts = torch.zeros(geometry.num_ranks, geometry.num_local_experts, dtype=torch.int64)
         parts = dict(
@@ -143,7 +151,7 @@ class LowLatencyDispatch(LowLatencyCall):
         )
 
     def _local_parts(self, posts: dict[int, LocalPost], counts: torch.Tensor) -> dict[int, _Part]:
-        """What ranks of this node send, by rank. Their `counts` [R, L] are written."""
+        """Return what ranks of this node send, by rank. Writes their `counts` [R, L]."""
         if not posts:
             return {}
         geometry, row_bytes = self._geometry, self._geometry.row_bytes(self._form)
@@ -160,7 +168,7 @@ class LowLatencyDispatch(LowLatencyCall):
         return parts
 
     def _remote_parts(self, posts: dict[int, RemotePost], counts: torch.Tensor) -> dict[int, _Part]:
-        """What ranks of other nodes have sent, by rank. Their `counts` [R, L] are written."""
+        """Return what ranks of other nodes have sent, by rank. Writes their `counts` [R, L]."""
         geometry, row_bytes, parts = self._geometry, self._geometry.row_bytes(self._form), {}
         for rank, post in posts.items():
             sizes = (8 * geometry.num_local_experts, 4 * post.extent, 4 * post.extent)
@@ -177,7 +185,7 @@ class LowLatencyDispatch(LowLatencyCall):
         return SpoiledError(f"{self.name}: a peer's table makes no sense. This is a bug: report it")
 
     def _peer_tokens(self, rank: int, post: LocalPost, start: int, stop: int) -> torch.Tensor:
-        """Some of the tokens that a peer has listed, int32, where they lie."""
+        """Return some of the tokens that a peer has listed, int32, in place."""
         geometry = self._geometry
         if not 0 <= start <= stop <= post.num_rows * geometry.num_topk:
             raise self._spoiled()
@@ -188,7 +196,7 @@ class LowLatencyDispatch(LowLatencyCall):
 
 
 class _Published(NamedTuple):
-    """What was published: the set's rows [T, row_bytes] uint8, and who gets them."""
+    """What was published: the set's rows [T, row_bytes] uint8, and the ranks that get them."""
 
     rows: torch.Tensor
     selections: kernels.Selections
@@ -201,7 +209,7 @@ class _Part(NamedTuple):
         tokens: [n] int32, the token of each selection at its source, by expert.
         rows: [n] int32, its row among those of the rank that are within reach.
         num_rows: How many these are.
-        grain: Of the first.
+        grain: The grain of the first row.
     """
 
     tokens: torch.Tensor
@@ -216,7 +224,7 @@ class _Arrivals(NamedTuple):
     Attributes:
         blocks: How many rows for which expert from which rank.
         tokens: [n] int64, the token of each row at its source.
-        grains: [n] int64, the place of each row.
+        grains: [n] int64, the grain of each row.
     """
 
     blocks: kernels.Blocks

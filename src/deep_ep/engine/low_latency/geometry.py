@@ -7,9 +7,9 @@ whatever the sizes of the calls are:
     region 0, 1, 2    three *slots*: the rows that a combine copies in, or a zero-copy tensor
     region 3          four *dispatch sets*, which calls take in turn, by their number
 
-Only its owner writes it. A dispatch set holds T rows and the places of their copies, a slot the rows that this rank's
-experts made. A dispatch that is too large for its set (where there are very few experts) takes a slot, too: it is
-*wide*. Which slot a call takes is its rank's own affair, and posted with the call.
+Only its owner writes it. A dispatch set holds T rows and the expert slots of their copies, a slot the rows that this
+rank's experts made. A dispatch that is too large for its set (where there are very few experts) takes a slot, too: it
+is *wide*. Each rank chooses the slot of a call for itself, and posts it with the call.
 
 A *copy* of the memory of a rank of another node, in this rank's own, has what that rank sends to this one alone: four
 sets, which calls take in turn, each of a little more than 1 / R of a region
@@ -36,10 +36,10 @@ MOST_IN_FLIGHT = 2  # results of a rank: engines run two micro-batches
 NUM_SETS = 2 * MOST_IN_FLIGHT  # for dispatches, and in a copy. `docs/low-latency.md` says why so many
 NUM_SLOTS = MOST_IN_FLIGHT + 1
 NUM_ZERO_COPY = 2  # handles that may have a zero-copy tensor at a time; the third slot is left for other calls
-MOST_TOKENS = 1 << 16  # a place and an expert share a word
+MOST_TOKENS = 1 << 16  # an index and an expert share a word
 _NUM_REGIONS = 4
-_LEAST_COPY_BYTES = 256 << 10  # of a set in a copy, if a whole region has so many: places may outweigh short rows
-_COPY_MARGIN = 8  # a set in a copy has a part of so many more than its due: for places, with one expert a rank
+_LEAST_COPY_BYTES = 256 << 10  # of a set in a copy, if a region has so many: expert slots may outweigh short rows
+_COPY_MARGIN = 8  # a set in a copy is larger by one part in so many: for expert slots, with one expert a rank
 
 
 class RowFormat(NamedTuple):
@@ -57,12 +57,12 @@ class RowFormat(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the received rows."""
+        """The dtype of the received rows."""
         return torch.float8_e4m3fn if self.use_fp8 else torch.bfloat16
 
     @property
     def scale_dtype(self) -> torch.dtype | None:
-        """Of the received scales."""
+        """The dtype of the received scales."""
         if not self.use_fp8:
             return None
         return torch.int32 if self.use_ue8m0 else torch.float32
@@ -87,67 +87,67 @@ class Geometry(NamedTuple):
 
     @property
     def num_local_experts(self) -> int:
-        """L."""
+        """The number of experts of a rank, L."""
         return self.num_experts // self.num_ranks
 
     @property
     def num_groups(self) -> int:
-        """G."""
+        """The number of groups of channels, G."""
         return ceil_div(self.hidden, CHANNELS_PER_SCALE)
 
     @property
     def num_rows(self) -> int:
-        """Rows that one expert may receive."""
+        """The most rows that one expert may receive."""
         return self.num_ranks * self.max_tokens
 
     def num_scales(self, form: RowFormat) -> int:
-        """Columns of the received scales."""
+        """The number of columns of the received scales."""
         return ceil_div(self.num_groups, 4) if form.use_ue8m0 else self.num_groups
 
     # A dispatched row: its values, then, if they are FP8, its scales as float32.
 
     @property
     def scales_offset(self) -> int:
-        """Where the scales of an FP8 row begin."""
+        """The byte offset of the scales in an FP8 row."""
         return align(self.hidden, 4)
 
     def row_bytes(self, form: RowFormat) -> int:
-        """From one dispatched row to the next."""
+        """The bytes from one dispatched row to the next."""
         used = self.scales_offset + 4 * self.num_groups if form.use_fp8 else 2 * self.hidden
         return align(used, SLOT_ALIGNMENT_BYTES)
 
     def expert_slots_offset(self, form: RowFormat) -> int:
-        """Where, behind the rows of a dispatch, the places begin: [M, K] int32."""
+        """The byte offset of the expert slots, [M, K] int32, which come after the rows of a dispatch."""
         return self.max_tokens * self.row_bytes(form)
 
     def dispatch_bytes(self, form: RowFormat) -> int:
-        """Of a dispatch's set."""
+        """The bytes of a dispatch's set."""
         return self.expert_slots_offset(form) + 4 * self.max_tokens * self.num_topk
 
-    # A row that is combined: BF16 values, and room for the range of each group (LogFMT).
+    # A row that is combined: BF16 values, and space for the range of each group (LogFMT).
 
     @property
     def slot_bytes(self) -> int:
-        """From one combined row to the next."""
+        """The bytes from one combined row to the next."""
         return low_latency_combine_slot_bytes(self.hidden)
 
     @property
     def ranges_offset(self) -> int:
-        """Where in it the ranges begin: [G, 2] BF16, the largest and the smallest magnitude."""
+        """The byte offset, in a combined row, of the ranges: [G, 2] BF16, the largest and the smallest magnitude."""
         return align(2 * self.hidden, 4)
 
     @property
     def combine_bytes(self) -> int:
-        """Of a combine's set, and of a zero-copy tensor."""
+        """The bytes of a combine's set, and of a zero-copy tensor."""
         return self.num_experts * self.max_tokens * self.slot_bytes
 
     @property
     def copied_combine_bytes(self) -> int:
-        """Of a combine's set in a copy, at most: one rank's rows."""
+        """The most bytes of a combine's set in a copy: one rank's rows."""
         return self.num_local_experts * self.max_tokens * self.slot_bytes
 
     def hint(self) -> int:
-        """What `get_low_latency_rdma_size_hint` says for these sizes."""
+        """The number of bytes that `get_low_latency_rdma_size_hint` returns for these sizes."""
         return low_latency_buffer_bytes(self.max_tokens, self.hidden, self.num_ranks, self.num_experts)
 
 
@@ -155,9 +155,9 @@ class SetPlan(NamedTuple):
     """Where a call's rows lie in the low-latency memory.
 
     Attributes:
-        region_bytes: Of a region, and so of a slot.
+        region_bytes: Bytes of a region, and so of a slot.
         takes_slot: Its rows are in a slot: those of a combine, and of a wide dispatch.
-        copy_set_bytes: Of a set in a copy; 0: there are none.
+        copy_set_bytes: Bytes of a set in a copy; 0: there are no copies.
     """
 
     region_bytes: int
@@ -166,30 +166,30 @@ class SetPlan(NamedTuple):
 
     @property
     def set_bytes(self) -> int:
-        """From one dispatch set to the next."""
+        """The bytes from one dispatch set to the next."""
         return _aligned(self.region_bytes // NUM_SETS)
 
     @property
     def sets_offset(self) -> int:
-        """Where the first dispatch set begins."""
+        """The byte offset of the first dispatch set."""
         return NUM_SLOTS * self.region_bytes
 
     def offset_of_set(self, number: int) -> int:
-        """Where the dispatch set of call `number` begins."""
+        """Return the byte offset of the dispatch set of call `number`."""
         return self.sets_offset + number % NUM_SETS * self.set_bytes
 
     def slot_offset(self, index: int) -> int:
-        """Where a slot begins."""
+        """Return the byte offset of a slot."""
         return index * self.region_bytes
 
 
 def copy_bytes(num_bytes: int, num_ranks: int) -> int:
-    """Of the sets of a copy, if low-latency memory has `num_bytes`."""
+    """Return the bytes of the sets of a copy, if low-latency memory has `num_bytes`."""
     return NUM_SETS * _copy_set_bytes(num_bytes, num_ranks)
 
 
 def plan_dispatch(where: str, num_bytes: int, geometry: Geometry, form: RowFormat, has_copies: bool = False) -> SetPlan:
-    """Where the rows of a dispatch lie.
+    """Return where the rows of a dispatch lie.
 
     Args:
         where: The call, for the error.
@@ -207,13 +207,13 @@ def plan_dispatch(where: str, num_bytes: int, geometry: Geometry, form: RowForma
 
 
 def plan_combine(where: str, num_bytes: int, geometry: Geometry, has_copies: bool = False) -> SetPlan:
-    """Where the rows of a combine lie; the arguments are those of `plan_dispatch`."""
+    """Return where the rows of a combine lie. The arguments are those of `plan_dispatch`."""
     copied_bytes = geometry.copied_combine_bytes if has_copies else None
     return _plan(where, num_bytes, geometry, geometry.combine_bytes, copied_bytes)
 
 
 def bytes_for_two(geometry: Geometry, form: RowFormat) -> int:
-    """The `num_rdma_bytes` with which a dispatch is not wide."""
+    """Return the `num_rdma_bytes` with which a dispatch is not wide."""
     return _NUM_REGIONS * NUM_SETS * align(geometry.dispatch_bytes(form), ALIGNMENT_BYTES)
 
 
@@ -226,10 +226,12 @@ def _plan(where: str, num_bytes: int, geometry: Geometry, needed_bytes: int, cop
 
 
 def _copy_set_bytes(num_bytes: int, num_ranks: int) -> int:
-    """A combine's slot is for all ranks, and a rank's part of it is no more than 1 / R: so that fits here, too.
+    """Return the bytes of a set in a copy.
+
+    A rank's part of a combine's slot is at most 1 / R of it, so it fits here, too.
 
     A dispatch's set is as large as in the rank's own memory. Where a rank has several experts that is less than a
-    combine's part; where it has one, the places come on top.
+    combine's part; where it has one, the expert slots come on top.
     """
     region_bytes = _aligned(num_bytes // _NUM_REGIONS)
     due = region_bytes // num_ranks

@@ -1,8 +1,8 @@
 """Which calls are in flight, as the host knows it: sent, and not yet received.
 
-Why memory may be written again without asking anybody: a rank sends call n when it has received all calls up to n - 2
-(`MOST_IN_FLIGHT`). So a rank that has received call i from all ranks knows that all of them have sent it, and have
-received, and read, all calls up to i - 2. `docs/low-latency.md` has the whole argument.
+Why memory may be written again without a handshake: a rank sends call n when it has received all calls up to n - 2
+(`MOST_IN_FLIGHT`). So if a rank has received call i from all ranks, all of them have sent it, and have received and
+read all calls up to i - 2. `docs/low-latency.md` has the whole argument.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .slots import FREE_SLOT, Slots
 class InFlight:
     """The low-latency calls of a buffer, one chain.
 
-    A call is known by its number, its place among the calls that this host has made. Calls that a graph replays are not
+    A call is identified by its number among the calls that this host has made. Calls that a graph replays are not
     counted, so on a GPU only differences mean anything.
 
-    Every call comes through here, and should not take longer for it.
+    This is on the path of every call, so it has to be fast.
 
     Args:
-        slots: Of the rank's memory.
+        slots: The slots of the rank's memory.
     """
 
     def __init__(self, slots: Slots) -> None:
@@ -38,7 +38,7 @@ class InFlight:
         self._bytes_for_two = 0  # that the widest dispatch so far would need to leave the slots alone
 
     def send(self, where: str, slot: int, bytes_for_two: int = 0) -> int:
-        """Begin a call: its number.
+        """Begin a call, and return its number.
 
         Args:
             where: The call, for the error.
@@ -46,7 +46,7 @@ class InFlight:
             bytes_for_two: Of a dispatch that takes a slot: the `num_rdma_bytes` with which it would take none.
 
         Raises:
-            EPError: So many results cannot be in flight. Nothing was sent.
+            EPError: Too many results would be in flight. Nothing was sent.
         """
         self._bytes_for_two = max(self._bytes_for_two, bytes_for_two)
         self.require_capacity(where, slot)
@@ -57,13 +57,13 @@ class InFlight:
         return number
 
     def try_complete(self, slot: int) -> bool:
-        """Begin and end a call at once, where plainly nothing speaks against it: `send` and `receive`.
+        """Begin and end a call at once, as `send` and `receive` do, if no check of theirs can fail.
 
         Args:
             slot: As for `send`.
 
         Returns:
-            Whether it was done. If not, nothing has changed, and `send` says why.
+            Whether it was done. If not, nothing has changed, and `send` raises the reason.
         """
         if self._pending or (slot == FREE_SLOT and self._slots.leased):
             return False
@@ -73,7 +73,7 @@ class InFlight:
         return True
 
     def require_capacity(self, where: str, slot: int) -> None:
-        """Refuse a call for which there is no room; the rest as for `send`, which asks this, too."""
+        """Raise if a call would exceed the memory for calls in flight. `send` checks this, too; see there."""
         number = self._num_sent + 1
         depth = number - self._oldest + 1  # from the oldest one on, since it holds up what is behind it
         if depth > MOST_IN_FLIGHT:
@@ -88,7 +88,7 @@ class InFlight:
         num_read = sum(one >= first for one in self._took_slots)
         num_leased = self._slots.num_leased() if num_read else 0
         if num_leased and num_read + num_leased >= NUM_SLOTS:
-            gc.collect()  # handles that nobody has any more, but in a cycle: on other ranks they may be gone already
+            gc.collect()  # handles that only a reference cycle keeps: on other ranks they may be gone already
             num_leased = self._slots.num_leased()
         if num_read + num_leased < NUM_SLOTS:
             return
@@ -104,11 +104,11 @@ class InFlight:
         )
 
     def age(self, number: int) -> int:
-        """How many calls were sent after it."""
+        """Return how many calls were sent after a call."""
         return self._num_sent - number
 
     def require_pending(self, number: int) -> None:
-        """Refuse to end a call twice.
+        """Raise unless a call is pending, so that none is ended twice.
 
         Raises:
             EPError: It has ended already: a hook is called once. Or it was abandoned.
@@ -126,12 +126,12 @@ class InFlight:
         return self._num_sent - number
 
     def abandon(self) -> None:
-        """Give up all calls that are in flight: their hooks will refuse."""
+        """Give up all calls that are in flight: their hooks will raise."""
         self._abandoned.update(self._pending)
         self._pending.clear()
 
     def go_on_from(self, number: int) -> None:
-        """Have the next call get this number, which is not below what it would get. Nothing is in flight on any rank.
+        """Give the next call this number, which must not be below its own. No call may be in flight on any rank.
 
         All earlier calls are over on all ranks, so all slots that are not leased are free.
         """
@@ -142,15 +142,15 @@ class InFlight:
 
     @property
     def next_number(self) -> int:
-        """Of the call that is sent next."""
+        """The number of the call that is sent next."""
         return self._num_sent + 1
 
     @property
     def num_consumed(self) -> int:
-        """All ranks, this one included, have received all calls up to this number."""
+        """The last call up to which all ranks, this one included, have received every call."""
         return max(self._least_consumed, min(self._oldest - 1, self._newest_received - MOST_IN_FLIGHT))
 
     @property
     def _oldest(self) -> int:
-        """The oldest call that is pending, or the next one."""
+        """Return the oldest call that is pending, or the next one."""
         return next(iter(self._pending), self._num_sent + 1)

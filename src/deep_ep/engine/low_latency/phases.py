@@ -1,4 +1,4 @@
-"""One low-latency call of a rank on the CPU: publish and say so, wait for everybody, fetch.
+"""One low-latency call of a rank on the CPU: publish and signal, wait for all ranks, fetch.
 
 Everything called `send` or `receive` runs on the comm stream.
 """
@@ -33,7 +33,7 @@ _NUM_POST_WORDS = 1 + 3  # of a `LocalPost`: the rows, and a base
 
 
 class LocalPost(NamedTuple):
-    """What a rank says of a call that it has sent, beside what must agree.
+    """What a rank posts with a call that it has sent, besides what must agree.
 
     Attributes:
         num_rows: Rows that it has published.
@@ -48,8 +48,8 @@ class Posts(NamedTuple):
     """What the ranks that are not masked have sent in a call, by rank.
 
     Attributes:
-        local: Of this node: what they say, and where their rows are.
-        remote: Of other nodes: what has arrived of them.
+        local: Ranks of this node: their posts, and where their rows are.
+        remote: Ranks of other nodes: their frames.
     """
 
     local: dict[int, LocalPost]
@@ -57,7 +57,7 @@ class Posts(NamedTuple):
 
 
 def warn_of_masks(where: str, lost: dict[int, str], me: str) -> None:
-    """Say that ranks are masked, and why."""
+    """Warn that ranks are masked, and why."""
     warnings.warn(
         f"{where}: {told(lost)}. From now on masked: its experts' results are missing ({me})",
         RuntimeWarning,
@@ -69,17 +69,17 @@ class LowLatencyCall(ABC):
     """One call of this rank.
 
     Args:
-        shared: Of the buffer.
+        shared: The state that the calls of the buffer share.
         plan: Where its rows lie.
         wait_stats: [R] int64; the nanoseconds waited for each rank are added. Or None.
 
     Attributes:
-        agreement: What all ranks must say alike.
+        agreement: What must be the same on all ranks.
         number: Of the call, from 1.
-        num_ended: Halves that have ended well.
-        own_refusal: What this rank had refused last when it made the call.
-        newest_spent: The newest call over which this one writes.
-        slot: That its rows are in; None: in a dispatch set, or there are none.
+        num_ended: Phases that have completed.
+        own_refusal: This rank's last refusal at the time of the call.
+        newest_spent: The newest call whose memory this one overwrites.
+        slot: The slot of its rows; None: they are in a dispatch set, or there are none.
     """
 
     agreement: Agreement
@@ -94,11 +94,11 @@ class LowLatencyCall(ABC):
 
     @property
     def name(self) -> Call:
-        """The call, for messages."""
+        """The name of the call, for messages."""
         return Call(self.shared.window, self.number, Header(self.agreement, 0))
 
     def send(self) -> None:
-        """Publish, and say so. Waits for nothing."""
+        """Publish this rank's rows, and signal. Does not wait."""
         window, operation = self.shared.window, self.agreement.operation
         self.shared.spend(self.newest_spent)
         with self._slice("publish", SEND):
@@ -114,7 +114,10 @@ class LowLatencyCall(ABC):
         self.shared.fault(f"{operation}: after sent")
 
     def receive(self) -> None:
-        """Wait for everybody who is not masked, and fetch. Again without them, if peers turn out to be far ahead."""
+        """Wait for all ranks that are not masked, and fetch.
+
+        Fetch again without some, if they turn out to be too far ahead.
+        """
         self.shared.fault(f"{self.agreement.operation}: before receive")
         while True:
             self._wait()
@@ -129,7 +132,7 @@ class LowLatencyCall(ABC):
                 continue
             except SpoiledError as error:
                 spoiled = error
-            # Whoever went on without this rank may have written over what was being read.
+            # A rank that went on without this one may have overwritten what was being read.
             ahead = self._ahead()
             if not ahead:
                 break
@@ -151,36 +154,38 @@ class LowLatencyCall(ABC):
         """Write rows and table into this rank's memory."""
 
     def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
-        """What a rank of another node gets of what was published."""
+        """Make the frame with the part of the publication that is for a rank of another node."""
         del rank
         return new_frame(mesh, self._said, 0, 0, ())
 
     @property
     def _said(self) -> list[int]:
-        """The words that a frame begins with: what must agree, and this rank's masks."""
+        """Return the words that a frame begins with: what must agree, and this rank's masks."""
         return [*self.agreement.words(), *self.shared.mask_words()]
 
     def _fetch(self, posts: Posts) -> None:
-        """Read what the ranks in `posts` have published. Done again, without some of them, if they went on too early.
+        """Read what the ranks in `posts` have published.
+
+        It is repeated without some of them, if they went on too early.
 
         Raises:
-            SpoiledError: It makes no sense.
+            SpoiledError: What a rank has published is inconsistent.
         """
         del posts
 
     def _finish(self) -> None:
-        """Do what is done only once."""
+        """Do what must be done only once, after the last fetch."""
         return
 
     # What a trace shows ----------------------------------------------------------------------------------------------
 
     def _slice(self, name: str, kind: str) -> Slice:
-        """A part of the call."""
+        """Return a context manager that records its block as a slice of the call in a trace."""
         trace = self.shared.window.trace
         return trace.slice(name, kind) if trace is not None else NO_SLICE
 
     def _note(self, counts: torch.Tensor, row_bytes: int, **more: Any) -> None:
-        """The rows from each rank, and whatever else there is to say of the call."""
+        """Note in the trace the rows from each rank, and further facts of the call."""
         trace = self.shared.window.trace
         assert trace is not None
         trace.note(rows_from=counts.tolist(), row_bytes=row_bytes, **more)
@@ -197,7 +202,7 @@ class LowLatencyCall(ABC):
                 self._mask(agreed, number, is_for_all=True)
 
     def _missing(self) -> dict[int, str]:
-        """Wait for everybody who is not masked. Returns who did not come, and how that is said."""
+        """Wait for all ranks that are not masked. Returns the ranks that did not come, each with a reason."""
         shared, window = self.shared, self.shared.window
         senders = [sender for rank, sender in shared.senders.items() if not shared.is_masked(rank, self.number)]
         operation, may_lose = self.agreement.operation, shared.can_mask
@@ -217,15 +222,15 @@ class LowLatencyCall(ABC):
         return Verdict(self.shared, self.number, lambda: window.raise_if_given_up(where))
 
     def _has_gone_on(self, rank: int) -> bool:
-        """Whether a rank of another node has sent a later call, and this one never."""
+        """Return whether a rank of another node has sent a later call without having sent this one."""
         remote = self.shared.remote(self.number).get(rank)
         return remote is not None and remote.latest > self.number
 
     def _hear(self) -> bool:
-        """Look whether all who have sent the call count on this rank, and whom they have lost.
+        """Check whether all ranks that have sent the call include this rank, and which ranks they have lost.
 
         Returns:
-            Whether ranks were masked for it. Then the others are to be heard again.
+            Whether ranks were masked for it. Then the other ranks are to be checked again.
         """
         shared = self.shared
         if not shared.can_mask:
@@ -244,7 +249,7 @@ class LowLatencyCall(ABC):
         return bool(gone or told)
 
     def _masks_of_others(self) -> dict[int, tuple[int, list[int]]]:
-        """Of each rank that is not masked: the number of the call that it has posted, and its masks."""
+        """Return, for each rank that is not masked, the number of the call that it has posted, and its masks."""
         shared, first = self.shared, len(Agreement._fields) + _NUM_POST_WORDS
         last = first + 1 + 2 * shared.num_mask_words
         said = {}
@@ -259,10 +264,10 @@ class LowLatencyCall(ABC):
         return said
 
     def _posts(self) -> Posts:
-        """What the unmasked ranks have posted, with their memory within reach.
+        """Return what the unmasked ranks have posted, after mapping their memory.
 
         Raises:
-            SpoiledError: They do not agree; it says who differs in what.
+            SpoiledError: They do not agree. The message names the rank that differs, and the items in which it does.
         """
         shared, mine = self.shared, self.agreement
         expected, said = mine.words(), {}
@@ -295,7 +300,7 @@ class LowLatencyCall(ABC):
         return posts
 
     def _ahead(self) -> dict[int, str]:
-        """Which ranks have begun to write over what they had in this call, or are further, and how that is said."""
+        """Return the ranks that have begun to overwrite the memory of this call, or are further, each with a reason."""
         shared = self.shared
         boards = {rank: shared.peer(rank).board for rank in shared.local if not shared.is_masked(rank, self.number)}
         sent = {rank: board.sent.load_acquire() for rank, board in boards.items()}
@@ -315,7 +320,7 @@ class LowLatencyCall(ABC):
         }
 
     def _lose(self, lost: dict[int, str]) -> None:
-        """Mask ranks, or fail for them."""
+        """Mask ranks, or fail because of them."""
         window = self.shared.window
         if not self.shared.can_mask:
             raise EPTimeout(
@@ -325,7 +330,7 @@ class LowLatencyCall(ABC):
         self._mask(lost, self.number)
 
     def _mask(self, lost: dict[int, str], number: int, *, is_for_all: bool = False) -> None:
-        """Do without ranks as of a call, and say so; the reasons follow the ranks in a sentence."""
+        """Mask ranks from a call on, and warn of it. Reasons are phrased to follow the rank in a sentence."""
         if not lost:
             return
         window = self.shared.window
@@ -334,23 +339,23 @@ class LowLatencyCall(ABC):
 
     @property
     def _offset(self) -> int:
-        """Where this rank's rows of the call begin."""
+        """Return where this rank's rows of the call begin."""
         return self.plan.offset_of_set(self.number) if self.slot is None else self.plan.slot_offset(self.slot)
 
     def _peer_table(self, rank: int, post: LocalPost, size: int) -> torch.Tensor:
-        """[size] int64: a peer's table of this call, where it lies."""
+        """Return [size] int64: a peer's table of this call, in place."""
         base = Base(post.base.segment, post.base.segment.start + table_offset(self.number))
         mapping = self.shared.peer(rank).mapping(base, base.offset + 8 * size)
         return mapping.rows(base.offset, 1, size, torch.int64)[0]
 
     def _peer_grain(self, rank: int, post: LocalPost, num_bytes: int) -> int:
-        """The place where a peer's rows begin, of which `num_bytes` will be read."""
+        """Return the grain at which a peer's rows begin, of which `num_bytes` will be read."""
         mapping = self.shared.peer(rank).mapping(post.base, post.base.offset + num_bytes)
         return self.shared.atlas.grain_of(mapping, post.base.offset)
 
 
 class Barrier(LowLatencyCall):
-    """Nothing is sent but the signal."""
+    """A call that sends nothing but the signal."""
 
     agreement = Agreement(BARRIER)
 

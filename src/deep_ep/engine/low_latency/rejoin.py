@@ -4,7 +4,7 @@ A rank that was masked has missed calls, or has made some alone. Its next call w
 its peers, and would read what they sent long ago. So before the barrier all ranks agree on its number: the largest that
 any of them would give it. Words never go back.
 
-A rank's attempts are numbered. It tells every peer its attempt and the number that its next call would have, and echoes
+A rank's attempts are numbered. It sends every peer its attempt and the number that its next call would have, and echoes
 the attempts of the peers. A peer that has echoed this attempt is in one of its own, whose words it has written before:
 what is left on a board of an earlier attempt is not taken for an answer. `docs/low-latency.md` has the state table.
 """
@@ -27,7 +27,7 @@ class Met(NamedTuple):
     """How an attempt went.
 
     Attributes:
-        number: Of the next call of all ranks that have come.
+        number: The number of the next call of all ranks that have come.
         lost: The ranks that have not, and why, to follow the rank in a sentence.
     """
 
@@ -36,10 +36,12 @@ class Met(NamedTuple):
 
 
 def meet(shared: Shared, following: int, look: Callable[[object], None]) -> Met:
-    """Meet all ranks that are not masked, whatever calls they have made. Runs on the comm stream.
+    """Agree with all ranks that are not masked on the number of the next call, whatever calls they have made.
+
+    Runs on the comm stream.
 
     Args:
-        shared: Of the buffer.
+        shared: The state that the calls of the buffer share.
         following: The number that this rank's next call would have.
         look: Told where the wait is; raises if this rank has given up.
 
@@ -48,7 +50,7 @@ def meet(shared: Shared, following: int, look: Callable[[object], None]) -> Met:
     """
     shared.num_attempts += 1
     attempt = shared.num_attempts
-    # What is in flight is given up. Nobody waits any longer for what this rank makes of it.
+    # Calls in flight are given up. No rank waits any longer for this rank to complete them.
     shared.end_all(following - 1)
     shared.window.board.joining.store_release(1)
     try:
@@ -102,7 +104,7 @@ def _say(shared: Shared, rank: int, meeting: Meeting) -> None:
 def _why_not(
     sender: Sender, secs: float, limit_secs: float, looks_at_process: bool, where: Where, me: str
 ) -> str | None:
-    """Why a rank will not come; None: it may."""
+    """Return why a rank will not come; None: it may."""
     failure = sender.failure()
     if failure is not None:
         raise EPPeerFailed(*failure, str(where), me)

@@ -1,4 +1,4 @@
-"""What a rank of another node is sent of a low-latency call: one frame, with just its part of the publication.
+"""The frames of a low-latency call: a rank of another node gets one, with just its part of the publication.
 
 A frame begins with what must agree, the masks of its rank, and two numbers: its rows, and its *extent* (selections of a
 dispatch, bytes of the rows of a combine). Sections follow, each at a multiple of 16.
@@ -45,10 +45,10 @@ class Outgoing(NamedTuple):
 
 
 def new_frame(mesh: Mesh, said: Sequence[int], num_rows: int, extent: int, sizes: Sequence[int]) -> Outgoing:
-    """A frame with its words written.
+    """Make a frame, with its words written.
 
     Args:
-        mesh: That will send it.
+        mesh: The mesh that will send it.
         said: The words of what must agree, and the masks of this rank.
         num_rows: Rows in it.
         extent: A number, by call.
@@ -64,12 +64,12 @@ class RemotePost(NamedTuple):
     """What a remote rank has sent.
 
     Attributes:
-        rank: Who.
+        rank: The rank that has sent it.
         agreed: Its words of what must agree.
         masks: Those of its masks.
         num_rows: Rows in the frame.
         extent: A number, by call.
-        page: The frame, where it landed.
+        page: The frame, where it has arrived.
     """
 
     rank: int
@@ -93,7 +93,7 @@ class RemotePost(NamedTuple):
         return cls(rank, said[:_NUM_AGREED], said[_NUM_AGREED:], num_rows, extent, page)
 
     def sections(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """The sections, uint8, where they lie.
+        """Return the sections, uint8, in place.
 
         Args:
             sizes: Bytes of each, as the numbers of the frame have it.
@@ -107,13 +107,13 @@ class RemotePost(NamedTuple):
         return _cut(self.page.tensor(), num_bytes, sizes)
 
     def require(self, is_right: torch.Tensor) -> None:
-        """Refuse a frame whose numbers cannot be: they become addresses."""
+        """Refuse a frame whose numbers are impossible, before they become addresses."""
         if not bool(is_right.all()):
             raise spoiled(self.rank)
 
 
 def spoiled(rank: int) -> SpoiledError:
-    """The error where a remote rank's frame makes no sense."""
+    """Return the error for a remote rank's frame that is inconsistent."""
     return SpoiledError(f"low-latency call: the message of rank {rank} makes no sense. This is a bug: report it")
 
 

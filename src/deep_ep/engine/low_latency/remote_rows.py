@@ -1,4 +1,4 @@
-"""Rows of a combine in a frame: BF16 without the room for ranges, LogFMT without what compressed units do not use."""
+"""Rows of a combine in a frame: BF16 without the space for ranges, LogFMT without what compressed units do not use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # it needs sockets that other systems do not have
 
 
 class RemoteRows(NamedTuple):
-    """What a remote rank's experts have for this rank.
+    """The rows that a remote rank's experts have for this rank.
 
     Attributes:
         counts: [L] int64, rows of each of its experts.
@@ -32,7 +32,7 @@ class RemoteRows(NamedTuple):
 def plain_frame(
     mesh: Mesh, said: Sequence[int], geometry: Geometry, counts: torch.Tensor
 ) -> tuple[Outgoing, torch.Tensor]:
-    """A frame for BF16 rows, and where they are to be written: [n, pitch] uint8."""
+    """Make a frame for BF16 rows. Returns it, and where they are to be written: [n, pitch] uint8."""
     num_rows, pitch = int(counts.sum()), _pitch(geometry)
     frame = new_frame(mesh, said, num_rows, num_rows * pitch, (8 * counts.numel(), num_rows * pitch))
     frame.sections[0].view(torch.int64).copy_(counts)
@@ -40,7 +40,7 @@ def plain_frame(
 
 
 def plain_rows(post: RemotePost, geometry: Geometry) -> RemoteRows:
-    """BF16 rows, where they have arrived. Checked."""
+    """Return the BF16 rows of a frame, in place, after checking it."""
     pitch = _pitch(geometry)
     numbers, rows = post.sections((8 * geometry.num_local_experts, post.num_rows * pitch))
     return RemoteRows(_counts(post, numbers), rows.view(-1, pitch))
@@ -49,10 +49,10 @@ def plain_rows(post: RemotePost, geometry: Geometry) -> RemoteRows:
 def logfmt_frame(
     mesh: Mesh, said: Sequence[int], geometry: Geometry, counts: torch.Tensor, slots: torch.Tensor
 ) -> Outgoing:
-    """A frame with LogFMT rows.
+    """Make a frame with LogFMT rows.
 
     Args:
-        mesh: That will send it.
+        mesh: The mesh that will send it.
         said: The words of what must agree, and the masks of this rank.
         geometry: The sizes of the call.
         counts: [L] int64, rows of each expert.
@@ -70,7 +70,7 @@ def logfmt_frame(
 
 
 def logfmt_rows(post: RemotePost, geometry: Geometry, receive_arena: ReceiveArena) -> RemoteRows:
-    """LogFMT rows, as local ranks get them, in a new receive buffer. Checked."""
+    """Return the LogFMT rows of a frame, as local ranks get them, in a new receive buffer, after checking it."""
     ranges_bytes = 4 * geometry.num_groups * post.num_rows
     numbers, beside, packed = post.sections((8 * geometry.num_local_experts, ranges_bytes, post.extent))
     counts = _counts(post, numbers)
@@ -89,7 +89,7 @@ def _pitch(geometry: Geometry) -> int:
 
 
 def _parts(geometry: Geometry, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The units [n, 2 * H] and the ranges [n, G, 2] of slots, in place."""
+    """Return the units [n, 2 * H] and the ranges [n, G, 2] of slots, in place."""
     first, stop = geometry.ranges_offset, geometry.ranges_offset + 4 * geometry.num_groups
     return slots[:, : 2 * geometry.hidden], slots[:, first:stop].view(torch.bfloat16).unflatten(-1, (-1, 2))
 

@@ -31,7 +31,7 @@ class Shared:
     """What the calls of a buffer have in common: the memory, the masks, and scratch.
 
     Args:
-        window: Of the buffer.
+        window: The window of the buffer.
         segment: Its low-latency memory.
         can_mask: Whether ranks that stay silent are masked.
         mesh: The links to ranks of other nodes; None: there are none.
@@ -40,10 +40,10 @@ class Shared:
         rank: This rank, as the group counts. So do masks and senders.
         local: The ranks of this node.
         senders: All other ranks.
-        masks: The ranks that this rank does without, of which its peers know, each with the first call that it is
-            masked in: an earlier one that is still in flight is received with it.
-        lost: Those of them that did not come, which its peers then do without, too.
-        num_attempts: To be in step with the others again (`rejoin.py`).
+        masks: The masked ranks, which are posted to the peers, each with the first call that it is masked in: an
+            earlier one that is still in flight is received with it.
+        lost: Those of them that did not come, so that the peers mask them, too.
+        num_attempts: Attempts to get into step with the others again (`rejoin.py`).
     """
 
     def __init__(self, window: Window, segment: SparseSegment, can_mask: bool, mesh: Mesh | None = None):
@@ -75,11 +75,11 @@ class Shared:
         self.atlas.add(segment.mapping)
 
     def peer(self, rank: int) -> Peer:
-        """A rank of this node, as the window sees it."""
+        """Return a rank of this node, as the window has it."""
         return self.window.peers[rank - self.window.group_ranks.first_rank]
 
     def remote(self, number: int) -> dict[int, RemoteSender]:
-        """The ranks of other nodes that are not masked in a call."""
+        """Return the ranks of other nodes that are not masked in a call."""
         senders = self.mesh.senders if self.mesh is not None else {}
         return {rank: sender for rank, sender in senders.items() if not self.is_masked(rank, number)}
 
@@ -89,16 +89,16 @@ class Shared:
         return set(self.masks)
 
     def is_masked(self, rank: int, number: int) -> bool:
-        """Whether a rank is masked in a call."""
+        """Return whether a rank is masked in a call."""
         return self.masks.get(rank, number + 1) <= number
 
     def mask(self, ranks: Iterable[int], number: int = 0, *, is_for_all: bool = False) -> None:
-        """Do without ranks. What is still queued for them is forgotten.
+        """Mask ranks. What is still queued for them is dropped.
 
         Args:
             ranks: The ranks.
-            number: Of the first call without them.
-            is_for_all: They did not come, so all others are to do without them, too.
+            number: The number of the first call without them.
+            is_for_all: They did not come, so all other ranks are to mask them, too.
         """
         for rank in ranks:
             self.masks[rank] = min(number, self.masks.get(rank, number))
@@ -108,13 +108,13 @@ class Shared:
                 self.mesh.drop(rank)
 
     def unmask(self, ranks: Iterable[int]) -> None:
-        """Take ranks in again."""
+        """Unmask ranks."""
         for rank in ranks:
             self.masks.pop(rank, None)
             self.lost.discard(rank)
 
     def mask_words(self) -> list[int]:
-        """Whom this rank does without, and whom of these all are to do without: as words of a post."""
+        """Return as words of a post: the ranks that this rank masks, and those of them that all ranks are to mask."""
         return self.bits_of(self.masks) + self.bits_of(self.lost)
 
     def bits_of(self, ranks: Iterable[int]) -> list[int]:
@@ -125,69 +125,69 @@ class Shared:
         return words
 
     def ranks_of(self, words: Sequence[int]) -> set[int]:
-        """The reverse of `bits_of`."""
+        """Return the ranks of `bits_of`'s words."""
         return {rank for rank in range(self.window.group_ranks.num_ranks) if words[rank // _BITS] >> rank % _BITS & 1}
 
     @property
     def num_mask_words(self) -> int:
-        """Words that a set of ranks takes."""
+        """The number of words that a set of ranks takes."""
         return -(-self.window.group_ranks.num_ranks // _BITS)
 
     def is_done(self, number: int) -> bool:
-        """Whether this rank has received a call."""
+        """Return whether this rank has received a call."""
         return self._done.has(number)
 
     def end(self, number: int) -> None:
-        """Say that this rank has received a call."""
+        """Publish that this rank has received a call."""
         self._done.add(number)
         self.window.board.done.store_release(self._done.word)
 
     def end_all(self, number: int) -> None:
-        """Say that calls up to this one are over for this rank, received or given up."""
+        """Publish that calls up to this one are over for this rank, received or given up."""
         self._done = Done(number)
         self.window.board.done.store_release(self._done.word)
 
     def go_on_from(self, number: int) -> None:
-        """All ranks have agreed that calls before this one are over."""
+        """Continue from a call: all ranks have agreed that calls before it are over."""
         self.spend(number - 1)
         self.end_all(number - 1)
 
     def spend(self, number: int) -> None:
-        """Before anything of calls up to this number is written over: say so.
+        """Publish that memory of calls up to this number will be overwritten. Must come before the first write.
 
-        Who has been masked, and still reads there, must be able to notice.
+        A rank that has been masked, and still reads there, must be able to detect it.
         """
         spent = self.window.board.spent
         spent.store_before_writes(max(number, spent.load_acquire()))
 
     @property
     def num_bytes(self) -> int:
-        """Of the slots and the dispatch sets."""
+        """The bytes of the slots and the dispatch sets."""
         return self._segment.span.num_bytes - SENT_TABLES_BYTES
 
     def bytes(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """This rank's bytes behind the tables, committed."""
+        """Return this rank's bytes behind the tables, committed."""
         return self._segment.commit(SENT_TABLES_BYTES + offset, num_bytes)
 
     def uncommitted_bytes(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """The same, as they are."""
+        """Return this rank's bytes behind the tables without committing them."""
         return self._segment.bytes(SENT_TABLES_BYTES + offset, num_bytes)
 
     def table(self, number: int, size: int) -> torch.Tensor:
-        """[size] int64: this rank's table of a call."""
+        """Return [size] int64: this rank's table of a call."""
         return self._segment.commit(table_offset(number), 8 * size).view(torch.int64)
 
     def base(self, offset: int) -> Base:
-        """What a peer needs to find bytes behind the tables."""
+        """Return the base by which a peer addresses bytes behind the tables."""
         span = self._segment.span
         return Base(span, span.start + SENT_TABLES_BYTES + offset)
 
     def own_grain(self) -> int:
-        """A place in this rank's own memory, which can always be read."""
+        """A grain of this rank's own memory, which can always be read."""
         return self.atlas.grain_of(self._segment.mapping, self._segment.span.start + SENT_TABLES_BYTES)
 
     def reach(self, rank: int, segment: Span) -> None:
-        """Have a rank's low-latency memory in the atlas. Places move with it.
+        """Map a rank's low-latency memory into the atlas. This may move grains.
 
         Raises:
             SpoiledError: Its memory was elsewhere before.
@@ -197,12 +197,12 @@ class Shared:
         self.atlas.add(self.peer(rank).mapping(Base(segment, segment.start), segment.stop))
 
     def reach_receive_arena(self) -> None:
-        """Have all receive buffers in the atlas. Places move with it."""
+        """Map all receive buffers into the atlas. This may move grains."""
         for mapping in self.mesh.receive_arena.mappings if self.mesh is not None else ():
             self.atlas.add(mapping)
 
     def fault(self, point: str) -> None:
-        """Reach a fault point."""
+        """Reach a fault point, at which tests stop or delay the rank."""
         if self.window.fault is not None:
             self.window.fault(point)
 
@@ -219,22 +219,22 @@ class Done:
 
     @classmethod
     def of(cls, word: int) -> Done:
-        """The reverse of `word`."""
+        """Decode a word of `word`."""
         done = cls(word >> 1)
         done._is_further = bool(word & 1)
         return done
 
     @property
     def word(self) -> int:
-        """For a board."""
+        """Encode as a word of a board."""
         return self._last << 1 | self._is_further
 
     def has(self, number: int) -> bool:
-        """Whether a call is among them."""
+        """Return whether a call is among those received."""
         return number <= self._last or (self._is_further and number == self._last + MOST_IN_FLIGHT)
 
     def add(self, number: int) -> None:
-        """Have one more. Not more than two are in flight, so there is no gap but one."""
+        """Add a call. At most two are in flight, so there is at most one gap."""
         if number != self._last + 1:
             self._is_further = True
         else:
@@ -242,7 +242,7 @@ class Done:
 
 
 class SpoiledError(EPError):
-    """What a peer has published does not fit."""
+    """What a peer has published is inconsistent."""
 
 
 class ExcludedError(EPError):
@@ -259,5 +259,5 @@ class ExcludedError(EPError):
 
 
 def table_offset(number: int) -> int:
-    """Where, from the beginning of a rank's low-latency memory, the table of a call lies."""
+    """Return the offset, in a rank's low-latency memory, of the table of a call."""
     return number % NUM_SENT_POSTS * SENT_TABLE_BYTES

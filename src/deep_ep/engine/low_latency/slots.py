@@ -22,15 +22,18 @@ class _Slot:
     last_call: int = 0  # that used it
 
     def is_leased(self) -> bool:
-        """Whether a handle has it as its zero-copy tensor and is still to be combined. A handle may die before."""
+        """Whether a handle has it as its zero-copy tensor and is still to be combined.
+
+        A handle may be freed before that.
+        """
         return self.handle is not None and self.handle() is not None
 
 
 class Slots:
-    """Who has which slot.
+    """Which call or handle uses which slot.
 
     A slot is free for another use when all peers have received the call that used it last. Calls are numbered as in
-    `InFlight`, which knows what the peers have received.
+    `InFlight`, which tracks what the peers have received.
 
     A call that needs a free slot takes the one that was used longest ago. On a GPU its kernel chooses, by the same rule
     (`words.free_slot`); once calls are captured in graphs, whose replays the host does not see, it cannot follow.
@@ -48,7 +51,7 @@ class Slots:
         self.is_exact = True
 
     def num_leased(self) -> int:
-        """Slots that are leased now. Those of handles that have died are taken back."""
+        """Slots that are leased now. Slots of handles that no longer exist are taken back."""
         self.leased = sum(1 << index for index, slot in enumerate(self._slots) if slot.is_leased())
         return self.leased.bit_count()
 
@@ -56,7 +59,7 @@ class Slots:
         """The zero-copy tensor of a handle, known by its `packed_recv_src_info`: the one that it has, or a free slot.
 
         Args:
-            src_info: Of the handle.
+            src_info: `packed_recv_src_info` of the handle.
             num_consumed: All ranks have received all calls up to this number.
 
         Returns:
@@ -89,7 +92,7 @@ class Slots:
         """The slot that a handle's combine is about to send. It is not leased any more.
 
         Args:
-            src_info: Of the handle.
+            src_info: `packed_recv_src_info` of the handle.
             call: The number of the combine.
 
         Raises:
@@ -108,7 +111,7 @@ class Slots:
         return index
 
     def has_lease(self, src_info: torch.Tensor) -> bool:
-        """Whether a handle has a slot. Its combine takes that one, also if it copies its rows in."""
+        """Return whether a handle has a slot. Its combine takes that slot, even if it copies its rows in."""
         return bool(self.leased) and self._leased_to(src_info) is not None
 
     def take(self, call: int) -> tuple[int, int]:

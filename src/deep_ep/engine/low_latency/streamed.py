@@ -1,12 +1,11 @@
-"""Low-latency calls on a GPU: two halves of kernels in a stream (`docs/low-latency.md`).
+"""Low-latency calls on a GPU: a send phase and a receive phase of kernels in a stream (`docs/low-latency.md`).
 
 A call is `send` (one kernel, whose last block signals and, where there is no hook, waits), `wait_for` (one warp, behind
-a hook) and `receive` (one kernel). The host launches and waits for nothing, and which set a call uses is found on the
-device: everything can be captured in a graph.
+a hook) and `receive` (one kernel). The host launches and does not wait, and the set of a call is chosen on the device,
+so everything can be captured in a graph.
 
-Across nodes a call is `send` without a wait, two kernels that carry it to the remote ranks' copies of this rank's
-memory (`copies.py`), `wait_for`, `receive`, and one that tells remote ranks of a failure. A hook comes behind the
-carrying.
+Across nodes a call is `send` without a wait, two kernels that copy it to the remote ranks' copies of this rank's memory
+(`copies.py`), `wait_for`, `receive`, and one that sends a failure to remote ranks. A hook comes after the copies.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class _Setup(NamedTuple):
 
     Attributes:
         call: The call, for its kernels.
-        sizes: Of its rows, likewise.
+        sizes: The sizes of its rows, for its kernels.
         wide_bytes: Of a dispatch that takes a slot: the `num_rdma_bytes` with which it would take none.
         results: What a dispatch returns, as `Packed` has it, but without memory.
     """
@@ -65,7 +64,7 @@ class _Setup(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Of a call, for arguments of one kind. Calls come again and again, so they are looked for once.
+    """The kernels of a call, for arguments of one kind. They are looked up once, since calls repeat.
 
     Attributes:
         operation: The call.
@@ -73,14 +72,14 @@ class Kernels(NamedTuple):
         setup: What follows from the sizes.
         slot: What it takes of the slots.
         send: Publishes and signals. Without a hook and remote ranks its last block waits for the peers.
-        wait: Waits for the peers behind a hook, or behind what is carried.
+        wait: Waits for the peers after a hook, or after the copies.
         receive: Fetches.
         num_send_blocks: Of `send`, but for the tokens of a dispatch.
         num_receive_blocks: Of `receive`; of a combine: for each token.
-        copier: Carries what was sent to remote ranks, if there are any.
+        copier: Copies what was sent to remote ranks, if there are any.
         is_plain: `send` and `receive` are all there is, and the caller's stream waits for them.
-        scratch: [M * K] int32, for what a combine's halves leave each other where no other call comes between them;
-            None: each call has its own.
+        scratch: [M * K] int32, for what a combine's send phase leaves for its receive phase if no other call comes
+            between them; None: each call has its own.
     """
 
     operation: str
@@ -104,8 +103,8 @@ _REASONS = {
 }
 _NO_AGE = (0,)  # of a call that is received before another is sent
 _Tensors = tuple[torch.Tensor, ...]
-# What the halves of a call are given: the grid of the send half, its tensors and its numbers, the grid of the receive
-# half and its tensors. The last tensor of the send half is what the nanoseconds waited are added to, or any.
+# The arguments of the phases of a call: the grid of the send, its tensors and its numbers, the grid of the receive,
+# and its tensors. The last tensor of the send is what the nanoseconds waited are added to, or any tensor.
 _Work = tuple[int, _Tensors, tuple[int, ...], int, _Tensors]
 
 
@@ -113,10 +112,10 @@ class StreamedLowLatency:
     """Low-latency calls of one buffer, by kernels.
 
     Args:
-        signals: Of the buffer: limits and failures.
-        window: Of the buffer.
+        signals: The signals of the buffer: limits and failures.
+        window: The window of the buffer.
         stream: Where kernels are launched.
-        num_bytes: Of the low-latency memory, the same on all ranks.
+        num_bytes: Bytes of the low-latency memory, the same on all ranks.
         enable_shrink: Mask ranks that stay silent, instead of failing.
         remote: Ranks of other nodes; None: there are none.
     """
@@ -144,7 +143,7 @@ class StreamedLowLatency:
         self._can_join = enable_shrink and remote is None
         self._board_bytes = LowLatencyContext.board_bytes(num_ranks, MAX_EXPERTS)
         self._copies = Copies(remote, self._board_bytes, num_bytes, MAX_EXPERTS) if remote is not None else None
-        # Remote ranks have first to be carried what they wait for themselves; and the block of a send has several
+        # The call must first be copied to remote ranks, which wait for it as well; and the block of a send has several
         # warps.
         self._can_send_wait = self._copies is None and can_share_a_wait(signals.context)
         self._part = window.new_part(
@@ -186,7 +185,7 @@ class StreamedLowLatency:
         recv_stats: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[Packed, EventHandle | None, Hook | None]:
-        """Send each token to its experts; see `LowLatency`."""
+        """Send each token to its experts; see `LowLatencyEngine`."""
         is_aligned = x.data_ptr() % 16 == 0
         kernels = kind.found.get(is_aligned) or self._kernels_of(kind, is_aligned)
         packed = Packed(*map(torch.empty_like, kernels.setup.results))
@@ -216,7 +215,7 @@ class StreamedLowLatency:
         out: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
     ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:
-        """Bring the experts' rows back; see `LowLatency`."""
+        """Bring the experts' rows back; see `LowLatencyEngine`."""
         x, topk_idx, topk_weights, src_info, layout_range = rows
         num_tokens = topk_idx.shape[0]
         combined = out if out is not None else x.new_empty(num_tokens, kind.geometry.hidden)
@@ -244,9 +243,9 @@ class StreamedLowLatency:
         return combined, event, hook
 
     def clean(self) -> None:
-        """A barrier over the ranks that are not masked. The host does not wait.
+        """Launch a barrier over the ranks that are not masked. The host does not wait.
 
-        Where ranks may be masked, they first agree on its number: see `words.join`.
+        If ranks may be masked, they first agree on its number, see `words.join`.
         """
         call = _call(BARRIER, SetPlan(16, False), Agreement(BARRIER))
         with self._signals.propagating_failure(BARRIER), self._stream.entered(None, False):
@@ -264,7 +263,7 @@ class StreamedLowLatency:
         self._stream.leave(False)
 
     def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-        """The zero-copy tensor of a handle."""
+        """Return the zero-copy tensor of a handle."""
         plan = plan_combine("get_next_low_latency_combine_buffer", self._num_bytes, geometry, self._has_copies)
         slot, _ = self._slots.lease(src_info, self._in_flight.num_consumed)
         offset = self._board_bytes + plan.slot_offset(slot)
@@ -273,7 +272,7 @@ class StreamedLowLatency:
     # Masks -----------------------------------------------------------------------------------------------------------
 
     def update_mask(self, rank: int, is_masked: bool) -> None:
-        """Mask a rank for this rank's calls, or no longer; in the order of the caller's stream."""
+        """Mask a rank for this rank's calls, or unmask it, in the order of the caller's stream."""
         self._warn_of_masks()
         self.context.mask[rank : rank + 1].fill_(int(is_masked))
 
@@ -283,14 +282,17 @@ class StreamedLowLatency:
         self._warn_of_masks()
 
     def clean_mask(self) -> None:
-        """Mask nobody."""
+        """Unmask all ranks, in the order of the caller's stream."""
         self._warn_of_masks()
         self.context.mask.zero_()
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _kernels_of(self, kind: Dispatching | Combining, alignment: Any) -> Kernels:
-        """The kernels of a kind of call, and of every other that is equal to it. The next call finds them by itself."""
+        """Return the kernels of a kind of call, and of every equal kind.
+
+        They are cached in the kind for its next call.
+        """
         kernels = self._kernels.get((kind, alignment))
         if kernels is None:
             if isinstance(kind, Dispatching):
@@ -325,7 +327,7 @@ class StreamedLowLatency:
         waiting, is_copied = self._waiting(kind.mode, wait_options), not kind.zero_copy
         receive, num_pieces = combine.receiver(context, sizes, kind.idx_dtype, is_out_aligned, self._can_mask)
         scratch = None
-        # Behind a hook other calls may come between the halves. What is made in a capture is the graph's.
+        # Before a hook, other calls may come between the phases. Memory that is allocated in a capture is the graph's.
         if not kind.mode.has_hook and not self._is_capturing():
             size = max(1, sizes.max_tokens * sizes.num_topk)
             scratch = torch.empty(size, dtype=torch.int32, device=self._device)
@@ -345,11 +347,11 @@ class StreamedLowLatency:
         )
 
     def _wait_options(self, kind: Dispatching | Combining) -> WaitOptions:
-        """How a call waits."""
+        """Return how a call waits."""
         return WaitOptions(self.context.state if kind.has_wait_stats else None, self._can_mask)
 
     def _waiting(self, mode: CallMode, wait_options: WaitOptions) -> WaitOptions | None:
-        """How a send waits, if it does."""
+        """Return how a send waits; None: it does not."""
         return wait_options if self._can_send_wait and not mode.has_hook else None
 
     def _is_plain(self, mode: CallMode) -> bool:
@@ -380,14 +382,14 @@ class StreamedLowLatency:
     def _make(
         self, kernels: Kernels, work: _Work, copier_args: tuple[Any, ...], slot: int
     ) -> tuple[EventHandle | None, Hook | None]:
-        """Launch a call: its send half, and its receive half unless there is a hook for that.
+        """Launch a call: its send phase, and its receive phase unless a hook does that.
 
-        The buffer has been asked whether it works.
+        The caller has checked that the buffer works.
 
         Args:
-            kernels: Of the call.
-            work: What its halves are given.
-            copier_args: What its carrier is, if it has one.
+            kernels: The kernels of the call.
+            work: The arguments of its phases.
+            copier_args: The arguments of its copier, if it has one.
             slot: What it takes of the slots.
         """
         if self._masked_word.value != self._told:
@@ -424,7 +426,7 @@ class StreamedLowLatency:
         return event, self._hook(kernels, work, number) if has_hook else None
 
     def _launch(self, kernels: Kernels, work: _Work, copier_args: tuple[Any, ...]) -> None:
-        """The kernels of a call, but for those behind a hook."""
+        """Launch the kernels of a call, except for those of a hook."""
         marks, (is_async, has_hook) = self._signals.marks, kernels.mode
         if is_async:
             self._stream.hold((*work[1], *work[4]), self._stream.raw)
@@ -435,7 +437,9 @@ class StreamedLowLatency:
                 self._launch_steps(kernels, work, copier_args, has_hook)
 
     def _launch_steps(self, kernels: Kernels, work: _Work, copier_args: tuple[Any, ...], has_hook: bool) -> None:
-        """Likewise; a trace, if there is one, has begun to show the call."""
+        """Launch the kernels of a call, except for those of a hook, after the trace, if there is one, has begun the
+        call.
+        """
         marks, copier = self._signals.marks, kernels.copier
         num_send_blocks, sent, numbers, num_receive_blocks, received = work
         if marks is not None:
@@ -452,13 +456,13 @@ class StreamedLowLatency:
     def _launch_receive(
         self, kernels: Kernels, num_blocks: int, received: _Tensors, stats: torch.Tensor | None, age: int
     ) -> None:
-        """The receive half.
+        """Launch the receive phase.
 
         Args:
-            kernels: Of the call.
+            kernels: The kernels of the call.
             num_blocks: The grid.
             received: Its tensors.
-            stats: What a kernel that waits before it adds to, or any tensor; None: the send half has waited.
+            stats: What the waiting kernel before it adds to, or any tensor; None: the send phase has waited.
             age: How many calls were sent since.
         """
         marks = self._signals.marks
@@ -472,7 +476,7 @@ class StreamedLowLatency:
         self._tell()
 
     def _hook(self, kernels: Kernels, work: _Work, number: int) -> Hook:
-        """The receive half of a call."""
+        """Return the hook of a call, which launches its receive phase."""
         signals, stream, in_flight, operation = self._signals, self._stream, self._in_flight, kernels.operation
         _, (*_, stats), _, num_blocks, received = work
         caller = stream.caller()
@@ -507,12 +511,14 @@ class StreamedLowLatency:
         return hook
 
     def _tell(self) -> None:
-        """Behind a wait, and what it holds up: have remote ranks hear of it if it has failed."""
+        """After a wait and the work that depends on it: have this rank's failure sent to remote ranks, if the wait
+        has failed.
+        """
         if self._copies is not None:
             self._copies.tell()
 
     def _warn_of_masks(self) -> None:
-        """Say once of each rank that a kernel has masked it."""
+        """Warn, once for each rank, that a kernel has masked it."""
         newest = self._masked_word.value
         if newest == self._told:
             return
@@ -551,7 +557,7 @@ def _results(geometry: Geometry, form: RowFormat, device: torch.device) -> tuple
 
 
 def _sizes_of(geometry: Geometry) -> tuple[int, int, int, int]:
-    """What both kinds of rows have."""
+    """Return the sizes that dispatched and combined rows have in common."""
     return geometry.hidden, geometry.num_topk, geometry.num_experts, geometry.max_tokens
 
 

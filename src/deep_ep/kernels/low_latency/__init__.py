@@ -2,5 +2,5 @@
 
 In a profile the send and the receive kernel of a dispatch are both `low_latency::dispatch`, those of a combine
 `low_latency::combine`: DeepEP's scripts expect `dispatch` in exactly one name, and take the runs of `::dispatch` for
-the halves of calls with a hook. Kernels that wait, signal, or carry something to other nodes have other names.
+the two phases of calls with a hook. Kernels that wait, signal, or copy to other nodes have other names.
 """

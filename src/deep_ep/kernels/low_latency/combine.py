@@ -46,7 +46,7 @@ _MASKED = tl.constexpr(MASKED)
 
 
 class CombineSizes(NamedTuple):
-    """Of a combine's rows, as they travel.
+    """The sizes of a combine's rows, as they travel.
 
     Attributes:
         hidden: H.
@@ -76,7 +76,7 @@ def sender(
     is_aligned: bool,
     wait_options: WaitOptions | None,
 ) -> Launch:
-    """A kernel that publishes the rows of this rank's experts, and whose last block signals; see `send`.
+    """Return a kernel that publishes the rows of this rank's experts, and whose last block signals; see `send`.
 
     It takes `x` (or any tensor), `layout_range`, `topk_idx`, `earlier`, what the wait adds to (or any tensor), the
     number of tokens, and the zero-copy tensor's slot or, where rows are copied, a bit for each slot that is leased.
@@ -84,8 +84,8 @@ def sender(
     Args:
         context: The words.
         call: The call.
-        sizes: Of the rows.
-        idx_dtype: Of `topk_idx`.
+        sizes: The sizes of the rows.
+        idx_dtype: The dtype of `topk_idx`.
         is_copied: Rows are copied from `x`; otherwise they are in the zero-copy tensor.
         is_aligned: `x` begins at a multiple of 16 bytes.
         wait_options: The last block then waits for the peers, in this way; None: it does not.
@@ -116,10 +116,10 @@ def sender(
 
 
 def num_send_blocks(sizes: CombineSizes, is_copied: bool) -> int:
-    """Blocks of a send."""
+    """Return the number of blocks of a send."""
     if not is_copied:
         return min(sizes.num_experts, _MOST_IDLE_BLOCKS)
-    # On average. A block that has nothing to do still has to say that it is done.
+    # On average. A block that has nothing to do still has to count as done.
     num_rows_of_a_pair = sizes.max_tokens * sizes.num_topk // sizes.num_experts
     return sizes.num_experts * (_SHARES if num_rows_of_a_pair >= _SHARES else 1)
 
@@ -140,11 +140,11 @@ def send(
     Args:
         context: The words.
         call: The call.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
         x: [L, n, H] BF16; not read where there is a zero-copy tensor.
         layout_range: [L, R] int64, of the handle.
         topk_idx: [T, K], of this rank's own tokens.
-        earlier: [T, K] int32, written: how many tokens before have the same expert. The receive half needs it.
+        earlier: [T, K] int32, written: how many tokens before have the same expert. The receive phase needs it.
         slot: Of the zero-copy tensor; None: copy, into a free one.
         wait_options: The last block then waits for the peers, in this way; None: it does not.
     """
@@ -179,14 +179,14 @@ def _send_variant(
         "HAS_STATS": has_stats,
         "TOPK": topk,
         "TOKENS": tokens,
-        # What decides the loop of a wait must be one value for a warp: no fewer lanes than it has.
+        # The condition of a wait's loop must be one value for a warp: no fewer lanes than it has.
         "LANES": max(32, lanes) if waits else lanes,
     }
     return Variant(_send_kernel, constants, num_warps=4)
 
 
 def _words_of(is_aligned: bool, sizes: CombineSizes) -> tuple[torch.dtype, int]:
-    """What rows are read in: a type, and the bytes of a vector."""
+    """Return what rows are read in: a type, and the bytes of a vector."""
     vector = 16 if sizes.hidden % 8 == 0 and is_aligned else 2
     if sizes.use_logfmt:
         return torch.bfloat16, vector
@@ -286,7 +286,7 @@ def _send_kernel(
 def _copy_rows(
     x, slots, first, last, step, row_vectors, slot_lines, VECTOR: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Copy every so many rows."""
+    """Copy every so many rows of a pair: those of this block."""
     WORD_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     row_words = row_vectors * (VECTOR // WORD_BYTES)
     for row in range(first, last, step):
@@ -304,15 +304,15 @@ def _copy_rows(
 def receiver(
     context: LowLatencyContext, sizes: CombineSizes, idx_dtype: torch.dtype, is_aligned: bool, can_mask: bool = False
 ) -> tuple[Launch, int]:
-    """A kernel that sums each token's rows, see `receive`, and its blocks for one token.
+    """Return a kernel that sums each token's rows, see `receive`, and its blocks for one token.
 
     It takes `out`, `topk_idx`, `topk_weights`, `earlier` and the age of the call: how many calls this rank has sent
     since.
 
     Args:
         context: The words.
-        sizes: Of the rows.
-        idx_dtype: Of `topk_idx`.
+        sizes: The sizes of the rows.
+        idx_dtype: The dtype of `topk_idx`.
         is_aligned: `out` begins at a multiple of 16 bytes.
         can_mask: Mask a rank that has no row where one is wanted.
     """
@@ -351,7 +351,7 @@ def receive(
 
     Args:
         context: The words; `wait_for` came before.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
         age: How many calls this rank has sent since.
         out: [T, H] BF16, written; T is not 0.
         topk_idx: [T, K].
@@ -378,7 +378,7 @@ def _receive_variant(sizes: CombineSizes, idx_dtype: torch.dtype, is_aligned: bo
         "LANES": lanes,
     }
     num_warps = max(1, min(16, block // 256))
-    # Left to itself the compiler takes fewer registers, and waits for rows before it asks for the last ones.
+    # Otherwise the compiler uses fewer registers, and waits for rows before it issues the last loads.
     num_registers = 0 if sizes.use_logfmt else 64
     return Variant(_receive_kernel, constants, num_warps, num_registers), -(-hidden // block)
 
@@ -434,7 +434,7 @@ def _receive_kernel(
         memory = some_of(memories, peer, LANES)
         pair = (ids - peer * num_local) * num_ranks + rank
         start = tl.load(table_at(memory, num_ranks, number, max_experts) + pair, mask=is_there, other=0)
-        # A rank that had masked this one at the dispatch has nothing to give: so this one does without it, and says so.
+        # A rank that had masked this one at the dispatch has no rows for it, so this rank masks it, and publishes that.
         tl.store(ranks_mask + peer, _MASKED, mask=is_there & (start == 0) & (can_mask != 0))
         is_there = is_there & (start != 0)
         rows = tl.where(is_there, memory + start + tl.cast(index, tl.int64) * slot_lines * 16, 0)
@@ -446,7 +446,7 @@ def _receive_kernel(
                 if row != 0:
                     weight = tl.sum(tl.where(ks == k, weights, 0.0))
                     total += weight * decode(row, first_channel, hidden, ranges_offset, BLOCK)
-        elif AT_ONCE >= TOPK:  # without a loop, around which the compiler asks for nothing ahead
+        elif AT_ONCE >= TOPK:  # without a loop, across which the compiler would not issue loads early
             total = _add_rows(total, rows, weights, 0, channels, hidden, AT_ONCE)
         else:
             for start in range(0, num_topk, AT_ONCE):
@@ -457,7 +457,7 @@ def _receive_kernel(
 
 @triton.jit
 def _add_rows(total, rows, weights, start, channels, hidden, AT_ONCE: tl.constexpr):
-    """Add some rows, from the `start`-th on and in order. All are asked for before anybody waits for one of them."""
+    """Add some rows, from the `start`-th on and in order. All loads are issued before any of them is waited for."""
     ks = tl.arange(0, rows.shape[0])
     values = ()
     for turn in tl.static_range(AT_ONCE):

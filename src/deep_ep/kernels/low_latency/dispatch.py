@@ -3,9 +3,9 @@
 Shape letters: T tokens, M the most of a rank, K selections of a token, R ranks, E experts, L = E / R, H channels, G
 groups of 128 channels, S scales of a received row.
 
-A *place* is `expert << 16 | n` for a selection, where n earlier tokens of the same rank chose that expert; -1: the
-selection counts for nothing. With the counts of the ranks before, it says where a row goes. The CPU's twin is
-`engine/low_latency/direct.py`.
+An *expert slot* is `expert << 16 | n` for a selection, where n earlier tokens of the same rank chose that expert; -1:
+the selection does not count. Together with the counts of the ranks before, it determines where a row goes. The CPU's
+twin is `engine/low_latency/direct.py`.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _GROUP = tl.constexpr(GROUP)
 _FP8_MAX = tl.constexpr(448.0)
 _AMAX_FLOOR = tl.constexpr(1e-4)
 _MOST_GROUPS = 32  # of a row that a block casts at once
-_MOST_CELLS = 2048  # selections that a block looks at together
+_MOST_CELLS = 2048  # selections that a block processes together
 _MOST_NUMBERING_BLOCKS = 64  # beyond those that have a token; each signals its end, so fewer are quicker
 _SEND_WARPS = 8
 _WORDS_AT_ONCE = 2048  # of 4 bytes, that a block fetches
 
 
 class DispatchSizes(NamedTuple):
-    """Of a dispatch's rows, as they travel.
+    """The sizes of a dispatch's rows, as they travel.
 
     Attributes:
         hidden: H.
@@ -61,7 +61,7 @@ class DispatchSizes(NamedTuple):
         max_tokens: M.
         row_bytes: From one row of a set to the next.
         scales_offset: Where the scales are in a row.
-        expert_slots_offset: Where the places are in a set, [T, K] int32.
+        expert_slots_offset: Where the expert slots are in a set, [T, K] int32.
         use_fp8: Rows are FP8; otherwise BF16.
         round_scale: Scales are powers of two.
     """
@@ -85,7 +85,7 @@ def sender(
     is_aligned: bool,
     wait_options: WaitOptions | None,
 ) -> Launch:
-    """A kernel that publishes a rank's rows, and whose last block signals; see `send`.
+    """Return a kernel that publishes a rank's rows, and whose last block signals; see `send`.
 
     It takes `x`, `topk_idx`, what the wait adds to (or any tensor), the number of tokens, and a bit for each slot that
     is leased.
@@ -93,8 +93,8 @@ def sender(
     Args:
         context: The words.
         call: The call.
-        sizes: Of the rows.
-        idx_dtype: Of `topk_idx`.
+        sizes: The sizes of the rows.
+        idx_dtype: The dtype of `topk_idx`.
         is_aligned: `x` begins at a multiple of 16 bytes.
         wait_options: The last block then waits for the peers, in this way; None: it does not.
     """
@@ -124,7 +124,7 @@ def sender(
 
 
 def num_send_blocks(sizes: DispatchSizes, num_tokens: int) -> int:
-    """Blocks of a send."""
+    """Return the number of blocks of a send."""
     return num_tokens + min(_MOST_NUMBERING_BLOCKS, sizes.num_experts)
 
 
@@ -141,7 +141,7 @@ def send(
     Args:
         context: The words.
         call: The call.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
         x: [T, H] BF16.
         topk_idx: [T, K].
         wait_options: The last block then waits for the peers, in this way; None: it does not.
@@ -152,7 +152,7 @@ def send(
 
 
 def _whole(sizes: DispatchSizes) -> int:
-    """Channels of a vector."""
+    """Return the channels of a vector."""
     return 8 if sizes.hidden % 8 == 0 else 1
 
 
@@ -180,7 +180,7 @@ def _send_variant(
         "HAS_STATS": has_stats,
         "TOPK": topk,
         "TOKENS": tokens,
-        # What decides the loop of a wait must be one value for a warp: no fewer lanes than it has.
+        # The condition of a wait's loop must be one value for a warp: no fewer lanes than it has.
         "LANES": max(32, lanes) if waits else lanes,
     }
     return Variant(_send_kernel, constants, num_warps=_SEND_WARPS)
@@ -188,9 +188,10 @@ def _send_variant(
 
 @functools.cache
 def tile_of(num_topk: int, max_tokens: int) -> tuple[int, int]:
-    """Selections of a token, and tokens, that are looked at together; powers of two.
+    """Return the selections of a token, and the tokens, that are processed together; powers of two.
 
-    By the most tokens, not by those of the call: decoding must not compile a kernel because a batch is smaller.
+    They depend on the most tokens, not on those of the call: decoding must not compile a kernel because a batch is
+    smaller.
     """
     topk = next_power_of_2(max(1, num_topk))
     return topk, max(1, min(next_power_of_2(max_tokens), _MOST_CELLS // topk))
@@ -242,7 +243,7 @@ def _send_kernel(
 ):
     """Block t publishes token t; the blocks beyond the tokens share the experts, whose tokens they number.
 
-    Example: tokens with experts `[3, 1]`, `[1, -1]`, `[3, 3]`: places are `[3<<16, 1<<16]`, `[1<<16|1, -1]`,
+    Example: tokens with experts `[3, 1]`, `[1, -1]`, `[3, 3]`: expert slots are `[3<<16, 1<<16]`, `[1<<16|1, -1]`,
     `[3<<16|1, -1]`; the counts are 2 of expert 1 and 2 of expert 3.
     """
     number = tl.load(ll) + 1
@@ -313,7 +314,7 @@ def _cast_row(source, row, hidden, scales_offset, ROUND: tl.constexpr, GROUPS: t
 
 @triton.jit
 def _copy_row(source, row, hidden, GROUPS: tl.constexpr):
-    """Copy one row as it is."""
+    """Copy one row without a cast."""
     target = tl.multiple_of(row.to(source.dtype), 16)
     for first in range(0, hidden, GROUPS * _GROUP):
         channels = first + tl.arange(0, GROUPS * _GROUP)
@@ -341,9 +342,9 @@ def number_tokens(
         num_tokens: T.
         num_topk: K.
         num_experts: E.
-        WITH_EXPERT: Write places, for the first selection of a token only; otherwise plain numbers.
+        WITH_EXPERT: Write expert slots, for the first selection of a token only; otherwise plain numbers.
         TOPK: K, or the next power of two.
-        TOKENS: Tokens that are looked at together.
+        TOKENS: Tokens that are processed together.
     """
     total = tl.zeros((), tl.int32)
     ks = tl.arange(0, TOPK)[None, :]
@@ -365,7 +366,7 @@ def number_tokens(
 
 @triton.jit
 def _drop_selections(topk_idx, expert_slots, token, num_topk, num_experts, TOPK: tl.constexpr):
-    """Mark what a token selects outside of the experts."""
+    """Write -1 for selections of a token that are not experts."""
     cells = token * num_topk + tl.arange(0, TOPK)
     is_cell = tl.arange(0, TOPK) < num_topk
     ids = valid_ids(topk_idx, cells, is_cell, num_experts)
@@ -378,15 +379,15 @@ def _drop_selections(topk_idx, expert_slots, token, num_topk, num_experts, TOPK:
 def receiver(
     context: LowLatencyContext, call: KernelCall, sizes: DispatchSizes, scale_dtype: torch.dtype | None, has_stats: bool
 ) -> Launch:
-    """A kernel that fetches the rows of this rank's experts.
+    """Return a kernel that fetches the rows of this rank's experts.
 
-    It takes what `receive` writes, with any tensor in the place of what there is not, and the age of the call: how many
+    It takes what `receive` writes, with any tensor for those that there are not, and the age of the call: how many
     calls this rank has sent since.
 
     Args:
         context: The words.
         call: The call.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
         scale_dtype: Of the scales; None: there are none.
         has_stats: Counts are added to a tensor.
     """
@@ -419,7 +420,7 @@ def receiver(
 
 
 def num_receive_blocks(sizes: DispatchSizes, num_ranks: int) -> int:
-    """Blocks of a receive."""
+    """Return the number of blocks of a receive."""
     return num_ranks * sizes.max_tokens + sizes.num_experts // num_ranks
 
 
@@ -440,7 +441,7 @@ def receive(
     Args:
         context: The words; `wait_for` came before.
         call: The call.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
         age: How many calls this rank has sent since.
         x: [L, R * M, H], written.
         scales: [L, R * M, S] over memory [L, S, R * M], written: float32, or int32 with four exponents each; or None.
@@ -459,7 +460,7 @@ def receive(
 def _receive_variant(
     sizes: DispatchSizes, scale_dtype: torch.dtype | None, has_stats: bool, has_remote: bool, is_wide: bool, lanes: int
 ) -> tuple[Variant, torch.dtype, int]:
-    """The kernel, the words that it moves rows in, and the vectors of a row."""
+    """Return the kernel, the words that it moves rows in, and the vectors of a row."""
     used_bytes = sizes.hidden * (1 if sizes.use_fp8 else 2)
     word = torch.int32 if used_bytes % 4 == 0 else torch.int8
     vector = 16 if used_bytes % 16 == 0 else word.itemsize
@@ -554,7 +555,7 @@ def _write_layout(
     count, layout_range, stats, memories, is_masked, expert, num_local, num_ranks, rank, max_experts, number,
     HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """How many rows of one expert come from each rank, and where they begin."""
+    """Write how many rows of one expert come from each rank, and where they begin."""
     lanes = tl.arange(0, LANES)
     tables = table_at(memories, num_ranks, number, max_experts)
     counts = tl.load(tables + rank * num_local + expert, mask=is_masked == 0, other=0)
@@ -577,8 +578,8 @@ def _fetch_row(
     WORD_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     ks = tl.arange(0, TOPK)
     lanes = tl.arange(0, LANES)
-    # Memory is far: everything that does not wait for another answer is asked for at once. What a rank without this
-    # token has in its place is not looked at.
+    # To hide latency, all loads that do not depend on another are issued at once. What a rank without this
+    # token has at its index is not used.
     memory = one_of(memories, source, LANES)
     begin = memory + offset
     cells = (begin + expert_slots_offset).to(tl.pointer_type(tl.int32)) + token * num_topk + ks

@@ -16,13 +16,13 @@ _STEPS = tl.constexpr(510.0)
 
 
 def unit_of(hidden: int) -> int:
-    """Channels of a unit."""
+    """Return the channels of a unit."""
     return 1024 if hidden % 1024 == 0 else 512
 
 
 @triton.jit
 def _logs(amax, amin):
-    """The logarithms of a group's range, and whether it can be compressed."""
+    """Return the logarithms of a group's range, and whether it can be compressed."""
     high = tl.log2(amax)
     low = tl.maximum(tl.log2(amin), high - _SPAN)
     is_fit = (high < 0) & (low < high)
@@ -65,7 +65,7 @@ def encode_row(source, slot, hidden, ranges_offset, UNIT: tl.constexpr):
 
 @triton.jit
 def _codes(values, magnitudes, high, low):
-    """10-bit codes of a unit's channels. Midpoints are those of the values, not of their logarithms."""
+    """Return 10-bit codes of a unit's channels. Midpoints are those of the values, not of their logarithms."""
     step = tl.where(low < high, (high - low) / _STEPS, 1.0)
     middle = 2.0 - tl.log2((1.0 + tl.exp2(step)) * 0.5) / step
     exact = tl.log2(magnitudes) / step[:, None] + (middle - low / step)[:, None]
@@ -76,7 +76,7 @@ def _codes(values, magnitudes, high, low):
 
 @triton.jit
 def decode(slot, first, hidden, ranges_offset, UNIT: tl.constexpr):
-    """One unit of a row, [UNIT] float32, from channel `first` on."""
+    """Decode one unit of a row, [UNIT] float32, from channel `first` on."""
     GROUPS: tl.constexpr = UNIT // 128
     offsets = tl.arange(0, UNIT)
     groups = first // _GROUP + tl.arange(0, GROUPS)

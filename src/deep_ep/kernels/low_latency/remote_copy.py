@@ -1,14 +1,14 @@
-"""Low-latency calls across nodes over NVSHMEM: kernels that carry a publication to the remote ranks' copies of it.
+"""Low-latency calls across nodes over NVSHMEM: kernels that copy a publication to remote ranks.
 
 `docs/decisions/0014-low-latency-over-nvshmem.md` has the plan. Shape letters: R ranks, P of a node, E experts,
 L = E / R, M the most tokens of a rank, K selections of a token.
 
-A rank has a *copy* of each remote rank's low-latency memory: the words in front as they are there, and behind them sets
-of its own, smaller measure. The remote rank fills it. In the address table that kernels read from, copies stand in for
-remote ranks; what a rank stores there of its own, the word `sent`, is carried to the remote rank's memory.
+A rank has a *copy* of each remote rank's low-latency memory: the same words in front, and behind them sets that are
+smaller than the original ones. The remote rank fills it. In the address table that kernels read from, copies stand in
+for remote ranks; what a rank stores there itself, the word `sent`, is put to the remote rank's memory.
 
-Behind a send come a copier of its rows and then a poster, which signals. None of them waits for a peer. They call
-NVSHMEM, which Triton's interpreter has not: tests have a stand-in for it.
+After a send, a copier puts its rows, and then a poster puts its words and signals. None of them waits for a peer. They
+call NVSHMEM, which Triton's interpreter does not have: tests have a substitute for it.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class CopyContext:
 
     @property
     def num_remote(self) -> int:
-        """Ranks of other nodes."""
+        """The number of ranks of other nodes."""
         return self.context.buffer.num_ranks - self.context.buffer.ranks_per_node
 
     def arguments(self, call: KernelCall) -> tuple[torch.Tensor | int, ...]:
-        """As a kernel takes them, with the measure of a call's sets in copies."""
+        """Return the arguments of a kernel, with the size of a call's sets in copies."""
         context, buffer = self.context, self.context.buffer
         words = (context.state, buffer.state, context.mask, self.pes, self.memory, self.copies, self.copy_bytes)
         numbers = (buffer.num_ranks, buffer.ranks_per_node, buffer.rank, context.max_experts)
@@ -78,14 +78,15 @@ class CopyContext:
 
 
 def dispatch_copier(remote: CopyContext, call: KernelCall, sizes: dispatch.DispatchSizes) -> tuple[Launch, int]:
-    """A kernel that puts each token's row to every remote rank that has one of its experts, once, at the token's place.
+    """Return a kernel that puts each token's row to every remote rank that has one of its experts, once, at the token's
+    index.
 
-    It takes nothing more.
+    It takes no further argument.
 
     Args:
         remote: The words.
         call: The call.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
 
     Returns:
         The kernel, and its blocks.
@@ -97,14 +98,14 @@ def dispatch_copier(remote: CopyContext, call: KernelCall, sizes: dispatch.Dispa
 
 
 def combine_copier(remote: CopyContext, call: KernelCall, sizes: combine.CombineSizes) -> tuple[Launch, int]:
-    """A kernel that puts the rows that this rank's experts have for each remote rank, without gaps.
+    """Return a kernel that puts the rows that this rank's experts have for each remote rank, without gaps.
 
     It takes `layout_range` [L, R] int64, of the handle.
 
     Args:
         remote: The words.
         call: The call.
-        sizes: Of the rows.
+        sizes: The sizes of the rows.
 
     Returns:
         The kernel, and its blocks.
@@ -120,7 +121,7 @@ def combine_copier(remote: CopyContext, call: KernelCall, sizes: combine.Combine
 def poster(
     remote: CopyContext, call: KernelCall, kind: int, sizes: dispatch.DispatchSizes | combine.CombineSizes | None = None
 ) -> tuple[Launch, int]:
-    """A kernel that puts what remote ranks must know of a call, waits until all of it has arrived, and sets `sent`
+    """Return a kernel that puts the words of a call to remote ranks, waits until all of it has arrived, and sets `sent`
     there.
 
     It takes `layout_range` [L, R] int64, of a combine's handle; otherwise any such tensor.
@@ -129,7 +130,7 @@ def poster(
         remote: The words.
         call: The call.
         kind: `BARRIER`, `DISPATCH` or `COMBINE`.
-        sizes: Of the rows, but for a barrier.
+        sizes: The sizes of the rows; not used for a barrier.
 
     Returns:
         The kernel, and its blocks.
@@ -172,13 +173,13 @@ def _posts_variant(local: int) -> Variant:
 
 @triton.jit
 def _remote_rank(index, ranks_per_node, rank):
-    """The remote rank of a number among them."""
+    """Return the remote rank with a number among the remote ranks."""
     return index + tl.where(index >= rank // ranks_per_node * ranks_per_node, ranks_per_node, 0)
 
 
 @triton.jit
 def _copy_at(copies, copy_bytes, ranks_per_node, rank, target):
-    """Where a remote rank has its copy of this rank: copies leave out the ranks of their owner's node."""
+    """Return where a remote rank has its copy of this rank: copies leave out the ranks of their owner's node."""
     index = rank - tl.where(rank // ranks_per_node > target // ranks_per_node, ranks_per_node, 0)
     return copies + index * copy_bytes
 
@@ -256,13 +257,13 @@ def _copy_posts_kernel(
     tables: tl.int64, kind: tl.int32, num_topk: tl.int32, num_local: tl.int32, expert_slots_offset: tl.int64,
     slot_bytes: tl.int64, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Block q tells remote rank q: the table, the places of a dispatch, the post, and then `sent`.
+    """Block q puts to remote rank q the table, the expert slots of a dispatch, the post, and then `sent`.
 
-    `quiet` waits for the rows, too, which other blocks of an earlier launch have put, over queues of their own; so
-    whoever sees `sent` finds everything.
+    `quiet` waits for the rows, too, which other blocks of an earlier launch have put, over queues of their own; so a
+    rank that sees `sent` finds everything.
 
-    Example: as in `_copy_back_kernel`; the table for rank 2 says that its rows of expert 1 begin two slots into the
-    set of its copy, and that there are none where the count is 0.
+    Example: as in `_copy_back_kernel`; in the table for rank 2, its rows of expert 1 begin two slots into the set of
+    its copy; a count of 0 means none.
     """
     target = tl.program_id(0)
     number = tl.load(ll)
@@ -272,7 +273,7 @@ def _copy_posts_kernel(
         copy = _copy_at(copies, copy_bytes, ranks_per_node, rank, target)
         remote_offset = copy_set_offset(num_ranks, max_experts, number, remote_set_bytes)
         table_bytes = 8 * (num_local * num_ranks).to(tl.int64)
-        # As places in a memory, so that they are the same in a copy.
+        # As offsets in a memory, so that they are the same in a copy.
         table = _offset_in(table_at(memory, num_ranks, number, max_experts), memory)
         post = _offset_in(post_at(memory, num_ranks, number), memory)
         if kind == _DISPATCH:
@@ -298,5 +299,5 @@ def _copy_posts_kernel(
 
 @triton.jit
 def _offset_in(pointer, memory):
-    """Where a pointer points to in a memory."""
+    """Return the offset of a pointer in a memory."""
     return pointer.to(tl.int64, bitcast=True) - memory

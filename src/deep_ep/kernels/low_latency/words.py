@@ -1,16 +1,16 @@
-"""The words of low-latency calls on a GPU: where they are, how a call is sent, how a receive half waits.
+"""The words of low-latency calls on a GPU: where they are, how a call is sent, and how a receive phase waits.
 
 Shape letters: R ranks, E experts, L = E / R. The low-latency memory of a rank begins with
 
     lines   [R, 8] int64             line p: what rank p writes here: the last call that it has sent, and its words of
                                      a rejoin (`join`)
     posts   [8, 64] int64            by number of the call modulo 8: two words of agreement, its tokens, its number,
-                                     where its rows begin, and whom its rank masks, as bits
+                                     where its rows begin, and which ranks it masks, as bits
     tables  [8, MAX_EXPERTS] int64   likewise: counts [E] of a dispatch, where first rows are [L, R] of a combine
 
 and then come the slots and the dispatch sets. The last block of a *send* kernel signals, and, where no hook comes
-between, waits for the peers. Behind a hook a kernel of one warp waits, and so it does across nodes, where something has
-to be carried before.
+between, waits for the peers. After a hook, a kernel of one warp waits; so it does across nodes, where the call has to
+be copied before.
 
 Of a rank of another node there is a copy in this rank's own memory, which stands in for it (`remote_copy.py`).
 """
@@ -37,7 +37,7 @@ MOST_RANKS = (POST_WORDS - _FIRST_MASK) // 2 * _MASK_BITS  # two bits of a post 
 # rejoin.
 STATE_SENT, STATE_ARRIVED, STATE_REFUSED, STATE_SLOTS, STATE_ATTEMPTS, STATE_WORDS = 0, 1, 2, 10, 13, 16
 REFUSALS = range(STATE_REFUSED, STATE_REFUSED + NUM_KEPT)
-# What a mask is for: the caller, or this rank by itself, does without a rank; or it is lost, and so it is for all.
+# What a mask is for: the caller, or this rank by itself, masks a rank; or it is lost, and then for all ranks.
 MASKED, LOST = 1, 3
 # Why a kernel has masked a rank, for the host: it was silent; it goes on without this rank; another rank has lost it.
 SILENT, GONE_ON, TOLD = 0, 1, 2
@@ -53,7 +53,7 @@ _LOW_LATENCY = tl.constexpr(LOW_LATENCY)
 _SAW = tl.constexpr(STATE_WORDS)  # what a wait saw at last, [2, R]
 # Words of a line.
 _ATTEMPT, _NEXT, _ECHO = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-# Words of a post. Behind them, for every 32 ranks: whom the rank masks, and whom of these all are to mask.
+# Words of a post. Behind them, for every 32 ranks: those that the rank masks, and which of these all are to mask.
 _A, _B, _TOKENS, _NUMBER, _BASE = (tl.constexpr(word) for word in range(5))
 _MASKS, _BITS = tl.constexpr(_FIRST_MASK), tl.constexpr(_MASK_BITS)
 _MASKED, _LOST = tl.constexpr(MASKED), tl.constexpr(LOST)
@@ -67,13 +67,13 @@ class LowLatencyContext:
     """Where a rank's low-latency words are. Made once for a buffer.
 
     Attributes:
-        buffer: Of the buffer: peers, failure, limit.
+        buffer: The context of the buffer: peers, failure, limit.
         windows: [R] int64, addresses of the ranks' low-latency memory; of remote ranks, of the copies of theirs.
         state: [num_state_words(R)] int64, private.
         mask: [R] int32, private: `MASKED` or `LOST` where a rank is masked.
-        seen: [R, 2] int64, private: what the ranks said when they disagreed.
+        seen: [R, 2] int64, private: what the ranks posted when they disagreed.
         host: [R + 1] int64 in memory that the host reads: the call in which a rank was masked, and why.
-        max_experts: Room of a table.
+        max_experts: Experts that a table can hold.
     """
 
     buffer: Context
@@ -86,17 +86,17 @@ class LowLatencyContext:
 
     @staticmethod
     def board_bytes(num_ranks: int, max_experts: int) -> int:
-        """Bytes in front of the slots."""
+        """Return the bytes in front of the slots."""
         return 8 * 8 * num_ranks + NUM_KEPT * 8 * (POST_WORDS + max_experts)
 
     @staticmethod
     def num_state_words(num_ranks: int) -> int:
-        """Words of `state`."""
+        """Return the number of words of `state`."""
         return STATE_WORDS + 2 * num_ranks
 
     @functools.cached_property
     def num_lanes(self) -> int:
-        """A lane for each rank."""
+        """Return the number of lanes: at least one for each rank."""
         return next_power_of_2(self.buffer.num_ranks)
 
 
@@ -106,8 +106,8 @@ class KernelCall:
 
     Attributes:
         agreement: Two words that must be the same on all ranks.
-        region_bytes: As the plan of its sizes says.
-        set_bytes: Likewise.
+        region_bytes: Bytes of a region, from the plan of the call.
+        set_bytes: Bytes of a dispatch set, from the plan of the call.
         operation: For the record of a failure.
         takes_slot: Its rows are in a slot, not in a dispatch set.
         copy_set_bytes: As `set_bytes`, in copies of remote ranks' memory; 0: there are none.
@@ -122,7 +122,7 @@ class KernelCall:
 
     @functools.cached_property
     def kernel_args(self) -> tuple[int, ...]:
-        """As a kernel takes them."""
+        """Return the call as a kernel takes it."""
         return (*self.agreement, self.region_bytes, self.set_bytes)
 
 
@@ -130,9 +130,9 @@ class WaitOptions(NamedTuple):
     """How a call is waited for.
 
     Attributes:
-        stats: [R] int64, nanoseconds waited are added; or None. A kernel that is made for a patience takes any other
-            tensor in its place, but not None for one or the other way round.
-        can_mask: Mask who is silent past the limit; otherwise fail.
+        stats: [R] int64, nanoseconds waited are added; or None. A kernel that was made for these options takes another
+            tensor in its place, but not None instead of a tensor, nor a tensor instead of None.
+        can_mask: Mask ranks that are silent past the limit; otherwise fail.
     """
 
     stats: torch.Tensor | None = None
@@ -140,7 +140,8 @@ class WaitOptions(NamedTuple):
 
 
 def waiter(context: LowLatencyContext, call: KernelCall, wait_options: WaitOptions) -> Launch:
-    """A kernel of one block that waits until every rank that is not masked has sent a call, and compares what they say.
+    """Return a kernel of one block that waits until every rank that is not masked has sent a call, and compares their
+    posts.
 
     It takes what the nanoseconds waited are added to (or any tensor) and the age of the call: how many calls this rank
     has sent since.
@@ -155,7 +156,7 @@ def waiter(context: LowLatencyContext, call: KernelCall, wait_options: WaitOptio
 
 
 def wait_for(context: LowLatencyContext, call: KernelCall, age: int, wait_options: WaitOptions) -> None:
-    """As `waiter` says, once."""
+    """Wait for a call once, with the kernel of `waiter`."""
     stats = context.state if wait_options.stats is None else wait_options.stats
     waiter(context, call, wait_options)(1, (stats,), (age,))
 
@@ -167,7 +168,7 @@ def _fixed(context: LowLatencyContext, call: KernelCall, wait_options: WaitOptio
 
 
 def awaiting(context: LowLatencyContext, call: KernelCall, can_mask: bool) -> tuple[torch.Tensor | int, ...]:
-    """What `await_all` needs, as a kernel takes it."""
+    """Return what `await_all` needs, as a kernel takes it."""
     buffer = context.buffer
     return (
         context.mask,
@@ -184,12 +185,12 @@ def awaiting(context: LowLatencyContext, call: KernelCall, can_mask: bool) -> tu
 
 @functools.cache
 def _wait_variant(has_stats: bool, lanes: int) -> Variant:
-    # What decides a loop must be one value for all threads: one warp, with no fewer lanes than it has.
+    # The condition of a loop must be one value for all threads: one warp, with no fewer lanes than it has.
     return Variant(_wait_kernel, {"HAS_STATS": has_stats, "LANES": max(32, lanes)}, num_warps=1)
 
 
 def signal(context: LowLatencyContext, call: KernelCall) -> None:
-    """Send a call that has no rows: a barrier's."""
+    """Send a call that has no rows, such as a barrier."""
     _signal_variant(context.num_lanes)(1, *_signal_arguments(context, call))
 
 
@@ -237,46 +238,48 @@ def prepare_all(context: LowLatencyContext) -> None:
 
 @triton.jit
 def is_working(state):
-    """Whether the buffer has not failed. `state` is the buffer's.
+    """Return whether the buffer has not failed. `state` is the buffer's.
 
-    Memory is far, and a branch waits for its condition: kernels ask for everything they need at once, and then look.
+    A branch waits for its condition, so kernels issue all the loads that they need at once, and branch afterwards.
     """
     return tl.load(state + _FAILED) == 0
 
 
 @triton.jit
 def post_at(memory, num_ranks, number):
-    """A rank's post of a call."""
+    """Return the address of a rank's post of a call."""
     return words_at(memory) + _LINE * num_ranks + (number % _KEPT) * _POST
 
 
 @triton.jit
 def table_at(memory, num_ranks, number, max_experts):
-    """A rank's table of a call."""
+    """Return the address of a rank's table of a call."""
     return words_at(memory) + _LINE * num_ranks + _KEPT * _POST + (number % _KEPT) * max_experts
 
 
 @triton.jit
 def offset_of_set(num_ranks, max_experts, number, region_bytes, set_bytes):
-    """Where the dispatch set of a call begins, behind the words and the slots."""
+    """Return where the dispatch set of a call begins, behind the words and the slots."""
     return slot_offset(num_ranks, max_experts, _NUM_SLOTS, region_bytes) + (number & (_NUM_SETS - 1)) * set_bytes
 
 
 @triton.jit
 def copy_set_offset(num_ranks, max_experts, number, set_bytes):
-    """Where the set of a call begins in a copy of a remote rank's memory, behind the words."""
+    """Return where the set of a call begins in a copy of a remote rank's memory, behind the words."""
     return offset_of_sets(num_ranks, max_experts) + (number & (_NUM_SETS - 1)) * set_bytes
 
 
 @triton.jit
 def slot_offset(num_ranks, max_experts, slot, region_bytes):
-    """Where a slot begins, behind the words."""
+    """Return where a slot begins, behind the words."""
     return offset_of_sets(num_ranks, max_experts) + slot * region_bytes
 
 
 @triton.jit
 def free_slot(ll, leased):
-    """The slot that was used longest ago, of those that are not leased; the first of them, if there are several."""
+    """Return the slot that was used longest ago, of those that are not leased; the first of them, if there are
+    several.
+    """
     last_0 = tl.where((leased & 1) != 0, 1 << 62, tl.load(ll + _SLOTS))
     last_1 = tl.where((leased & 2) != 0, 1 << 62, tl.load(ll + _SLOTS + 1))
     last_2 = tl.where((leased & 4) != 0, 1 << 62, tl.load(ll + _SLOTS + 2))
@@ -285,19 +288,19 @@ def free_slot(ll, leased):
 
 @triton.jit
 def use_slot(ll, slot, number):
-    """Have a slot used by a call; for `free_slot`."""
+    """Note that a call uses a slot, for `free_slot`."""
     tl.store(ll + _SLOTS + slot, number)
 
 
 @triton.jit
 def offset_of_sets(num_ranks, max_experts):
-    """Where the first slot begins, or, in a copy, the first set."""
+    """Return where the first slot begins, or, in a copy, the first set."""
     return tl.zeros((), tl.int64) + 8 * (_LINE * num_ranks + _KEPT * (_POST + max_experts))
 
 
 @triton.jit
 def masks_of(ranks_mask, num_ranks, LANES: tl.constexpr):
-    """The masks, [LANES] int32."""
+    """Return the masks, [LANES] int32."""
     lanes = tl.arange(0, LANES)
     return tl.load(ranks_mask + lanes, mask=lanes < num_ranks, other=0)
 
@@ -306,17 +309,17 @@ def masks_of(ranks_mask, num_ranks, LANES: tl.constexpr):
 def signal_all(
     memories, ll, masks, number, num_ranks, rank, word_a, word_b, num_tokens, base, LANES: tl.constexpr
 ):  # fmt: skip
-    """Post, and store the call's number at every peer.
+    """Write the post of a call, and store the call's number at every peer.
 
     Args:
         memories: Addresses of the ranks' memory.
         ll: The private words.
         masks: Of this rank, as they were when the call began.
-        number: Of the call.
+        number: The number of the call.
         num_ranks: R.
         rank: This rank.
-        word_a: Of the agreement.
-        word_b: Likewise.
+        word_a: The first word of the agreement.
+        word_b: The second word of the agreement.
         num_tokens: Of this rank.
         base: Where its rows begin, behind the beginning of its memory.
         LANES: A lane for each rank.
@@ -339,32 +342,32 @@ def signal_all(
 
 @triton.jit
 def posted_base(memory, num_ranks, number):
-    """Where the rows of a rank begin in a call."""
+    """Return where the rows of a rank begin in a call."""
     return tl.load(post_at(memory, num_ranks, number) + _BASE)
 
 
 @triton.jit
 def posted_tokens(memory, num_ranks, number):
-    """Tokens of a rank in a call."""
+    """Return the tokens of a rank in a call."""
     return tl.load(post_at(memory, num_ranks, number) + _TOKENS)
 
 
 @triton.jit
 def memories_of(windows, num_ranks, LANES: tl.constexpr):
-    """Addresses of the ranks' memory, [LANES]."""
+    """Return the addresses of the ranks' memory, [LANES]."""
     lanes = tl.arange(0, LANES)
     return tl.load(windows + lanes, mask=lanes < num_ranks, other=0)
 
 
 @triton.jit
 def one_of(values, index, LANES: tl.constexpr):
-    """The value of one lane."""
+    """Return the value of one lane."""
     return tl.sum(tl.where(tl.arange(0, LANES) == index, values, 0))
 
 
 @triton.jit
 def some_of(values, indices, LANES: tl.constexpr):
-    """The values of some lanes."""
+    """Return the values of some lanes."""
     lanes = tl.arange(0, LANES)
     return tl.sum(tl.where(lanes[None, :] == indices[:, None], values[None, :], 0), 1)
 
@@ -390,7 +393,7 @@ def _join_kernel(
     windows, ll, state, ranks_mask, ll_host, limit_ns: tl.int64, num_ranks: tl.int32, rank: tl.int32,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Meet all ranks that are not masked, whatever calls each of them has made, and agree on the next call's number.
+    """Agree with all ranks that are not masked on the next call's number, whatever calls each of them has made.
 
     A rank's attempts are numbered. It writes its attempt, and the number that its next call would have, into its line
     at every peer, and echoes every attempt that it sees there. A peer that has echoed this attempt is in one of its
@@ -416,7 +419,7 @@ def _join_kernel(
         is_missing = is_peer
         while (num_missing > 0) & (elapsed < limit_ns):
             elapsed = tl.max(clock_ns(lanes)) - begin
-            # The echo first: whoever has echoed this attempt has written the one that is to be echoed here.
+            # The echo first: a rank that has echoed this attempt has written the one that is to be echoed here.
             is_missing = is_peer & (load_acquire(here + _ECHO) != attempt)
             store_release(there + _ECHO, load_acquire(here + _ATTEMPT), is_peer)
             num_missing = tl.sum(is_missing.to(tl.int32))
@@ -434,7 +437,7 @@ def _wait_kernel(
     operation: tl.int32, can_mask: tl.int32, num_ranks: tl.int32, rank: tl.int32, word_a: tl.int64, word_b: tl.int64,
     HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Wait for a call to be sent by all."""
+    """Wait until all ranks that are not masked have sent a call."""
     number = tl.load(ll) - age
     memories = memories_of(windows, num_ranks, LANES)
     if is_working(state):
@@ -451,14 +454,14 @@ def await_all(
 ):  # fmt: skip
     """Poll the words that the peers write here, until all have come, one has failed, or the limit has passed.
 
-    One block does it: of a kernel of its own, or the last of a send. Its warps poll each for itself, without a barrier
-    between two looks, so they may leave the loop at different times and with different answers. What one of them saw
-    last is then made everybody's.
+    One block does it: of a kernel of its own, or the last of a send. Each of its warps polls for itself, without a
+    barrier between two polls, so they may leave the loop at different times and with different results. The result of
+    one of them is then used by all.
     """
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     is_awaited = is_rank & (tl.load(ranks_mask + lanes, mask=is_rank, other=1) == 0)
-    # Lanes beyond the ranks look at the last rank's words: a load that acquires cannot be masked.
+    # Lanes beyond the ranks load the last rank's words: a load that acquires cannot be masked.
     peer = tl.minimum(lanes, num_ranks - 1)
     line = peer * _LINE
     board = tl.load(own_boards + peer)
@@ -480,13 +483,13 @@ def await_all(
         num_missing = tl.sum((is_awaited & (sent < number)).to(tl.int32))
         has_failed = is_awaited & must_stop(failed, refused, number, _LOW_LATENCY) & ((failed == 1) | (sent < number))
         num_failed = tl.sum(has_failed.to(tl.int32))
-    # A satisfied wait looks at the failures, too.
+    # A satisfied wait checks the failures, too.
     failed = load_acquire(failures)
     tl.store(ll + _SAW + lanes, sent, mask=is_rank)
     tl.store(ll + _SAW + num_ranks + lanes, failed, mask=is_rank)
     tl.debug_barrier()
     sent = tl.load(ll + _SAW + lanes, mask=is_rank, other=0, volatile=True)
-    # A masked rank may fail as it likes.
+    # A failure of a masked rank does not matter.
     failed = tl.load(ll + _SAW + num_ranks + lanes, mask=is_awaited, other=0, volatile=True)
     if HAS_STATS:
         tl.store(stats + lanes, tl.load(stats + lanes, mask=is_awaited, other=0) + waited, mask=is_awaited)
@@ -494,8 +497,8 @@ def await_all(
     is_here = is_awaited & (sent >= number)
     posted_a = tl.load(posts + _A, mask=is_here, other=0)
     posted_b = tl.load(posts + _B, mask=is_here, other=0)
-    # Whose post is of another call, or who has masked this rank, goes on without it; so does who is further ahead than
-    # a peer can be that waits for this rank, and has written over the set of this call.
+    # A rank with a post of another call, or that has masked this rank, goes on without it; so does one more ahead than
+    # a peer can be that waits for this rank, which has overwritten the set of this call.
     said_number = tl.load(posts + _NUMBER, mask=is_here, other=0)
     said_masks = tl.load(posts + _MASKS + 2 * (rank // _BITS), mask=is_here, other=0)
     has_gone_on = (sent >= number + _NUM_SETS) | (said_number != number) | ((said_masks >> (rank % _BITS)) & 1 != 0)
@@ -504,14 +507,14 @@ def await_all(
     is_told = is_awaited & _is_told(posts, is_here & (has_gone_on == 0), LANES) & (lanes != rank)
     is_lost = is_silent | has_gone_on | is_told
     differs = is_here & (is_lost == 0) & ((posted_a != word_a) | (posted_b != word_b))
-    # Who has refused this call is masked like a silent rank, where ranks are masked.
+    # A rank that has refused this call is masked like a silent one, if ranks may be masked.
     has_refused = must_stop(failed, refused, number, _LOW_LATENCY) & (sent < number) & (can_mask == 0)
     has_failed = is_awaited & ((failed == 1) | has_refused)
     if tl.sum(has_failed.to(tl.int32)) > 0:
         first = tl.min(tl.where(has_failed, lanes, LANES))
         record = words_at(one_of(board, first, LANES)) + (num_ranks + first) * _LINE + 1
-        # If it is about what ranks said, whoever noticed had seen all posts, so they are there to be read. Those of far
-        # ranks it has seen in a copy of its own; what has not come here yet is taken for the same as this rank's.
+        # If it is a disagreement, the rank that found it had seen all posts, so they can be read here. Those of remote
+        # ranks it has seen in its own copy; a post that has not arrived here yet counts as equal to this rank's.
         noticed = tl.load(record + 1)
         there = post_at(memories, num_ranks, noticed)
         is_posted = is_rank & ((board == one_of(board, rank, LANES)) | (sent >= noticed))
@@ -542,17 +545,17 @@ def await_all(
 
 @triton.jit
 def _is_told(posts, is_here, LANES: tl.constexpr):
-    """Which ranks somebody says are lost, [LANES].
+    """Return which ranks are lost according to any post, [LANES].
 
     Args:
         posts: Of the ranks, in this call.
-        is_here: Whose post is there, and counts.
+        is_here: Which ranks' posts have arrived, and count.
         LANES: A lane for each rank.
     """
     lanes = tl.arange(0, LANES)
     is_told = lanes < 0
     for word in tl.static_range((LANES + _BITS - 1) // _BITS):
-        # Reduced to one number for all lanes: a table of ranks by ranks would cost the usual call, in which nobody is.
+        # Reduced to one number for all lanes: a table of ranks by ranks would slow the usual call.
         lost = tl.reduce(tl.load(posts + _MASKS + 2 * word + 1, mask=is_here, other=0), 0, _either)
         is_told = is_told | ((lanes // _BITS == word) & (((lost >> (lanes % _BITS).to(tl.int64)) & 1) != 0))
     return is_told
@@ -560,5 +563,5 @@ def _is_told(posts, is_here, LANES: tl.constexpr):
 
 @triton.jit
 def _either(one, other):
-    """The bits of both."""
+    """Return the bits of both, for a reduction."""
     return one | other

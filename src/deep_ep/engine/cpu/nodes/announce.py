@@ -1,4 +1,4 @@
-"""What the ranks of a rail tell each other at the beginning of a call."""
+"""The announcements that the ranks of a rail exchange at the beginning of a call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Announcement(NamedTuple):
 
 
 def announcement_to(routing: Routing, node: int, num_nodes: int) -> Announcement:
-    """What a dispatch with routing tells a node."""
+    """Return the announcement of a dispatch with routing for one node."""
     size = routing.is_token_in_rank.size(1) // num_nodes
     mask = routing.is_token_in_rank[:, node * size : (node + 1) * size]
     mask = mask[mask.any(1)]
@@ -49,7 +49,7 @@ def announcement_to(routing: Routing, node: int, num_nodes: int) -> Announcement
 
 
 def send_announcement(rail: Rail, call: Call, node: int, announcement: Announcement) -> None:
-    """Tell one node what comes."""
+    """Send one node the announcement of this call."""
     parts = []
     if announcement.num_tokens is not None and announcement.num_selected is not None and announcement.mask is not None:
         numbers = torch.cat([announcement.num_tokens, announcement.num_selected])
@@ -64,7 +64,7 @@ def send_announcement(rail: Rail, call: Call, node: int, announcement: Announcem
 def receive_announcements(
     rail: Rail, wait: Wait, call: Call, num_local_ranks: int, num_experts: int = 0
 ) -> dict[int, Announcement]:
-    """What the other nodes send, by node.
+    """Receive the announcements of the other nodes.
 
     Args:
         rail: The rail.
@@ -74,7 +74,7 @@ def receive_announcements(
         num_experts: Of a node, in a dispatch with routing; 0: there are no counts.
 
     Raises:
-        EPError: A rank makes another call; it says in what it differs.
+        EPError: A rank makes a different call; the message names the items that differ.
     """
     announcements, clashes = {}, []
     mine = call.header.agreement
@@ -99,7 +99,7 @@ def receive_announcements(
 
 
 def _parse(data: torch.Tensor, num_rows: int, num_local_ranks: int, num_experts: int) -> Announcement | None:
-    """What an announcement says; None: it contradicts itself. Counts become sizes and slots, so they are checked."""
+    """Parse an announcement; None: it contradicts itself. Its counts become sizes and slots, so they are checked."""
     width = ceil_div(num_local_ranks, 8)
     num_bytes = 4 * (num_local_ranks + num_experts) if num_experts else 0
     if num_rows < 0 or data.numel() != num_bytes + (num_rows * width if num_experts else 0):
@@ -114,7 +114,7 @@ def _parse(data: torch.Tensor, num_rows: int, num_local_ranks: int, num_experts:
 
 
 def spoiled(call: Call, rail: Rail, node: int, what: str) -> EPError:
-    """The error where a message of the rail cannot be what the peer meant to send."""
+    """Return the error for a message of the rail that cannot be what the peer meant to send."""
     return EPError(
         f"{call}: {rail.name(node)} sent {what} ({call.window.me()}). "
         "It runs another version, or what it sends is damaged on the way"

@@ -1,4 +1,4 @@
-"""The calls of a buffer across nodes."""
+"""The order of the calls of a CPU buffer across nodes, and how their failures are reported."""
 
 from __future__ import annotations
 
@@ -33,25 +33,27 @@ class RailChain(Chain):
         self._number = number
 
     def refuse(self, reason: str) -> Refusal:
-        """Tell the peers, and the rail, that this rank does not make the next call. On the comm stream."""
+        """Report to the peers and to the rail that this rank does not make the next call. Runs on the comm stream."""
         refusal = super().refuse(reason)
         self.rail.refuse(refusal)
         return refusal
 
     def fail(self, error: BaseException, call: Call | None, *, is_foreign: bool = False) -> None:
-        """Whatever goes wrong in a call goes wrong for all ranks of all nodes: tell node, mesh and rail, and close."""
+        """Report a failed call to the node, the mesh and the rail, and close: a call that fails on one rank fails on
+        all ranks.
+        """
         super().fail(error, call, is_foreign=is_foreign)
         self.tell_failure()
 
     def tell_failure(self) -> None:
-        """Tell ranks of other nodes that this rank has failed, if it has."""
+        """Report to the ranks of other nodes that this rank has failed, if it has."""
         if self.window.failure is not None:
             if self.mesh is not None:
                 self.mesh.fail(self.window.failure)
             self.rail.fail(self.window.failure)
 
     def waiting(self, call: Call) -> Wait:
-        """How a call waits on the rail."""
+        """Return how a call waits on the rail: its time limit, and what else is checked meanwhile."""
         window = self.window
         return self.rail.waiting(
             str(call),
@@ -61,5 +63,8 @@ class RailChain(Chain):
         )
 
     def mark(self, epoch: int) -> int:
-        """A number that tells the dispatches of all buffers apart, the same on all ranks; never 0."""
+        """Return a number that identifies a dispatch among those of all buffers.
+
+        It is the same on all ranks, and never 0.
+        """
         return zlib.crc32(f"{self._number} {epoch}".encode()) >> 2 | 1

@@ -1,7 +1,8 @@
 """Combine across nodes: a token's rows are summed inside each node, and one row a node goes back over the rail.
 
-Who passed a token on in dispatch sums its rows, in FP32, local ranks ascending, and rounds; the token's own rank adds
-biases and nodes, ascending. See `docs/protocol.md` for the steps, and for what the second rounding changes.
+The rank that forwarded a token in dispatch sums its rows in FP32, by ascending local rank, and rounds; the token's own
+rank adds the biases and then the nodes' sums, in ascending order. See `docs/protocol.md` for the steps, and for what
+the second rounding changes.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class RailsCombine(CpuCombine):
         ], rounds
 
     def _copy_staged(self, offer: Offer, index: int, copies: list[torch.Tensor], staged: list[torch.Tensor]) -> None:
-        """Take this rank's lane of a staged rank."""
+        """Copy this rank's rows out of its part of a staged rank's staging."""
         size = self._topology.ranks_per_node
         start = self._window.rank * offer.rows_per_source(size)
         for rows, theirs in zip(copies, staged, strict=True):
@@ -146,7 +147,10 @@ class RailsCombine(CpuCombine):
             rows[first:last].copy_(theirs[start : start + last - first])
 
     def _sum_nodes(self, call: Call, routes: RailRoutes, tables: list[list[torch.Tensor]], taken: int) -> None:
-        """Sum inside the node for every node, exchange the sums, add them up. `taken` is the step of having read."""
+        """Sum inside the node for every node, exchange the sums, add them up.
+
+        `taken` is the step that says that the rows have been read.
+        """
         sections, shifts = self._sections(), [0] * self._topology.ranks_per_node
         scratch = Scratch()
         blocks = [[RowSums(table, block, shifts, scratch, is_part=True) for table in tables] for block in routes.blocks]
@@ -159,8 +163,8 @@ class RailsCombine(CpuCombine):
             page = pool.take(form.num_bytes(last - first))
             for sums, view in zip(blocks[node], form.views(page.tensor(), last - first), strict=True):
                 sums.sum(view, first)
-            # A rank that fails says so before its caller overwrites its rows. So what was summed is right if nobody
-            # has failed by now; other nodes could not tell, and would end their calls with it.
+            # A rank that fails sets its failure word before its caller overwrites its rows. The sums are right if none
+            # has failed by now. Other nodes could not detect it, and would complete their calls with wrong sums.
             self._window.raise_if_peer_failed(call.epoch, call.operation)
             return page
 

@@ -1,7 +1,7 @@
 """Dispatch across nodes: a token crosses to a node once, and is written there straight into its final rows.
 
-The rank of the rail that receives a token knows its slot at every rank of the node, from counts that were exchanged
-before: over the rail, and then inside the node. See `docs/protocol.md` for the steps.
+The rank of the rail that receives a token computes its slot at every rank of the node from counts that were exchanged
+before, over the rail and then inside the node. See `docs/protocol.md` for the steps.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RailsDispatch(CpuDispatch):
         self._prefix: torch.Tensor | None = None  # [R, P] int32, what this node's ranks receive
         self._tables: list[list[torch.Tensor]] = []
         self._fan_outs: dict[int, FanOut] = {}  # by node, its block
-        self._held: list[torch.Tensor] = []  # where somebody is staged: the rows to pass on, for each section
+        self._held: list[torch.Tensor] = []  # if a rank is staged: the rows to forward, for each section
         self._numbers: torch.Tensor | None = None
         self._announcements: dict[int, Announcement] = {}  # by node, what its rank of the rail sends to this node
         self._returned_head: torch.Tensor | None = None  # the caller's `send_nvl_head`
@@ -81,7 +81,7 @@ class RailsDispatch(CpuDispatch):
     def unpack(
         self, scope: CpuScope, routing: Routing, routes: None, sections: Sections, num_channels: int
     ) -> Unpacked:
-        """Take the records apart, see `CpuDispatch`."""
+        """Split the records into source indices, ids and weights, see `CpuDispatch`."""
         unpacked = super().unpack(scope, routing, routes, sections, num_channels)
         self._returned_head = unpacked.handle.send_nvl_head
         return unpacked
@@ -114,7 +114,7 @@ class RailsDispatch(CpuDispatch):
     # On the comm stream ----------------------------------------------------------------------------------------------
 
     def _check_counts(self) -> None:
-        """The caller's counts must be those of its mask, per rank and per node."""
+        """Check that the caller's counts match its mask, per rank and per node."""
         if self._routing is None or self._counts:
             return
         super()._check_counts()
@@ -129,7 +129,9 @@ class RailsDispatch(CpuDispatch):
             )
 
     def _exchange_counts(self, scope: CpuScope) -> None:
-        """Announce a full dispatch, to the rail and then to the node, and learn what comes."""
+        """Announce a full dispatch to the rail and then to the node, and receive the counts of the rows that will
+        come.
+        """
         self._announce(scope)
         call = scope.call
         call.signal(ANNOUNCED)
@@ -141,7 +143,7 @@ class RailsDispatch(CpuDispatch):
         self._told = Counts(self._prefix.tolist()[-1], expert_counts, fits=False)  # nothing was offered
 
     def _move_rows(self, scope: CpuScope, sections: Sections) -> None:
-        """Send this rank's rows, pass on those of the rail, wait for the node's."""
+        """Send this rank's rows, forward those that come over the rail, and wait for the rows of this node's ranks."""
         call = scope.call
         if self._num_worst_tokens:
             call.wait(OFFERED)
@@ -170,7 +172,7 @@ class RailsDispatch(CpuDispatch):
             self._count(sections)
 
     def _announce(self, scope: CpuScope) -> None:
-        """Begin the call, tell the rail, hear it, and write the header for the node."""
+        """Begin the call: exchange announcements with the rail, and write the header for the node."""
         self._check_counts()
         handle, rail, topology, number = self._handle, self._rails.rail, self._topology, 0
         num_out: list[int] = []
@@ -193,13 +195,15 @@ class RailsDispatch(CpuDispatch):
         self._post_header(call)
 
     def _receive_all(self, call: Call) -> None:
-        """What the rail sends to this node."""
+        """Receive the announcements of the rail."""
         num_experts = self._routing.num_experts // self._topology.num_nodes if self._routing is not None else 0
         wait, size = self._rails.waiting(call), self._topology.ranks_per_node
         self._announcements.update(receive_announcements(self._rails.rail, wait, call, size, num_experts))
 
     def _post_header(self, call: Call) -> None:
-        """Tell the node, too: what this rank will pass on, and what the rail selected of the node's experts."""
+        """Write the header for the node: the rows that this rank will forward, and the rail's selections of this node's
+        experts.
+        """
         if self._routing is None:
             call.post_header(forwarded(self._handle))
             return
@@ -211,7 +215,7 @@ class RailsDispatch(CpuDispatch):
     def _read_counts(self, call: Call) -> torch.Tensor:
         """[R, P] int32, rows that each rank of this node receives from the group's ranks up to another."""
         num_ranks, size = self._topology.num_ranks, self._topology.ranks_per_node
-        # A peer has posted, for each node, what the rank of its rail there sends to each rank of this node.
+        # A peer has posted, for each node, the rows that the rank of its rail there sends to each rank of this node.
         counts = torch.tensor([peer.board.read_values(call.epoch, 0, num_ranks) for peer in self._window.peers])
         counts = counts.to(torch.int32).view(size, -1, size).transpose(0, 1)
         return layout.rank_prefix_matrix(counts.reshape(num_ranks, size))
@@ -224,7 +228,10 @@ class RailsDispatch(CpuDispatch):
         return list(map(sum, zip(*counts, strict=True)))
 
     def _agreed_counts(self, call: Call) -> torch.Tensor:
-        """The counts of a worst-case dispatch, if they fit everywhere: all nodes tell each other."""
+        """Return the counts of a worst-case dispatch, if the rows fit on every rank.
+
+        All nodes exchange whether they do.
+        """
         headers, first = call.headers(), self._window.group_ranks.first_rank
         prefix = self._read_counts(call)
         rows = zip(headers, prefix.tolist()[-1], strict=True)
@@ -254,7 +261,7 @@ class RailsDispatch(CpuDispatch):
         return prefix
 
     def _fill_rail_handle(self, call: Call) -> None:
-        """All but the source indices, which come with the rows."""
+        """Fill the handle, except for the source indices, which come with the rows."""
         assert self._routing is not None
         assert self._prefix is not None
         handle, prefix, topology = self._handle, self._prefix, self._topology
@@ -309,7 +316,9 @@ class RailsDispatch(CpuDispatch):
         return Traffic(rail, wait, call.epoch, form, chunks, *sizes, pack, take, spare, "fan out")
 
     def _open(self, call: Call, offers: list[Offer], outgoing: Sequence[torch.Tensor], routes: RailRoutes) -> None:
-        """Look where the ranks of the node take rows: tensors for each section, in the widest elements that fit."""
+        """Open the memory in which the ranks of the node receive rows: tensors for each section, in the widest elements
+        that fit.
+        """
         self._tables = []
         for index, part in enumerate(outgoing):
             width = row_bytes(part)
@@ -320,7 +329,7 @@ class RailsDispatch(CpuDispatch):
         if any(is_staged):
             slots, self._numbers = staged_slots(self._handle, is_staged)
             routes.blocks = list(slots.split(routes.num_in))
-            # All rows that this rank forwards, until the lanes have taken them.
+            # All rows that this rank forwards, until they have gone through staging.
             shapes = [(slots.size(0), table[0].size(1), table[0].dtype) for table in self._tables]
             self._held = [self._chain.result((count, columns), dtype) for count, columns, dtype in shapes]
         rank = self._window.rank
@@ -341,7 +350,7 @@ class RailsDispatch(CpuDispatch):
             torch.index_select(rows_as(part, held.dtype), 0, tokens, out=held[first : first + tokens.numel()])
 
     def _put_staged(self, call: Call, offers: list[Offer], sections: Sections) -> int:
-        """Every round: put what goes to staged ranks, tell, wait, copy out. Returns the number of rounds."""
+        """Put the rows for staged ranks round by round: put, signal, wait, copy out. Returns the number of rounds."""
         assert self._numbers is not None
         size, rank, staging = len(offers), self._window.rank, self._staging
         counts = self._counts_by_source(call)
@@ -389,7 +398,7 @@ class RailsDispatch(CpuDispatch):
         self._count(sections)
 
     def _count(self, sections: Sections) -> None:
-        """The call has ended."""
+        """Count the finished call."""
         assert self._routes is not None
         columns, routes = section_columns(self._payload, self._routing), self._routes
         bytes_each = sum(count * dtype.itemsize for count, dtype in columns)
@@ -398,7 +407,7 @@ class RailsDispatch(CpuDispatch):
 
 
 def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a tensor another shape, without a change that autograd counts."""
+    """Give a tensor another shape, without incrementing the version counter of autograd."""
     with torch.inference_mode(tensor.is_inference()):  # a tensor stays what it was made as
         tensor.data = torch.empty_like(value).copy_(value)
 

@@ -1,4 +1,4 @@
-"""The engine of a buffer across nodes: the face of the one-hop engine, with two-hop calls behind it."""
+"""The engine of a CPU buffer across nodes: the interface of the one-hop engine, with two-hop calls behind it."""
 
 from __future__ import annotations
 
@@ -55,20 +55,23 @@ class RailsEngine(CpuEngine):
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: CallOrder
     ) -> tuple[layout.DispatchLayout, EventHandle | None]:
-        """Count where this rank's tokens go. Local: it is queued only behind an event that is still to come."""
+        """Count where this rank's tokens go.
+
+        Local. It runs at once, unless it has to wait for an event that is not yet complete.
+        """
         return count_layout(self.stream, topk_idx, num_experts, self._topology.num_ranks, num_nodes, order)
 
     def tune(self, config: Config | None) -> None:
-        """Take the chunks of the next call from a config; None: choose them."""
+        """Take the chunk sizes of the next call from a config; None: choose them by the size of the rows."""
         self._config = config
 
     def start_trace(self, trace: Trace) -> None:
-        """Record calls from now on, and what goes over the rail."""
+        """Record all further calls in a trace, and the messages of the rail."""
         super().start_trace(trace)
         self.rail.start_trace(trace)
 
     def stats(self) -> dict[str, Any]:
-        """What was counted so far."""
+        """Return the counters of the calls so far, and of the rail."""
         wait_secs, first = [0.0] * self._topology.num_ranks, self.window.group_ranks.first_rank
         for node, link in self.rail.links.items():
             wait_secs[self.rail.rank_of(node)] = link.wait_secs
@@ -82,12 +85,12 @@ class RailsEngine(CpuEngine):
         return numbers
 
     def stop(self) -> None:
-        """Let what is queued finish, and close."""
+        """Wait for everything that is queued, and close."""
         self.stream.stop()
         self.window.close()
         self.rail.close()
         if self.mesh is not None:
-            self.mesh.close()  # last: it lets what is queued leave
+            self.mesh.close()  # last: the rail still sends what is queued
 
     def _dispatch_steps(
         self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None

@@ -1,7 +1,8 @@
 """Rounds inside a node, for calls across nodes whose rows some rank's arena cannot hold.
 
-A staged rank has a lane of its scratch for each rank of its node. What one rank forwards to another is numbered
-through, over all blocks: these numbers stand for slots, and a round moves a lane's worth of them.
+A staged rank divides its staging among the ranks of its node. The rows that one rank forwards to another are numbered
+consecutively over all blocks. These numbers take the role of slots, and a round moves as many of them as one part of
+staging holds.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ Counts = list[list[int]]  # `[i][d]` rows that local rank i forwards to local ra
 
 
 def forwarded(handle: RailHandle) -> torch.Tensor:
-    """[P] int32, rows that this rank forwards to each rank of its node."""
+    """Return [P] int32: the rows that this rank forwards to each rank of its node."""
     return (handle.send_nvl_head >= 0).sum(0, dtype=torch.int32)
 
 
 def read_forwarded(call: Call) -> Counts:
-    """What every rank of the node has posted as `forwarded`."""
+    """Return what every rank of the node has posted as `forwarded`."""
     peers = call.window.peers
     return [peer.board.read_values(call.epoch, 0, len(peers)) for peer in peers]
 
 
 def num_rounds(counts: Counts, offers: Sequence[Offer]) -> int:
-    """Rounds of a call; 0 where nobody is staged. All ranks of a node find the same number."""
+    """Return the rounds of a call; 0 if no rank is staged. All ranks of a node compute the same number."""
     rounds = 0
     for local, offer in enumerate(offers):
         if offer.is_staged:
@@ -43,13 +44,13 @@ def num_rounds(counts: Counts, offers: Sequence[Offer]) -> int:
 
 
 def round_rows(offer: Offer, count: int, index: int, num_ranks: int) -> tuple[int, int]:
-    """Which of a rank's `count` rows go through its lane in round `index`: [first, last)."""
+    """Return which of a rank's `count` rows go through its part of staging in round `index`, as [first, last)."""
     rows = offer.rows_per_source(num_ranks)
     return min(index * rows, count), min((index + 1) * rows, count)
 
 
 def staged_slots(handle: RailHandle, is_staged: Sequence[bool]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots at the ranks that are not staged, and numbers in place of slots at those that are.
+    """Split slots into those at ranks that are not staged, and row numbers for those at staged ranks.
 
     Returns:
         Two [F, P] int32 tables, -1 where the other one counts, or a token does not go.
@@ -61,7 +62,9 @@ def staged_slots(handle: RailHandle, is_staged: Sequence[bool]) -> tuple[torch.T
 
 
 def rows_by_source(handle: RailHandle, topology: Topology) -> list[torch.Tensor]:
-    """For each rank of the node, the rows of this one that it forwards, in the order of their numbers; int64."""
+    """Return, for each rank of the node, the rows of this rank that it forwards, in the order of their numbers;
+    int64.
+    """
     ends, size = handle.recv_gbl_rank_prefix_sum.tolist(), topology.ranks_per_node
     spans = [torch.arange(start, end, device=handle.send_nvl_head.device) for start, end in pairwise([0, *ends])]
     return [torch.cat(spans[local::size]) for local in range(size)]
@@ -70,14 +73,14 @@ def rows_by_source(handle: RailHandle, topology: Topology) -> list[torch.Tensor]
 def copy_out(
     staging: Staging, parts: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], index: int, *, reverse: bool
 ) -> None:
-    """Move a round's rows from the lanes to their places, or the reverse.
+    """Copy a round's rows from staging to their final rows, or the reverse.
 
     Args:
-        staging: This rank's.
+        staging: This rank's staging.
         parts: [n, columns], what the rows belong to, for each section.
         sources: From `rows_by_source`.
         index: The round.
-        reverse: From their places to the lanes.
+        reverse: Copy from the final rows to staging.
     """
     per_source = staging.offer.rows_per_source(len(sources))
     for source, rows in enumerate(sources):

@@ -1,6 +1,7 @@
-"""What a handle says of a call across nodes: who sends how many rows over which hop, and where they go.
+"""The routes of a call across nodes, as a handle has them: how many rows each rank sends over each hop, and where they
+go.
 
-A rank's *block* of node b are the tokens that the rank of its rail on b sends to this node; this rank passes them on.
+A rank's *block* of node b are the tokens that the rank of its rail on b sends to this node; this rank forwards them.
 Its own tokens for its own node are a block like the others, which needs no network.
 """
 

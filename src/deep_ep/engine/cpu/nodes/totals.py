@@ -1,4 +1,4 @@
-"""The last step of a combine: the sums of all nodes, added up as they come."""
+"""The last step of a combine across nodes: the sums of all nodes are added as they come."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LEAST_TILES = 2  # worth adding up at once
 
 
 class Totals:
-    """A rank's tokens: their sums by node, which come in order, and what they add up to.
+    """The sums of a rank's tokens: one for each node, which come in order, and the total.
 
     Args:
         chain: Where memory comes from.
-        routes: Who sends what.
+        routes: The rows that each rank sends.
         slots: [T, nodes] int32, where a token's sum lies among those of its node; -1: it was not there.
         sections: For each section the tensor [T, columns] to fill, and its biases.
         scratch: Where to add.
@@ -45,11 +45,11 @@ class Totals:
         self._tile = tile_tokens(sections[0][0])
 
     def target(self, node: int, first: int, last: int) -> list[torch.Tensor]:
-        """Where sums [first, last) of a node go, for each section."""
+        """Return, for each section, where sums [first, last) of a node are to be written."""
         return [sums[first:last] for sums in self._sums[node]]
 
     def has(self, node: int, count: int) -> None:
-        """So many sums of a node are there. Adds up tokens all of whose sums are."""
+        """Note that the first sums of a node have arrived, and add up the tokens whose sums are complete."""
         self._num_there[node] = count
         ready = min(
             tokens[there] if there < len(tokens) else self._num_tokens
@@ -60,11 +60,11 @@ class Totals:
             self._add_up(ready)
 
     def finish(self) -> None:
-        """Add up the rest. All sums are there."""
+        """Add up the remaining tokens. All sums must have arrived."""
         self._add_up(self._num_tokens)
 
     def _add_up(self, end: int) -> None:
-        """Biases, then nodes ascending."""
+        """Add the biases and then the nodes' sums, in ascending order of nodes."""
         begin, self._num_done = self._num_done, end
         for totals, (out, biases) in zip(self._totals, self._sections, strict=True):
             totals.sum(out[begin:end], begin, [bias[begin:end] for bias in biases])

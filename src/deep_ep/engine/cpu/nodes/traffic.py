@@ -1,7 +1,7 @@
 """Rows over the rail: cut into chunks, several on their way at a time, both directions at once.
 
-A chunk holds a few rows of every section, section after section. Who sends packs the next chunk while earlier ones
-travel; who receives hands each on as soon as it is there.
+A chunk holds a few rows of every section, section after section. The sender packs the next chunk while earlier ones are
+in flight; the receiver hands each chunk on as soon as it has arrived.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ....transport.links import MOST_PAYLOAD_BYTES, ROWS, Frame, Page, Pieces
 from ....transport.message import Rail, Wait
 
 _SECTION_UNIT_BYTES = 16  # sections of a chunk begin at multiples of this: any element is aligned
-_COUNT_BITS = 24  # of a frame's place: rows of the chunk; the rest is the first row
-_CHUNK_BYTES = 1 << 20  # where nobody asked for a size
+_COUNT_BITS = 24  # of a frame's tag: rows of the chunk; the rest is the first row
+_CHUNK_BYTES = 1 << 20  # if no config gives a size
 _AHEAD = 4
 _DONE = object()
 
@@ -40,7 +40,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, config: Config | None, row_bytes: int, unit: int = 1) -> Chunks:
-        """As a config says; without one, chunks that are worth a message.
+        """Take chunk sizes from a config; without one, choose chunks large enough to be worth a message.
 
         Args:
             config: The config, or None.
@@ -69,11 +69,11 @@ class ChunkForm:
         self.row_bytes = sum(self.widths)
 
     def num_bytes(self, num_rows: int) -> int:
-        """Bytes of a chunk of so many rows."""
+        """Return the bytes of a chunk of `num_rows` rows."""
         return sum(self.sizes(num_rows))
 
     def sizes(self, num_rows: int) -> list[int]:
-        """Bytes of each section of such a chunk, with what is left free before the next."""
+        """Return the bytes of each section of such a chunk, with the padding before the next section."""
         return [align(num_rows * width, _SECTION_UNIT_BYTES) for width in self.widths]
 
     def views(self, payload: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
@@ -91,7 +91,7 @@ class Traffic:
     Args:
         rail: The rail.
         wait: How the call waits.
-        epoch: Of the call.
+        epoch: The number of the call.
         form: Of the chunks.
         chunks: How rows are cut.
         num_out: For each node, the rows to send.
@@ -136,11 +136,11 @@ class Traffic:
             pass
 
     def finish_packing(self) -> None:
-        """Go on until all chunks are packed, and the spare work is done; what comes meanwhile is taken."""
+        """Run until all chunks are packed and the spare work is done. Chunks that arrive meanwhile are taken."""
         self._run(self._unpacked)
 
     def finish(self) -> None:
-        """Go on until everything is sent and taken, and the spare work is done."""
+        """Run until everything is sent and taken, and the spare work is done."""
         self._run(lambda: [*self._unpacked(), *self._untaken(), *self._unsent()])
 
     def _unpacked(self) -> list[int]:
@@ -157,12 +157,12 @@ class Traffic:
             self._rail.turn(0)
             has_packed, has_taken = self._pack_some(), self._take_some()
             if not has_packed and not has_taken and not self._work_some():
-                # Whoever has failed sends nothing more: then this rank comes here, and looks.
+                # A rank that has failed sends nothing more, so the wait ends here and the check below finds it.
                 self._wait.require_working()
                 self._wait.until(self._can_go_on, nodes)
 
     def _work_some(self) -> bool:
-        """Do a step of the spare work."""
+        """Do one step of the spare work."""
         if self._spare is None:
             return False
         with self._rail.slice("own node", RECEIVE):
@@ -171,7 +171,7 @@ class Traffic:
         return True
 
     def _can_go_on(self) -> bool:
-        """Whether there is something to pack or to take, or nothing left to wait for."""
+        """Return whether there is a chunk to pack or to take, or nothing left to wait for."""
         is_idle = not self._unpacked() and not self._untaken() and not self._unsent()
         return is_idle or bool(self._packable()) or any(self._rail.links[node].inbox for node in self._untaken())
 
@@ -180,7 +180,7 @@ class Traffic:
         return [node for node in self._unpacked() if links[node].num_queued < most]
 
     def _pack_some(self) -> bool:
-        """Pack a chunk for every node whose queue has room."""
+        """Pack a chunk for every node whose queue is not full."""
         nodes = self._packable()
         for node in nodes:
             first = self._packed[node]
@@ -192,7 +192,7 @@ class Traffic:
         return bool(nodes)
 
     def _take_some(self) -> bool:
-        """Hand on a chunk of every node that has sent one."""
+        """Take a chunk of every node that has sent one."""
         nodes = [node for node in self._untaken() if self._rail.links[node].inbox]
         for node in nodes:
             frame = self._rail.take(node)
@@ -206,7 +206,7 @@ class Traffic:
         return bool(nodes)
 
     def _slice(self, what: str, node: int, kind: str) -> Slice:
-        """Around the next chunk of a node."""
+        """Return a trace slice for the next chunk of a node."""
         number = self._num_chunks[what, node]
         self._num_chunks[what, node] += 1
         slice = self._rail.slice(f"{what} chunk {number}", kind)
@@ -214,7 +214,7 @@ class Traffic:
         return slice
 
     def _rows_of(self, node: int, frame: Frame) -> tuple[int, int]:
-        """Which rows a chunk holds. What does not fit the call is refused before anything is written."""
+        """Return which rows a chunk holds. A chunk that does not fit the call is refused before anything is written."""
         first, count = frame.tag >> _COUNT_BITS, frame.tag & ((1 << _COUNT_BITS) - 1)
         is_next = frame.topic == ROWS and frame.epoch == self._epoch and first == self._taken[node]
         fits = first + count <= self._num_in[node] and frame.page.num_bytes == self._form.num_bytes(count)

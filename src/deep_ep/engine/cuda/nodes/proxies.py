@@ -1,4 +1,4 @@
-"""Proxies as the engine uses them: who brings a rank's remote memory to other nodes."""
+"""Proxies, as the engine uses them: they move a rank's remote memory to other nodes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ....transport.proxy import MessageProxy
 from ....transport.remote import DOORBELL_WORDS, MOST_CHUNKS, RemoteLayout
 from ...protocol import READY
 
-_TELLING_SECS = 1.0  # that a rank which has failed waits for the others to be told
+_TELLING_SECS = 1.0  # that a failed rank waits until its failure has been sent to the others
 
 
 class Transfer(NamedTuple):
-    """What a call has for other nodes.
+    """The rows that a call sends to other nodes.
 
     Attributes:
         memory: The piece that its rows are in.
         rows: How they lie there.
         plan: [N, PLAN_WORDS] int64, how many go where.
-        operation: Of the call.
+        operation: The operation of the call.
         num_blocks: Most blocks of a kernel.
         is_back: The rows are sums, on their way back.
     """
@@ -43,13 +43,14 @@ class Transfer(NamedTuple):
 
 
 class Proxy(Protocol):
-    """Who brings remote memory to other nodes. Its methods are called in the stream, behind what they are about.
+    """Moves remote memory to other nodes. Its methods act in stream order, after the work that they refer to.
 
     Attributes:
         num_chunks: Into how many chunks the rows for a node are cut.
         boards: Addresses of the remote boards of all ranks, where this rank can write to them; None: words are written
-            to shadow boards, and carried.
-        sources: [N] int64, addresses of the outboxes of this rail, from which rows are fetched; None: they are carried.
+            to shadow boards, which the proxy sends.
+        sources: [N] int64, addresses of the outboxes of this rail, from which rows are fetched; None: the proxy sends
+            them.
     """
 
     num_chunks: int
@@ -58,19 +59,19 @@ class Proxy(Protocol):
 
     @property
     def send_words(self) -> Callable[[int], None] | None:
-        """Launches what carries so many words of the header that the shadow boards have; None: there is nothing to
+        """Launches the kernel that sends this many words of the shadow boards' headers; None: there is nothing to
         launch.
 
-        A handshake then has two halves, and this goes between them.
+        A handshake is then split into a send half and a receive half, and this is launched between them.
         """
         ...
 
     def prepare(self, plan: torch.Tensor) -> None:
-        """Compile and load what waits, so that no peer's limit passes while a kernel is compiled."""
+        """Compile and load the kernels that wait, so that no peer's time limit passes while a kernel is compiled."""
         ...
 
     def grow(self, num_bytes: int) -> Part:
-        """A piece of memory for rows, on every rank. All ranks call it together, with the same number.
+        """Allocate a piece of memory for rows on every rank. All ranks call it together, with the same size.
 
         Raises:
             EPTransportError: Some rank cannot have it; all ranks raise.
@@ -78,42 +79,44 @@ class Proxy(Protocol):
         ...
 
     def await_left(self, operation: int, step: int) -> None:
-        """Have what follows wait until the outbox may be written again."""
+        """Have later work in the stream wait until the outbox may be written again."""
         ...
 
     def send(self, transfer: Transfer, chunk: int) -> None:
-        """Have the rows of a chunk, which are in the outbox, brought to the ranks of the rail."""
+        """Send the rows of a chunk, which are in the outbox, to the ranks of the rail."""
         ...
 
     def await_arrived(self, transfer: Transfer, chunk: int, num_chunks: int = 1) -> None:
-        """Have what follows wait for chunks [chunk, chunk + num_chunks) of the other nodes."""
+        """Have later work in the stream wait until chunks [chunk, chunk + num_chunks) of the other nodes have
+        arrived.
+        """
         ...
 
     def tell_failure(self) -> None:
-        """Have remote ranks told that this rank has failed: the shadow boards say so."""
+        """Have this rank's failure, which is on the shadow boards, sent to the remote ranks."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """What was carried so far."""
+        """Return counters of what was sent so far."""
         ...
 
     def close(self) -> None:
-        """Let what is queued leave."""
+        """Wait until what is queued has been sent, and close."""
         ...
 
 
 class ThreadProxy:
-    """A thread that carries over TCP, out of and into memory of the host.
+    """A thread that sends over TCP, out of and into memory of the host.
 
     Args:
         thread: The thread.
         context: The words.
         remote: The remote words.
-        control: To grow together.
+        control: The group, with which memory is allocated together.
     """
 
     num_chunks = MOST_CHUNKS
-    send_words: Callable[[int], None] | None = None  # it looks by itself
+    send_words: Callable[[int], None] | None = None  # the thread polls the shadow boards
     boards: Sequence[int] | None = None
     sources: torch.Tensor | None = None
 
@@ -124,11 +127,11 @@ class ThreadProxy:
         self._control = control
 
     def prepare(self, plan: torch.Tensor) -> None:
-        """Bells, and waits."""
+        """Compile and load the kernels that ring doorbells and wait."""
         rail.prepare_doorbells(self._context, self._remote, plan)
 
     def grow(self, num_bytes: int) -> Part:
-        """Pinned memory, if kernels are to reach it."""
+        """Allocate host memory on every rank, pinned if a GPU's kernels access it."""
         is_pinned = self._context.state.device.type == "cuda"
         with self._control.joint("making remote memory"):
             memory = _host_memory(num_bytes, is_pinned)
@@ -136,29 +139,32 @@ class ThreadProxy:
         return Part(memory, (), memory)
 
     def await_left(self, operation: int, step: int) -> None:
-        """It says so."""
+        """Wait, in the stream, for the words with which the thread says that the outbox was sent."""
         rail.await_left(self._context, self._remote, operation, step, self.num_chunks)
 
     def send(self, transfer: Transfer, chunk: int) -> None:
-        """Ring for it."""
+        """Ring the doorbell of a chunk, upon which the thread sends it."""
         rail.ring_doorbell(
             self._context, self._remote, transfer.rows, transfer.plan, chunk, self.num_chunks, transfer.is_back
         )
 
     def await_arrived(self, transfer: Transfer, chunk: int, num_chunks: int = 1) -> None:
-        """It says so."""
+        """Wait, in the stream, for the words with which the thread says that chunks have arrived."""
         rail.await_arrived(self._context, self._remote, transfer.operation, READY, chunk, num_chunks)
 
     def tell_failure(self) -> None:
-        """It looks by itself, but the process may be about to end."""
+        """Wait until the thread has sent the failure.
+
+        It would do so without being asked, but the process may be about to end.
+        """
         self._thread.tell_failure(_TELLING_SECS)
 
     def stats(self) -> dict[str, int]:
-        """What was carried so far."""
+        """Return counters of what the thread has sent so far."""
         return self._thread.stats()
 
     def close(self) -> None:
-        """Let what is queued leave."""
+        """Wait until what is queued has been sent, and close."""
         self._thread.close()
 
 
@@ -174,23 +180,23 @@ def _host_memory(num_bytes: int, is_pinned: bool) -> torch.Tensor:
 
 
 class _Hostless:
-    """What proxies have of which nothing runs on the host."""
+    """The methods of proxies that run nothing on the host."""
 
     def stats(self) -> dict[str, int]:
-        """Nothing is counted there."""
+        """Return no counters: nothing is counted on the host."""
         return {}
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class KernelProxy(_Hostless):
-    """Kernels that carry over NVSHMEM, out of and into its symmetric memory.
+    """Kernels that send over NVSHMEM, out of and into its symmetric memory.
 
     Args:
         memory: Where memory comes from.
         words: The remote words, and where they are on all ranks.
-        layout: Of them.
+        layout: The layout of the remote words.
         topology: Where this rank stands.
         context: The words of the node.
         remote: The remote words, for kernels.
@@ -230,23 +236,23 @@ class KernelProxy(_Hostless):
         )
 
     def prepare(self, plan: torch.Tensor) -> None:
-        """Bells, waits, and what carries."""
+        """Compile and load the kernels that ring doorbells, wait and send."""
         rail.prepare_doorbells(self._context, self._remote, plan)
         send.prepare_all(self._send_context)
 
     def grow(self, num_bytes: int) -> Part:
-        """Symmetric memory."""
+        """Allocate symmetric memory on every rank."""
         return self._memory.grow(num_bytes)
 
     def send_words(self, num_words: int) -> None:
-        """Launch what carries the shadow boards."""
+        """Launch the kernel that sends the shadow boards."""
         send.send_words(self._send_context, num_words)
 
     def await_left(self, operation: int, step: int) -> None:
-        """What was carried has arrived, before its word was set."""
+        """Do nothing: the rows of a chunk have left the outbox before its arrival word is set."""
 
     def send(self, transfer: Transfer, chunk: int) -> None:
-        """Launch what puts the rows and, behind it, what says that they are there."""
+        """Launch the kernel that puts the rows, and after it the one that sets their arrival words."""
         rail.ring_doorbell(
             self._context, self._remote, transfer.rows, transfer.plan, chunk, self.num_chunks, transfer.is_back
         )
@@ -255,19 +261,19 @@ class KernelProxy(_Hostless):
         send.signal_rows(self._send_context, self._layout.arrival_word(self._node, chunk))
 
     def await_arrived(self, transfer: Transfer, chunk: int, num_chunks: int = 1) -> None:
-        """Wait for their words."""
+        """Wait, in the stream, for the arrival words of the chunks."""
         rail.await_arrived(self._context, self._remote, transfer.operation, READY, chunk, num_chunks)
 
     def tell_failure(self) -> None:
-        """Launch what carries a failure, if there is one by then."""
+        """Launch the kernel that sends this rank's failure, if it has failed by the time the kernel runs."""
         send.send_words(self._send_context, 0, is_failure_only=True)
 
 
 class MemoryProxy(_Hostless):
-    """Nobody carries anything: all ranks can address each other's memory (one host, or NVLink between hosts).
+    """Nothing is sent: all ranks can address each other's memory (one host, or NVLink between hosts).
 
-    Words are written straight to the remote boards. Rows stay in the outbox, and who relays them fetches them there.
-    Chunks are for a network, which works while rows are relayed: here they would only cost launches.
+    Words are written straight to the remote boards. Rows stay in the outbox, from which the relay fetches them.
+    Chunks let a network transfer overlap with relaying; here they would only cost launches.
 
     Args:
         memory: Where memory comes from.
@@ -278,7 +284,7 @@ class MemoryProxy(_Hostless):
     """
 
     num_chunks = 1
-    send_words: Callable[[int], None] | None = None  # they are there
+    send_words: Callable[[int], None] | None = None  # words are written straight to the remote boards
     sources: torch.Tensor | None = None
 
     def __init__(self, memory: DeviceMemory, words: Part, topology: Topology, context: Context, remote: RemoteContext):
@@ -292,25 +298,28 @@ class MemoryProxy(_Hostless):
         self._kept: list[torch.Tensor] = []
 
     def _addresses(self, part: Part) -> torch.Tensor:
-        """[N] int64, where the ranks of this rail have a piece."""
+        """Return [N] int64: the addresses of a piece on the ranks of this rail."""
         return torch.tensor(part.addresses[self._members], dtype=torch.int64, device=part.memory.device)
 
     def prepare(self, plan: torch.Tensor) -> None:
-        """Handshakes of the rail."""
+        """Compile and load the handshake of the rail."""
         rail.prepare_rail_handshake(self._context, self._remote, plan)
 
     def grow(self, num_bytes: int) -> Part:
-        """Symmetric memory."""
+        """Allocate symmetric memory on every rank, and keep the addresses of the rail's outboxes."""
         part = self._memory.grow(num_bytes)
         self.sources = self._addresses(part)
-        self._kept.append(self.sources)  # those of a piece before stay: graphs may know them
+        self._kept.append(self.sources)  # captured graphs may use the addresses of earlier pieces
         return part
 
     def await_left(self, operation: int, step: int) -> None:
-        """Who has met all ranks in this call knows that they have fetched what was there in the last one."""
+        """Do nothing: the handshake of this call implies that the rows of the last call have been fetched."""
 
     def send(self, transfer: Transfer, chunk: int) -> None:
-        """Say that rows may be fetched, and wait until those of the rail may be: with one chunk it is one handshake."""
+        """Signal that this rank's rows may be fetched, and wait until those of the rail may be.
+
+        With one chunk this is one handshake.
+        """
         del chunk
         context, remote, operation = self._context, self._remote, transfer.operation
         rail.rail_handshake(
@@ -318,10 +327,10 @@ class MemoryProxy(_Hostless):
         )
 
     def await_arrived(self, transfer: Transfer, chunk: int, num_chunks: int = 1) -> None:
-        """`send` has."""
+        """Do nothing: `send` has waited already."""
 
     def tell_failure(self) -> None:
-        """They are told as the ranks of the node are."""
+        """Do nothing: remote ranks read the failure word as ranks of the node do."""
 
 
 def make_nvshmem_proxy(
@@ -334,7 +343,11 @@ def make_nvshmem_proxy(
     remote: RemoteContext,
     pes: Sequence[int],
 ) -> KernelProxy | MemoryProxy:
-    """Who carries over NVSHMEM, if anybody must. All ranks call it together, and find the same."""
+    """Make the proxy of NVSHMEM memory: one that sends, or `MemoryProxy` if all ranks are addressable and that is
+    wanted.
+
+    All ranks call it together, and make the same choice.
+    """
     is_wanted = env.NVSHMEM_ROWS.get() == "fetch"
     said = control.gather((all(words.addresses), is_wanted), "looking for a network")
     is_one_memory = all(is_addressable for is_addressable, _ in said)

@@ -21,9 +21,9 @@ class RemoteMemory:
     """The remote memory of a rank.
 
     Args:
-        layout: Of the words.
+        layout: The layout of the words.
         words: [n] int64.
-        num_bytes: Of rows, of outbox and receive buffer together. All ranks say the same.
+        num_bytes: Bytes of rows, of outbox and receive buffer together; the same on all ranks.
 
     Attributes:
         context: Where the words are, for kernels.
@@ -54,11 +54,13 @@ class RemoteMemory:
 
     @property
     def memory(self) -> torch.Tensor:
-        """[2 B] uint8, the rows."""
+        """The rows, [2 B] uint8: outbox and receive buffer of B bytes each."""
         return self._pieces[-1].memory
 
     def rows(self, widths: Sequence[int]) -> RemoteRowLayout:
-        """How rows of these widths are laid: as many of them as there is room for, so that all ranks do it alike.
+        """Return the layout of rows of these widths.
+
+        It is for as many rows as fit, so that it is the same on all ranks.
 
         Args:
             widths: Bytes of a row of each section; 0: it does not travel.
@@ -76,7 +78,10 @@ class RemoteMemory:
         return max(0, self.outbox_bytes - MOST_SECTIONS * _SECTION_BYTES) // max(1, sum(widths))
 
     def reserve(self, num_rows: int, row_bytes: int) -> bool:
-        """Have room for so many rows. All ranks call it together, with the same numbers; never inside a capture."""
+        """Have memory for at least `num_rows` rows.
+
+        All ranks call it together, with the same numbers; never inside a capture.
+        """
         needed = num_rows * row_bytes + MOST_SECTIONS * _SECTION_BYTES
         return needed <= self.outbox_bytes or self._grow(needed)
 
@@ -88,5 +93,5 @@ class RemoteMemory:
         return True
 
     def _add_piece(self, outbox_bytes: int) -> None:
-        """Add a piece. Those before stay: graphs that were captured know them."""
+        """Add a piece of memory. Earlier pieces stay allocated: captured graphs may use them."""
         self._pieces.append(self.proxy.grow(2 * align(max(1, outbox_bytes), _GROWTH_BYTES)))

@@ -21,12 +21,12 @@ from ..scope import CudaScope
 
 @dataclass(frozen=True)
 class TwoHopRoutes:
-    """Who sends what, as a dispatch finds it or a handle has it.
+    """The routes of a call's rows, as a dispatch computes them or a handle has them.
 
     Attributes:
-        token_routes: Which way this rank's tokens go.
+        token_routes: The routes of this rank's tokens.
         prefix: [R, R] int32, rows by source and destination, written by the handshake; None: there is a handle.
-        nodes: What ranks of different nodes tell each other.
+        nodes: What ranks of different nodes exchange.
     """
 
     token_routes: TokenRoutes
@@ -34,17 +34,17 @@ class TwoHopRoutes:
     nodes: Nodes
 
     def with_forwarded(self, forwarded: torch.Tensor) -> TwoHopRoutes:
-        """The same with other memory for the rows that are forwarded."""
+        """Return the same routes with other memory for the rows that are forwarded."""
         return replace(self, token_routes=self.token_routes._replace(forwarded=forwarded))
 
 
 class Router:
-    """Finds the routes of calls.
+    """Makes the routes of calls.
 
     Args:
         topology: Where this rank stands.
-        memory: Where it comes from.
-        device: Where it is.
+        memory: Where memory comes from.
+        device: The device of the memory.
 
     Attributes:
         plan: [N, PLAN_WORDS] int64, of the call that is being made.
@@ -61,7 +61,9 @@ class Router:
         self._prefix = torch.zeros(num_nodes, dtype=torch.int32, device=device)  # of calls that need none
 
     def of_routing(self, scope: CudaScope, routing: Routing, num_channels: int, num_forwarded: int) -> TwoHopRoutes:
-        """Memory for the routes of a dispatch, with room for so many relayed rows; its handshake fills them."""
+        """Allocate the routes of a dispatch, for so many relayed rows; the dispatch's handshake and `route` fill
+        them.
+        """
         mask, num_nodes = routing.is_token_in_rank, self._topology.num_nodes
         with scope.outputs:
             node_slots = mask.new_empty(mask.size(0), num_nodes, dtype=torch.int32)
@@ -75,24 +77,24 @@ class Router:
         return TwoHopRoutes(token_routes, prefix, Nodes(node_tokens, self.plan, node_prefix, mark))
 
     def empty_forwarded(self, scope: CudaScope, is_token_in_rank: torch.Tensor, num_forwarded: int) -> torch.Tensor:
-        """Room for the slots of so many relayed rows, and of as many as this rank may send: one bound serves both."""
+        """Allocate the slots of so many relayed rows, and of as many as this rank may send: one bound serves both."""
         num_rows = max(num_forwarded, is_token_in_rank.size(0) * self._topology.num_nodes)
         with scope.outputs:
             return is_token_in_rank.new_empty(num_rows, self._topology.ranks_per_node, dtype=torch.int32)
 
     def of_handle(self, handle: RailHandle) -> TwoHopRoutes:
-        """The routes that a handle has."""
+        """Return the routes that a handle has."""
         node_slots, forwarded = handle.send_rdma_head.contiguous(), handle.send_nvl_head.contiguous()
         slots = node_slots.new_empty(handle.num_tokens, self._topology.num_ranks)
         return TwoHopRoutes(TokenRoutes(node_slots, None, forwarded, slots), None, self.nodes_of(handle))
 
     def nodes_of(self, handle: RailHandle) -> Nodes:
-        """What a rank says of nodes that follows a handle."""
+        """Return what a rank that follows a handle sends to other nodes in the handshake."""
         node_tokens, mark = handle.rdma_channel_prefix_matrix, handle.recv_rdma_channel_prefix_matrix
         return Nodes(node_tokens, self.plan, self._prefix, mark.contiguous())
 
     def empty_handle(self, routing: Routing, routes: TwoHopRoutes, num_rows: int, num_channels: int) -> RailHandle:
-        """A handle, of which `unpack` is to fill what tells where rows came from."""
+        """Return a handle, in which `unpack` is to fill where rows came from."""
         mask, num_ranks, nodes = routing.is_token_in_rank, self._topology.num_ranks, routes.nodes
         nothing = self._memory.no_channels(num_channels)
         return RailHandle(

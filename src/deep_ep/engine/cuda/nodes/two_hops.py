@@ -5,11 +5,11 @@ its node; on the way back it sums what they have. A call is
 
     dispatch   notify (all ranks of all nodes)
                route, put (this node's ranks, and the outbox for others)
-               for each chunk: ring                           | the proxy carries
-               for each chunk: wait for it to land, forward   | or: rail handshake, forward
+               for each chunk: ring                           | the proxy sends
+               for each chunk: wait for its arrival, forward  | or: rail handshake, forward
                finish (this node), unpack
     combine    copy in unless the rows lie in the window, notify
-               for each chunk: sum this node's rows, ring     | the proxy carries, or: rail handshake
+               for each chunk: sum this node's rows, ring     | the proxy sends, or: rail handshake
                wait for all chunks, sum what the nodes have, finish (this node)
 
 Letters: R ranks are N nodes of P; T tokens, n rows received, F rows that this rank forwards inside its node.
@@ -59,8 +59,8 @@ class TwoHopOps:
     Args:
         topology: Where this rank stands.
         remote: The remote memory, with its proxy.
-        signals: Of the buffer; from now on they reach all nodes.
-        memory: Of the buffer.
+        signals: The signals of the buffer, which reach all nodes from now on.
+        memory: The memory of the buffer.
         shapes: How bulk kernels are launched.
     """
 
@@ -84,7 +84,7 @@ class TwoHopOps:
         self._prepare()
 
     def _point_to_remote(self) -> None:
-        """Have kernels say what is for a remote rank on its board, or to its shadow board, and look for what it says
+        """Have kernels write what is for a remote rank to its board, or to its shadow board, and read what it writes
         here.
         """
         context, layout, proxy = self.signals.context, self.remote.layout, self.remote.proxy
@@ -97,7 +97,7 @@ class TwoHopOps:
         self.signals.tell_failure, self.signals.send_words = proxy.tell_failure, proxy.send_words
 
     def _prepare(self) -> None:
-        """Compile and load what signals: no peer's limit passes while a kernel is compiled."""
+        """Compile and load the kernels that signal, so that no peer's time limit passes while a kernel is compiled."""
         context, proxy = self.signals.context, self.remote.proxy
         is_whole = proxy.send_words is None
         notify.prepare_nodes(context, [(True, True)] if is_whole else [(True, False), (False, True)])
@@ -105,20 +105,20 @@ class TwoHopOps:
         staging.prepare_all(context)
 
     def dispatch(self, signature: DispatchSignature) -> TwoHopDispatch:
-        """The steps of dispatches with one signature."""
+        """Make the steps of dispatches with one signature."""
         return TwoHopDispatch(self, signature)
 
     def combine(self, signature: CombineSignature) -> TwoHopCombine:
-        """The steps of combines with one signature."""
+        """Make the steps of combines with one signature."""
         return TwoHopCombine(self, signature)
 
     def stats(self) -> dict[str, Any]:
-        """What the rail has carried."""
+        """Return counters of what the proxy has sent."""
         rows_bytes = int(self.signals.context.host[STATE_RAIL_BYTES])
         return {"rail": {**self.remote.proxy.stats(), "rows_bytes_sent": rows_bytes}}
 
     def close(self) -> None:
-        """Let what is queued leave."""
+        """Wait until what is queued has been sent, and close the proxy."""
         self.remote.proxy.close()
 
 
@@ -147,7 +147,7 @@ class TwoHopDispatch(DeviceDispatch):
         self._unpack = Unpack(context, self._shape.num_blocks, num_topk, rows.idx_dtype, has_ends=True)
 
     def route(self, scope: CudaScope, routing: Routing, num_channels: int, num_rows: int) -> TwoHopRoutes:
-        """Memory for the routes, with room for as many relayed rows as there may be."""
+        """Allocate the routes, for as many relayed rows as there may be."""
         ops, most = self._ops, self._ops.guessed_forwarded
         if num_rows:
             # A rank relays rows for all ranks of its node: as many as they receive together, as far as memory goes.
@@ -159,7 +159,7 @@ class TwoHopDispatch(DeviceDispatch):
         return routes
 
     def follow(self, scope: CudaScope, handle: RailHandle) -> TwoHopRoutes:
-        """The routes of a handle."""
+        """Return the routes of a handle."""
         del scope
         return self._ops.router.of_handle(handle)
 
@@ -186,11 +186,11 @@ class TwoHopDispatch(DeviceDispatch):
         launch(post, counted, routes.prefix, routes.nodes, numbered)
 
     def _rows_to(self, routes: TwoHopRoutes) -> None:
-        """A handle across nodes does not have them."""
+        """Return None: a handle across nodes does not have the rows to each rank."""
         del routes
 
     def _offer(self, post: Post, payload: Payload, routes: TwoHopRoutes) -> None:
-        """Exchange offers once more."""
+        """Exchange offers a second time, now that the counts are known."""
         self._second_handshake(self._with_remote_rows(post, payload, routes), nodes=routes.nodes)
 
     def _with_remote_rows(self, post: Post, payload: Payload, routes: TwoHopRoutes) -> Post:
@@ -201,8 +201,8 @@ class TwoHopDispatch(DeviceDispatch):
     def move(
         self, scope: CudaScope, payload: Payload, routing: Routing | None, routes: TwoHopRoutes, sections: Sections
     ) -> None:
-        """Put rows for this node, send those for others, and relay what comes from there."""
-        del sections  # nobody is staged
+        """Put the rows for this node, send those for other nodes, and relay the rows that come from there."""
+        del sections  # there is no staging across nodes
         ops, widths = self._ops, self._widths
         signals, topology, proxy, outbox = ops.signals, ops.topology, ops.remote.proxy, ops.remote.memory
         context, plan, shape, token_routes = signals.context, ops.plan, self._shape, routes.token_routes
@@ -237,7 +237,7 @@ class TwoHopDispatch(DeviceDispatch):
         self._finish(payload.x, payload.scales, token_routes.slots, topk_idx, topk_weights, prefix)
 
     def grow(self, told: Counts) -> None:
-        """Add a segment, and remote memory, where some rank lacks room."""
+        """Add a segment, and remote memory, if any rank lacks memory for its rows."""
         ops, columns = self._ops, self._columns
         num_forwarded = told.remote_rows[ops.topology.rank]
         ops.guessed_forwarded = num_forwarded + num_forwarded // 16 + 64
@@ -246,14 +246,14 @@ class TwoHopDispatch(DeviceDispatch):
         ops.remote.reserve(most, max(sum(self._widths), columns.back_bytes(self._num_topk)))
 
     def rerouted(self, scope: CudaScope, routes: TwoHopRoutes, told: Counts, routing: Routing) -> TwoHopRoutes:
-        """With exact room for the rows that this rank forwards."""
+        """Return the routes with memory for exactly the rows that this rank forwards."""
         num_forwarded = told.remote_rows[self._ops.topology.rank]
         return routes.with_forwarded(self._ops.router.empty_forwarded(scope, routing.is_token_in_rank, num_forwarded))
 
     def unpack(
         self, scope: CudaScope, routing: Routing, routes: TwoHopRoutes, sections: Sections, num_channels: int
     ) -> Unpacked:
-        """Take the records apart."""
+        """Split the records into source indices, ids and weights."""
         assert routes.prefix is not None
         assert sections.records is not None
         num_rows = sections.num_rows
@@ -269,7 +269,7 @@ class TwoHopDispatch(DeviceDispatch):
     def received(
         self, routes: TwoHopRoutes, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
     ) -> DispatchResult:
-        """As many rows as came, and as this rank forwards."""
+        """Return the result, with as many rows as were received and as this rank forwards."""
         handle, forwarded = unpacked.handle, routes.token_routes.forwarded
         if told is not None:
             forwarded = forwarded[: told.remote_rows[self._ops.topology.rank]]
@@ -292,11 +292,11 @@ class TwoHopCombine(DeviceCombine):
         self._finish = FinishCombine(ops.signals.context, READY, self._terms.operation, hidden, dtype, num_topk)
 
     def _rows_from(self, handle: RailHandle) -> None:
-        """A handle across nodes does not have them."""
+        """Return None: a handle across nodes does not have the rows from each rank."""
         del handle
 
     def _notify(self, scope: CudaScope, source: CombineSource, handle: RailHandle) -> None:
-        """Copy in what must be, and exchange offers with all ranks of all nodes."""
+        """Copy rows into the window where that is needed, and exchange offers with all ranks of all nodes."""
         ops, ends = self._ops, handle.recv_gbl_rank_prefix_sum.contiguous()
         for region, part in source.copies:
             copy_in(ops.own, self._copy_shape, region, part, ends[-1:])
@@ -315,7 +315,7 @@ class TwoHopCombine(DeviceCombine):
         sums: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor],
     ) -> None:
-        """Sum this node's rows for every rank of the rail, and then what the nodes have."""
+        """Sum this node's rows for every rank of the rail, and then the sums of the nodes."""
         ops, shape, index = self._ops, self._shape, self._terms.operation
         proxy, outbox = ops.remote.proxy, ops.remote.memory
         rows, capacity = ops.remote.rows(self._widths), ops.remote.capacity(self._widths)
@@ -341,7 +341,7 @@ class TwoHopCombine(DeviceCombine):
             relay_sums.sum_nodes(ops.node, remote, shape, section, out, node_slots, forwarded, some)
         if scope.reach is not None:
             scope.reach("finish")
-        nothing = (ops.nothing,) * 3  # of use only where somebody is staged
+        nothing = (ops.nothing,) * 3  # only used if a rank is staged
         self._finish(parts, sums, biases, *nothing)
         if source.copies:
             self._release(source)
