@@ -87,7 +87,7 @@ class CpuDispatch:
             self._handle = self._empty_handle(num_rows)
 
     def follow(self, scope: CpuScope, handle: Any) -> None:
-        """Read the routes of a handle, unless the dispatch that fills it may still be running or was refused."""
+        """Check the rows of a handle, unless the dispatch that fills it may still be running or was refused."""
         if not scope.is_under_way() and not is_refused(handle):
             self._check_rows(handle)
         self._handle = handle
