@@ -10,10 +10,10 @@ from .figures import Unit, three_digits, with_quartiles
 _CAPTION = (
     "Two hops: each token crosses once to a node, where the rank of its rail relays it. One hop: the same routes in a "
     "buffer that has all ranks for one node. Floor: the least bytes that two hops must read and write through the "
-    "GPU's memory (every token, every received row, and every crossing row twice more, into the landing and out of "
-    "it), those of all ranks on it, at the speed of a plain copy by all of them in the same rounds. Payload: rows with "
-    "scales that must cross, once for each other node of a token; of a rank, on average. Given to the rail: what did, "
-    "in one call, with ids, weights and slots."
+    "GPU's memory (every token, every received row, and every crossing row twice more, into the receive buffer and "
+    "out of it), those of all ranks on it, at the speed of a plain copy by all of them in the same rounds. Payload: "
+    "rows with scales that must cross, once for each other node of a token; of a rank, on average. Given to the rail: "
+    "what did, in one call, with ids, weights and slots."
 )
 _MESSAGE_CAPTION = (
     " With message a crossing row goes through the host's memory and TCP, of which the floor knows nothing."
