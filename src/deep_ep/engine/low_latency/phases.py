@@ -18,7 +18,7 @@ from ...transport.board import NO_REFUSAL
 from ...transport.senders import told, wait_sent
 from ...transport.window import Where
 from ..cpu.call import Call
-from ..protocol import Agreement, Header
+from ..protocol import Agreement, Header, disagreement
 from .agreement import Verdict
 from .calls import BARRIER
 from .geometry import NUM_SETS, SetPlan
@@ -285,15 +285,12 @@ class LowLatencyCall(ABC):
                 posts.remote[rank] = RemotePost.of(rank, page, 2 * shared.num_mask_words)
                 said[rank] = posts.remote[rank].agreed
         clashes = [
-            f"rank {rank} has {mine.differences(Agreement.from_words(words))}"
+            (f"rank {rank}", mine, Agreement.from_words(words))
             for rank, words in sorted(said.items())
             if words != expected
         ]
         if clashes:
-            raise SpoiledError(
-                f"{self.name}: all ranks must make the same call, but {'; '.join(clashes)} "
-                f"({shared.window.me()}). Make the calls in the same order on all ranks"
-            )
+            raise SpoiledError(str(disagreement(str(self.name), shared.window.me(), clashes)))
         for rank, post in posts.local.items():
             shared.reach(rank, post.base.segment)
         shared.reach_receive_arena()
