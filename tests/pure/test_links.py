@@ -22,6 +22,7 @@ from deep_ep.engine.cpu.nodes.traffic import ChunkForm, Chunks, Traffic
 from deep_ep.engine.protocol import Agreement, Header
 from deep_ep.errors import MOST_TEXT_BYTES, EPTransportError
 from deep_ep.topology import Topology
+from deep_ep.transport.link_set import LinkSet, Waker
 from deep_ep.transport.links import (
     ANNOUNCE,
     BYE,
@@ -368,3 +369,72 @@ def test_last_words_are_cut_and_may_be_anything(rails: tuple[Rail, Rail]) -> Non
 def test_chunks_are_never_longer_than_a_message() -> None:
     assert Chunks.of(Config(20, 6, 256, 1 << 23, 1 << 24), 1 << 20).num_rows == MOST_PAYLOAD_BYTES >> 21
     assert Chunks.of(Config(20, 6, 256, 8, 128), 1 << 40).num_rows == 1
+
+
+# Several links -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def star() -> Iterator[tuple[LinkSet, dict[int, Link]]]:
+    """A rank with links to ranks 1, 4 and 7, and their ends of these links."""
+    pairs = {rank: socket.socketpair() for rank in (1, 4, 7)}
+    own, others = ({rank: Link(pair[side], Pool()) for rank, pair in pairs.items()} for side in (0, 1))
+    yield LinkSet(own), others
+    for link in (*own.values(), *others.values()):
+        if link.fileno() >= 0:
+            link.close()
+
+
+def test_a_turn_serves_the_links_that_are_ready(star: tuple[LinkSet, dict[int, Link]]) -> None:
+    links, others = star
+    assert not links.turn(0)
+    others[4].send(ROWS, 3, 0, Pool().take(8))
+    assert links.turn(10)
+    assert [len(links.links[rank].inbox) for rank in (1, 4, 7)] == [0, 1, 0]
+    links.links[7].send(ROWS, 3, 0, Pool().take(5_000_000))  # more than a socket takes at once
+    assert links.has_queued
+    while links.has_queued:
+        others[7].fill()
+        links.turn(0.1)
+    assert links.stats()["bytes_sent"] > 5_000_000
+
+
+def test_links_that_have_ended_are_left_alone(star: tuple[LinkSet, dict[int, Link]]) -> None:
+    links, others = star
+    links.links[1].send(ROWS, 3, 0, Pool().take(5_000_000))
+    others[1]._socket.close()
+    while links.links[1].ending is None:
+        assert links.turn(10)
+    assert not links.has_queued, "what is queued for a rank that has gone is no reason to wait"
+    assert not links.turn(0), "a socket that is closed is readable for ever"
+    for rank in (4, 7):
+        others[rank].close()
+        while links.links[rank].ending is None:
+            assert links.turn(10)
+    assert not links.turn(0.01), "and without any, a turn is a pause"
+
+
+def test_a_rank_that_reads_nothing_is_given_up_on(star: tuple[LinkSet, dict[int, Link]]) -> None:
+    links, _ = star
+    links.links[1].send(ROWS, 3, 0, Pool().take(5_000_000))
+    turns: list[bool] = []
+    links.drain(0.05, lambda: turns.append(links.turn(0.01)))
+    assert links.has_queued
+    assert turns
+
+
+def test_another_thread_ends_a_wait() -> None:
+    waker, one_end = Waker(), socket.socketpair()
+    links = LinkSet({0: Link(one_end[0], Pool())}, waker=waker)
+    waker.wake()
+    waker.wake()
+    assert links.turn(10)
+    assert not links.turn(0), "a wake-up ends one wait"
+    timer = threading.Timer(0.05, waker.wake)
+    timer.start()
+    assert links.turn(None)
+    timer.join()
+    links.close()
+    one_end[1].close()
+    waker.close()
+    waker.wake()  # of a thread that does not know yet

@@ -263,8 +263,8 @@ class Link:
 
     @property
     def num_queued(self) -> int:
-        """The number of frames that are not yet handed to the system."""
-        return len(self._outbox)
+        """The number of frames that are not yet handed to the system; none, if the connection has ended."""
+        return len(self._outbox) if self.ending is None else 0
 
     @property
     def may_read(self) -> bool:

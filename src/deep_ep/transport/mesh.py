@@ -7,10 +7,7 @@ queues frames, and checks what has arrived. `docs/decisions/0011-low-latency-acr
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import socket
 import threading
 import time
 from typing import NamedTuple
@@ -20,7 +17,7 @@ from ..errors import EPTransportError, encoded
 from ..topology import Topology
 from .arena import Arena
 from .board import NUM_SENT_POSTS, Meeting, Refusal
-from .inherited import close_in_children
+from .link_set import LinkSet, Waker, in_turn
 from .links import FAILED, JOIN, REFUSED, SENT, Link, Page, Pool
 from .memory import Mapping
 from .message import connect
@@ -177,17 +174,15 @@ class Mesh:
     """
 
     def __init__(self, links: dict[int, Link], topology: Topology, pool: Pool, receive_arena: ReceiveArena):
-        order = sorted(links, key=lambda rank: (rank - topology.rank) % topology.num_ranks)
-        self.senders = {rank: RemoteSender(rank, links[rank]) for rank in order}
+        links = in_turn(links, topology)
+        self.senders = {rank: RemoteSender(rank, link) for rank, link in links.items()}
         self.receive_arena = receive_arena
         self.num_sent = 0
         self._pool = pool
         # Guards what both threads touch: the links' queues and the pool. What a link reads is the thread's alone.
         self._lock = threading.Lock()
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        close_in_children(self._wake_reader, self._wake_writer)
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
+        self._waker = Waker()
+        self._link_set = LinkSet(links, lambda rank: self.senders[rank].read(), self._lock, self._waker)
         self._has_failed = self._is_stopping = self._is_closed = False
         self._pid = os.getpid()
         # A daemon: a process that ends closes its buffers in an exit function, which comes after other threads' ends.
@@ -235,25 +230,21 @@ class Mesh:
             return  # a forked child is not this rank
         is_other = threading.current_thread() is not self._thread  # garbage collection may run on any
         if is_other:
-            self._drain()
+            self._link_set.drain(_FAREWELL_SECS, lambda: time.sleep(_PAUSE_SECS))
         self._is_stopping = True
-        self._wake()
+        self._waker.wake()
         if is_other:
             self._thread.join()
-        for sender in self.senders.values():
-            sender.link.close()
-        self._wake_reader.close()
-        self._wake_writer.close()
+        self._link_set.close()
+        self._waker.close()
         self._is_closed = True  # last: what an interrupt cuts short is done when it is closed again
 
     def stats(self) -> dict[str, int]:
         """Return counters of these links: messages, and bytes, including everything that is added to rows."""
-        links = [sender.link for sender in self.senders.values()]
         return {
             "messages_sent": self.num_sent,
             "messages_received": sum(sender.num_received for sender in self.senders.values()),
-            "bytes_sent": sum(link.bytes_sent for link in links),
-            "bytes_received": sum(link.bytes_received for link in links),
+            **self._link_set.stats(),
         }
 
     def _filled(self, data: bytes) -> Page:
@@ -269,64 +260,17 @@ class Mesh:
             link.send(topic, number, tag, page)
             is_waiting = link.num_queued > 0
         if is_waiting:
-            self._wake()  # the thread sends the rest
-
-    def _drain(self) -> None:
-        """Wait until the system has accepted everything that was queued, or nothing moves any more."""
-        links = [sender.link for sender in self.senders.values()]
-        last, moved_secs = -1, time.monotonic()
-        while self._thread.is_alive() and any(link.num_queued and link.ending is None for link in links):
-            sent = sum(link.bytes_sent for link in links)
-            if sent != last:
-                last, moved_secs = sent, time.monotonic()
-            elif time.monotonic() - moved_secs > _FAREWELL_SECS:
-                return
-            time.sleep(_PAUSE_SECS)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it has been rung already, or is closed
-            self._wake_writer.send(b"!")
+            self._waker.wake()  # the thread sends the rest
 
     # By the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._serve()
+            while not self._is_stopping:
+                self._link_set.turn(None)
         except BaseException as error:  # waits must not hang for a thread that is gone
             for sender in self.senders.values():
                 sender.link.ending = sender.link.ending or f"is not heard any more ({type(error).__name__}: {error})"
-
-    def _serve(self) -> None:
-        poll, events = select.poll(), {self._wake_reader.fileno(): select.POLLIN}
-        poll.register(self._wake_reader.fileno(), select.POLLIN)
-        senders = {sender.link.fileno(): sender for sender in self.senders.values()}
-        while not self._is_stopping:
-            for number, sender in list(senders.items()):
-                wanted = select.POLLIN | (select.POLLOUT if sender.link.num_queued else 0)
-                if sender.link.ending is not None:
-                    if events.pop(number, None) is not None:
-                        poll.unregister(number)
-                    del senders[number]
-                elif events.get(number) != wanted:
-                    poll.register(number, wanted)
-                    events[number] = wanted
-            for number, ready in poll.poll():
-                if number not in senders:
-                    self._clear_wakeups()
-                else:
-                    self._turn(senders[number], ready)
-
-    def _turn(self, sender: RemoteSender, ready: int) -> None:
-        if ready & select.POLLOUT:
-            with self._lock:
-                sender.link.flush()
-        if ready & ~select.POLLOUT:
-            sender.read()
-
-    def _clear_wakeups(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_reader.recv(64):
-                pass
 
 
 def make_mesh(control: Control, topology: Topology) -> Mesh:

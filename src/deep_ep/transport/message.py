@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import select
 import socket
 import time
 from collections import Counter
@@ -19,13 +18,14 @@ from ..errors import EPError, EPPeerFailed, EPTimeout, EPTransportError, encoded
 from ..topology import Topology
 from ..trace import NETWORK, NO_SLICE, WAIT, Slice, Trace, from_track, to_track
 from .board import NO_REFUSAL, Refusal
+from .link_set import LinkSet
 from .links import ALIVE, ANNOUNCE, FAILED, REFUSED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
 from .rendezvous import UnreachedError, connect_rail
 from .service import mark, service_level
 from .window import Failure, Waiting, refused_by
 
 _LOOK_SECS = 0.02  # how often a wait looks at the node
-_FAREWELL_SECS = 0.5  # for the last words of a rank that fails
+_FAREWELL_SECS = 0.5  # without progress, after which a rank that fails gives up its last words
 # A wait on a rail is longer than one inside a node: if a rank is silent, its own node should report it first, and
 # name it, before another node complains of the rank that waits for it.
 _GRACE_SHARE, _MOST_GRACE_SECS = 0.2, 2.0
@@ -51,6 +51,7 @@ class Rail:
 
     def __init__(self, links: dict[int, Link], topology: Topology, limit_secs: float, pool: Pool):
         self.links = links
+        self._link_set = LinkSet(links)
         self.pool = pool
         self.num_sent = self.num_received = 0
         self.topology = topology
@@ -127,22 +128,7 @@ class Rail:
 
     def turn(self, secs: float) -> bool:
         """Send and read what is possible, after waiting at most so many seconds. Returns whether anything was."""
-        poll, links = select.poll(), {}
-        for link in self.links.values():
-            events = (select.POLLIN if link.may_read else 0) | (select.POLLOUT if link.num_queued else 0)
-            if events:
-                number = link.fileno()
-                links[number] = link
-                poll.register(number, events)
-        if not links:
-            time.sleep(secs)  # all are closed, or have enough unread frames
-        ready = poll.poll(secs * 1000) if links else []
-        for number, events in ready:
-            if events & select.POLLOUT:
-                links[number].flush()
-            if events & ~select.POLLOUT:
-                links[number].fill()
-        return bool(ready)
+        return self._link_set.turn(secs)
 
     def look(self, where: str, waited_secs: float) -> None:
         """For waits that are not the rail's: raise if a rank of the rail has reported a failure.
@@ -188,23 +174,19 @@ class Rail:
             link.drop_queued()
             if link.ending is None:
                 link.send(FAILED, 0, failure.rank, self.pool.filled(encoded(failure.cause)))
-        deadline = time.monotonic() + _FAREWELL_SECS
-        while any(link.num_queued for link in self.links.values()) and time.monotonic() < deadline:
-            self.turn(_LOOK_SECS)
+        self._link_set.drain(_FAREWELL_SECS, lambda: self.turn(_LOOK_SECS))
 
     def close(self) -> None:
         """Send that this rank leaves, and close the links."""
         if os.getpid() == self._pid:
-            for link in self.links.values():
-                link.close()
+            self._link_set.close()
 
     def stats(self) -> dict[str, int]:
         """Return counters of the rail: messages, and bytes, including everything that is added to rows."""
         return {
             "messages_sent": self.num_sent,
             "messages_received": self.num_received,
-            "bytes_sent": sum(link.bytes_sent for link in self.links.values()),
-            "bytes_received": sum(link.bytes_received for link in self.links.values()),
+            **self._link_set.stats(),
         }
 
 

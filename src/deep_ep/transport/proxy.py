@@ -9,7 +9,6 @@ reasons.
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 from ..control import Control
 from ..errors import EPTransportError, account
 from ..topology import Topology
+from .link_set import LinkSet, in_turn
 from .links import Link, Pool
 from .message import connect
 from .remote import DOORBELL_EPOCH, MOST_CHUNKS, RemoteLayout
@@ -48,9 +48,8 @@ class MessageProxy:
     failure: str | None = None
 
     def __init__(self, links: dict[int, Link], topology: Topology, layout: RemoteLayout, words: torch.Tensor):
-        # Beginning behind this rank, so that not all send to the same one first.
-        order = sorted(links, key=lambda rank: (rank - topology.rank) % topology.num_ranks)
-        self._links = {rank: links[rank] for rank in order}
+        self._links = in_turn(links, topology)
+        self._link_set = LinkSet(self._links, self._read)
         self._topology = topology
         self._words = RemoteWords(layout, words)
         self._rows = RemotePieces()
@@ -61,11 +60,6 @@ class MessageProxy:
         self._tells: list[Callable[[int], None]] = []
         self._watch_words(layout)
         self._seen = [0] * len(self._looks)
-        self._poll = select.poll()
-        self._ranks = {link.fileno(): rank for rank, link in self._links.items()}
-        self._events = dict.fromkeys(self._ranks, select.POLLIN)
-        for number, events in self._events.items():
-            self._poll.register(number, events)
         self._is_closing = False
         self._pid = os.getpid()
         # A daemon: a process that ends closes its buffers in an exit function, which comes after other threads' ends.
@@ -95,7 +89,7 @@ class MessageProxy:
         deadline = time.monotonic() + limit_secs
         while self._thread.is_alive() and time.monotonic() < deadline:
             is_told = not any(to.is_listening for to in self._to.values())
-            if is_told and not any(link.num_queued and link.ending is None for link in self._links.values()):
+            if is_told and not self._link_set.has_queued:
                 return
             time.sleep(_MOST_PAUSE_SECS)
 
@@ -106,8 +100,7 @@ class MessageProxy:
         return {
             "messages_sent": sum(one.num_sent for one in self._to.values()),
             "messages_received": sum(one.num_received for one in self._from.values()),
-            "bytes_sent": sum(link.bytes_sent for link in self._links.values()),
-            "bytes_received": sum(link.bytes_received for link in self._links.values()),
+            **self._link_set.stats(),
             "rows_bytes_sent": sum(one.rows_bytes_sent for one in self._to.values()),
         }
 
@@ -133,14 +126,12 @@ class MessageProxy:
         try:
             self._serve()
             self._tell_changes()  # what was written before `close`
-            self._choose_events()
-            self._drain()
+            self._link_set.drain(_FAREWELL_SECS, self._send_on)
         except BaseException as error:  # neither this rank nor its peers may wait for a thread that is gone
             self.failure = account(error)
             for rank in self._links:
                 self._lose(rank, self.failure)
-        for link in self._links.values():
-            link.close()
+        self._link_set.close()
 
     def _serve(self) -> None:
         pause_secs = _LEAST_PAUSE_SECS
@@ -159,12 +150,7 @@ class MessageProxy:
             pause_secs: In whole milliseconds; what comes ends it early.
         """
         has_changed = self._tell_changes()
-        ready = self._poll.poll(0 if has_changed else 1000 * pause_secs)
-        for number, events in ready:
-            self._serve_link(self._ranks[number], events)
-        if has_changed or ready:  # else no queue is longer or shorter than before
-            self._choose_events()
-        return has_changed or bool(ready)
+        return self._link_set.turn(0 if has_changed else pause_secs) or has_changed
 
     def _tell_changes(self) -> bool:
         values = [look() for look in self._looks]
@@ -176,15 +162,18 @@ class MessageProxy:
         self._seen = values
         return True
 
-    def _serve_link(self, rank: int, events: int) -> None:
+    def _send_on(self) -> None:
+        """Poll once more, before the thread ends."""
+        if not self._turn():
+            time.sleep(_LEAST_PAUSE_SECS)
+
+    def _read(self, rank: int) -> None:
+        """Read what has come from a rank, and let it go if it is gone."""
         link = self._links[rank]
-        if events & select.POLLOUT:
-            link.flush()
-        if events & ~select.POLLOUT:
-            try:
-                self._from[rank].read()
-            except EPTransportError as error:
-                link.ending = str(error)
+        try:
+            self._from[rank].read()
+        except EPTransportError as error:
+            link.ending = str(error)
         if link.has_left:
             self._to[rank].let_go()
         elif link.ending is not None:
@@ -196,35 +185,8 @@ class MessageProxy:
         link = self._links[rank]
         link.ending = link.ending or reason  # so closing says no farewell
         self._to[rank].let_go()
-        self._forget(link)
+        self._link_set.forget(rank)
         link.close()
-
-    def _choose_events(self) -> None:
-        for number, rank in list(self._ranks.items()):
-            link = self._links[rank]
-            wanted = select.POLLIN | (select.POLLOUT if link.num_queued else 0)
-            if link.ending is not None:
-                self._forget(link)
-            elif self._events[number] != wanted:
-                self._poll.modify(number, wanted)
-                self._events[number] = wanted
-
-    def _forget(self, link: Link) -> None:
-        number = link.fileno()
-        if self._ranks.pop(number, None) is not None:
-            self._poll.unregister(number)
-
-    def _drain(self) -> None:
-        """Wait until the system has accepted everything that was queued, or nothing leaves any more."""
-        last, moved_secs = -1, time.monotonic()
-        while any(link.num_queued and link.ending is None for link in self._links.values()):
-            sent = sum(link.bytes_sent for link in self._links.values())
-            if sent != last:
-                last, moved_secs = sent, time.monotonic()
-            elif time.monotonic() - moved_secs > _FAREWELL_SECS:
-                return
-            if not self._turn():
-                time.sleep(_LEAST_PAUSE_SECS)
 
 
 def make_proxy(control: Control, topology: Topology, layout: RemoteLayout, words: torch.Tensor) -> MessageProxy:
