@@ -55,7 +55,8 @@ class EPPeerFailed(EPError):
     """Another rank failed, or refused the call, first.
 
     Attributes:
-        rank: The rank that had the first cause, whichever rank this one heard of it from.
+        rank: The rank that failed, whichever rank this one heard of it from. What a rank noticed of another one (its
+            process has ended, it is silent) counts as the failure of the rank that noticed it; `cause` names the other.
         cause: What happened there, by its own account, as it follows the rank in a sentence.
     """
 

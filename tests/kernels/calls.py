@@ -9,6 +9,7 @@ import torch
 from windows import Boards, synchronize
 
 from deep_ep.kernels.exchange import NUM_SECTIONS, STATE_ENDED, STATE_FAILED, Context
+from deep_ep.kernels.finish import FinishCombine, FinishDispatch
 from deep_ep.kernels.notify import (
     CopyingHandshake,
     Counted,
@@ -22,7 +23,6 @@ from deep_ep.kernels.notify import (
 )
 from deep_ep.kernels.pull import Pull
 from deep_ep.kernels.put import LaunchShape, Put, RowSpec, Unpack, word_of
-from deep_ep.kernels.staging import FinishCombine, FinishDispatch
 
 ANNOUNCED, OFFERED = 1, 2
 SAME = (17, 4)  # what all ranks agree in

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from windows import make_context
 
 from deep_ep.engine.cuda.shapes import Shapes
-from deep_ep.kernels import counts, exchange, pull, put, rail, relay, relay_sums, route, staging
+from deep_ep.kernels import counts, exchange, finish, pull, put, rail, relay, relay_sums, route
 from deep_ep.kernels._triton import Launch
 from deep_ep.kernels.low_latency import combine, dispatch
 from deep_ep.kernels.low_latency import words as ll_words
@@ -105,8 +105,8 @@ def signalling() -> dict[str, str]:
     words = dict.fromkeys(("windows", "own_boards", "state", "table", "host", "plan"), "*i64")
     lists = dict.fromkeys(("prefix", "slots", "recv_src_idx"), "*i32")
     ptx = notifying()
-    ptx["finish rows"] = ptx_of(staging._finish_rows_kernel, words | lists, {"LANES": 32}, 1)
-    ptx["finish sums"] = ptx_of(staging._finish_sums_kernel, words | lists, {"LANES": 32}, 1)
+    ptx["finish rows"] = ptx_of(finish._finish_rows_kernel, words | lists, {"LANES": 32}, 1)
+    ptx["finish sums"] = ptx_of(finish._finish_sums_kernel, words | lists, {"LANES": 32}, 1)
     doorbells = words | dict.fromkeys(("doorbells", "wanted", "seen"), "*i64")
     ptx["ring doorbell"] = ptx_of(rail._ring_doorbell_kernel, doorbells, {"IS_BACK": False, "LANES": 32}, 1)
     ptx["await arrived"] = ptx_of(rail._await_kernel, doorbells, {"LANES": 32}, 1)

@@ -16,6 +16,7 @@ from deep_ep.kernels import (
     _triton,
     counts,
     exchange,
+    finish,
     notify,
     pull,
     put,
@@ -24,7 +25,6 @@ from deep_ep.kernels import (
     relay_sums,
     route,
     send,
-    staging,
 )
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
@@ -327,7 +327,7 @@ def test_rows_are_loaded_in_the_loop_that_stores_them(ptx: dict[str, str], kerne
 
 def test_kernels_are_named_after_what_profiles_are_searched_for(ptx: dict[str, str]) -> None:
     """Callers find the kernels of a dispatch, of a combine, and of the handshake before, by a part of their names."""
-    modules = (send, counts, exchange, notify, pull, put, rail, relay, relay_sums, staging, route)
+    modules = (send, counts, exchange, notify, pull, put, rail, relay, relay_sums, finish, route)
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     compiled = {kernel: re.findall(r"\.entry\s+(\w+)", text) for kernel, text in ptx.items()}
     normal = [kernel for kernel in compiled if kernel not in (*LL_SIGNALLING, *LL_RECEIVES)]

@@ -198,7 +198,7 @@ ACROSS_NODES = [
     "transport.mesh:connect",
     "transport.mesh:Link",
     "transport.mesh:Mesh",
-    "engine.cpu.nodes.engine:RailChain",
+    "engine.cpu.nodes.engine:CpuNodesChain",
     "buffers.engines:DirectLowLatency",
     "buffers.legacy:registry.register",
 ]

@@ -87,19 +87,19 @@ def make_engine(
         if device.type == "cuda":
             service.pass_on(service.service_level(is_low_latency=bool(sizes.low_latency_bytes)))
         if device.type != "cpu" or env.TRANSPORT.get() in (INTERPRETED, INTERPRETED_MEMORY):
-            return _relayed(control, group, device, sizes, device_limit_secs, topology, enable_shrink)
-        return _rails(control, topology, sizes, enable_shrink)
+            return _cuda_nodes(control, group, device, sizes, device_limit_secs, topology, enable_shrink)
+        return _cpu_nodes(control, topology, sizes, enable_shrink)
     if device.type == "cuda":
         reason = why_not(group, control.num_ranks)
         if reason is not None:
             raise EPUnsupported(f"transport symm: {reason}")
         memory: DeviceMemory = SymmMemory(control, group, device)
         how = "solo (a group of one rank)" if control.num_ranks == 1 else "symm (CUDA symmetric memory of one node)"
-        return _streamed(control, memory, CudaStream(device), sizes, device_limit_secs, enable_shrink), how
+        return _cuda(control, memory, CudaStream(device), sizes, device_limit_secs, enable_shrink), how
     wish = env.TRANSPORT.get()
     if wish in (INTERPRETED, INTERPRETED_MEMORY):
         memory, how = InterpretedMemory(control), f"{INTERPRETED} ({env.TRANSPORT.name}={wish})"
-        return _streamed(control, memory, LaunchStream(), sizes, device_limit_secs, enable_shrink), how
+        return _cuda(control, memory, LaunchStream(), sizes, device_limit_secs, enable_shrink), how
     choice = choose(control.num_ranks)
     engine = CpuEngine(choice.make_window(control, sizes), CommStream(f"deep_ep-comm-{control.rank}"))
     if sizes.low_latency_bytes:
@@ -107,10 +107,10 @@ def make_engine(
     return engine, f"{choice.name} ({choice.reason})"
 
 
-def _rails(control: Control, topology: Topology, sizes: WindowSizes, enable_shrink: bool) -> tuple[Engine, str]:
+def _cpu_nodes(control: Control, topology: Topology, sizes: WindowSizes, enable_shrink: bool) -> tuple[Engine, str]:
     """Make the engine across nodes: a window inside the node, messages on the rail, and on the mesh for low latency."""
     # Not before a buffer needs them: other systems have no such sockets.
-    from ..engine.cpu.nodes.engine import RailsEngine
+    from ..engine.cpu.nodes.engine import CpuNodesEngine
     from ..transport.mesh import make_mesh
     from ..transport.message import make_rail
 
@@ -122,7 +122,7 @@ def _rails(control: Control, topology: Topology, sizes: WindowSizes, enable_shri
     window = choice.make_window(NodeControl(control, topology.node * size, size), sizes)
     rail = make_rail(control, topology)
     mesh = make_mesh(control, topology) if sizes.low_latency_bytes else None
-    engine = RailsEngine(window, rail, topology, said[0][0], CommStream(f"deep_ep-comm-{control.rank}"), mesh)
+    engine = CpuNodesEngine(window, rail, topology, said[0][0], CommStream(f"deep_ep-comm-{control.rank}"), mesh)
     if low_latency_bytes:
         engine.low_latency = DirectLowLatency(engine.chain, engine.stream, low_latency_bytes, enable_shrink, mesh)
     inside = f"{choice.name} inside a node ({'CPU ranks of one host' if size > 1 else 'one rank each'})"
@@ -131,7 +131,7 @@ def _rails(control: Control, topology: Topology, sizes: WindowSizes, enable_shri
     return engine, f"{inside}, {MESSAGE} between {topology.num_nodes} nodes ({how}: {reason})"
 
 
-def _relayed(
+def _cuda_nodes(
     control: Control,
     group: dist.ProcessGroup | None,
     device: torch.device,
@@ -299,7 +299,7 @@ def _require_kernels(device_type: str) -> None:
         raise EPUnsupported(f"Buffer: kernels cannot run on {device_type}: {what}")
 
 
-def _streamed(
+def _cuda(
     control: Control,
     memory: DeviceMemory,
     stream: LaunchStream,
@@ -314,14 +314,14 @@ def _streamed(
     from ..engine.cuda.shapes import load_shapes
     from ..engine.cuda.signals import Signals
     from ..engine.low_latency.streamed import StreamedLowLatency
-    from ..kernels import notify, staging
+    from ..kernels import finish, notify
 
     _require_kernels("cpu" if stream.raw is None else "cuda")
     window, shared = _device_window(control, memory, sizes)
     signals, call_memory = Signals(window, stream, limit_secs, MAX_EXPERTS), Memory(window, stream)
     ops = OneHopOps(signals, call_memory, load_shapes(control.num_ranks))
     control.renew_deadline("compiling kernels")
-    for kernels in (notify, staging):
+    for kernels in (notify, finish):
         kernels.prepare_all(signals.context)
     engine = CudaEngine(window, stream, signals, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes

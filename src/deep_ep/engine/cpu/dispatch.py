@@ -49,7 +49,7 @@ class CpuDispatch:
 
     Args:
         chain: The calls of the buffer, of which this is the next.
-        operation: One of `call.OPERATIONS`.
+        operation: One of `protocol.OPERATIONS`.
         payload: What this rank sends.
         routing: Where it goes; None: where a handle says.
     """
@@ -84,7 +84,7 @@ class CpuDispatch:
         if num_rows:
             if scope.order.is_due():
                 self._check_counts()
-            self._handle = self._empty_handle(num_rows)
+            self._handle = self._make_handle(num_rows)
 
     def follow(self, scope: CpuScope, handle: Any) -> None:
         """Check the rows of a handle, unless the dispatch that fills it may still be running or was refused."""
@@ -157,7 +157,7 @@ class CpuDispatch:
     def rerouted(self, scope: CpuScope, routes: None, told: Counts, routing: Routing) -> None:
         """Make the handle, now that its number of rows is known."""
         del scope, routes, routing
-        self._handle = self._empty_handle(told.num_rows[self._window.rank])
+        self._handle = self._make_handle(told.num_rows[self._window.rank])
 
     def offer(self, scope: CpuScope, payload: Payload, routes: None, sections: Sections) -> None:
         """Offer the memory to the peers. Posted rows are fetched by the receiver, and need no offer."""
@@ -175,7 +175,7 @@ class CpuDispatch:
     def _check_rows(self, handle: Any) -> None:
         check_rows(handle, self._window.rank, "dispatch")
 
-    def _empty_handle(self, num_rows: int) -> Any:
+    def _make_handle(self, num_rows: int) -> Any:
         assert self._routing is not None
         mask = self._routing.is_token_in_rank
         no_channels = mask.new_zeros(mask.size(1), self._num_channels, dtype=torch.int32)

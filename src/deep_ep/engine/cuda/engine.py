@@ -1,7 +1,7 @@
 """The engine on a GPU: the steps are kernels in a stream, which do the waiting (`docs/protocol.md`).
 
 The host launches, and only a full dispatch waits, for its counts. A rank that has no memory left in the window offers
-its staging instead; the end of `move`, or of `sum`, then brings its rows through it, in rounds (`kernels/staging.py`).
+its staging instead; the end of `move`, or of `sum`, then brings its rows through it, in rounds (`kernels/finish.py`).
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...handle import ColumnHandle, Handle
+from ...kernels.finish import FinishCombine, FinishDispatch
 from ...kernels.notify import CopyingHandshake, HandshakeForm, Post, can_share_a_wait
 from ...kernels.pull import Pull, copy_in
 from ...kernels.put import VECTOR_BYTES, Put, Unpack, word_of
-from ...kernels.staging import FinishCombine, FinishDispatch
 from ..ops import Counts, Sections, received_of
 from ..payload import DispatchResult, Payload, Routing, Unpacked, empty_topk
 from ..protocol import ANNOUNCED, OFFERED, READY

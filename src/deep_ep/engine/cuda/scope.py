@@ -27,7 +27,7 @@ class CudaScope:
     does not record inside, and an error on the host is reported to the peers. The buffer must not have failed.
 
     Args:
-        operation: One of `call.OPERATIONS`.
+        operation: One of `protocol.OPERATIONS`.
         order: How the call stands to the caller's stream.
         signals: The signals of the buffer.
         stream: Where calls are launched.

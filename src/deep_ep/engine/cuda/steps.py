@@ -30,7 +30,7 @@ class DispatchSignature(NamedTuple):
     """The signature of a dispatch: what distinguishes it from others.
 
     Attributes:
-        operation: One of `call.OPERATIONS`.
+        operation: One of `protocol.OPERATIONS`.
         hidden: H.
         dtype: Of the payload.
         alignment: The payload begins at a multiple of so many bytes, at most 16.

@@ -272,7 +272,7 @@ class DirectLowLatency:
         return self._chain.is_told_late
 
     def _propagating_failure(self, call: LowLatencyCall, work: Callable[[], None], name: str) -> Callable[[], None]:
-        """A context manager that reports an error in a phase to all ranks."""
+        """Return a function that does the work of a phase, and reports an error in it to all ranks."""
 
         def phase() -> None:
             self._chain.require_working()

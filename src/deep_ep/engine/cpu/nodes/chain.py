@@ -11,7 +11,7 @@ from ....transport.message import Rail, Wait
 from ..call import Call, Chain
 
 
-class RailChain(Chain):
+class CpuNodesChain(Chain):
     """The calls of a buffer across nodes, one after the other.
 
     Args:

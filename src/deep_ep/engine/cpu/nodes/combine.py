@@ -24,16 +24,16 @@ from ..call import Call
 from ..combine import CpuCombine
 from ..scope import CpuScope
 from .announce import Announcement, receive_announcements, require_rows, send_announcement
-from .chain import RailChain
+from .chain import CpuNodesChain
 from .rounds import copy_out, forwarded, num_rounds, read_forwarded, round_rows, rows_by_source, staged_slots
-from .routes import RailRoutes
+from .routes import CpuNodesRoutes
 from .totals import Totals
 from .traffic import ChunkForm, Chunks, Traffic
 
 _TILES = 4  # that are summed before the network is looked after again
 
 
-class RailsCombine(CpuCombine):
+class CpuNodesCombine(CpuCombine):
     """One combine of one rank, over two hops.
 
     Args:
@@ -46,7 +46,7 @@ class RailsCombine(CpuCombine):
 
     def __init__(
         self,
-        chain: RailChain,
+        chain: CpuNodesChain,
         x: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
         biases: Sequence[torch.Tensor] = (),
@@ -57,7 +57,7 @@ class RailsCombine(CpuCombine):
         self._topology = chain.topology
         self._config = config
 
-        self._routes: RailRoutes | None = None
+        self._routes: CpuNodesRoutes | None = None
 
     def _check_rows(self, handle: Any) -> None:
         check_rail_rows(handle, "combine")
@@ -66,7 +66,7 @@ class RailsCombine(CpuCombine):
         """Announce the combine, to the rail and to the node, and offer this rank's rows."""
         require_filled(self._handle, "combine")
         call = scope.begin(Header(self._agreement(), self._handle.num_tokens))
-        routes, rail = RailRoutes(self._handle, self._topology), self._rails.rail
+        routes, rail = CpuNodesRoutes(self._handle, self._topology), self._rails.rail
         self._routes = routes
         for node in rail.nodes:
             send_announcement(rail, call, node, Announcement(routes.num_in[node]))
@@ -103,7 +103,9 @@ class RailsCombine(CpuCombine):
             handle=int(self._handle.recv_rdma_channel_prefix_matrix[0, 0]),
         )
 
-    def _collect(self, call: Call, routes: RailRoutes, staging: Staging | None) -> tuple[list[list[torch.Tensor]], int]:
+    def _collect(
+        self, call: Call, routes: CpuNodesRoutes, staging: Staging | None
+    ) -> tuple[list[list[torch.Tensor]], int]:
         """Where the rows of the node's ranks lie, for each section: theirs, or, of staged ranks, copies made in rounds.
 
         Returns:
@@ -146,7 +148,7 @@ class RailsCombine(CpuCombine):
             first, last = round_rows(offer, rows.size(0), index, size)
             rows[first:last].copy_(theirs[start : start + last - first])
 
-    def _sum_nodes(self, call: Call, routes: RailRoutes, tables: list[list[torch.Tensor]], taken: int) -> None:
+    def _sum_nodes(self, call: Call, routes: CpuNodesRoutes, tables: list[list[torch.Tensor]], taken: int) -> None:
         """Sum inside the node for every node, exchange the sums, add them up.
 
         `taken` is the step that says that the rows have been read.
@@ -190,6 +192,6 @@ class RailsCombine(CpuCombine):
         with call.slice("add up the rest", RECEIVE):
             totals.finish()
 
-    def _totals(self, routes: RailRoutes, scratch: Scratch) -> Totals:
+    def _totals(self, routes: CpuNodesRoutes, scratch: Scratch) -> Totals:
         sections = list(zip(self._sums, (self._biases, ()), strict=False))
         return Totals(self._chain, routes, self._handle.send_rdma_head, sections, scratch)

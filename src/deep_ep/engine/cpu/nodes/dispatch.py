@@ -33,10 +33,10 @@ from .announce import (
     send_announcement,
     spoiled,
 )
-from .chain import RailChain
+from .chain import CpuNodesChain
 from .hops import FanOut, Packer
 from .rounds import copy_out, forwarded, num_rounds, read_forwarded, round_rows, rows_by_source, staged_slots
-from .routes import RailRoutes
+from .routes import CpuNodesRoutes
 from .traffic import ChunkForm, Chunks, Traffic
 
 _TILES = 4  # that are put before the network is looked after again
@@ -44,12 +44,12 @@ _TILE_BYTES = 1 << 19  # of rows: read once from memory, then from a core's cach
 _OVERFLOW = struct.Struct("<3q")  # rank, rows, num_worst_tokens
 
 
-class RailsDispatch(CpuDispatch):
+class CpuNodesDispatch(CpuDispatch):
     """One dispatch of one rank, over two hops.
 
     Args:
         chain: The calls of the buffer, of which this is the next.
-        operation: One of `call.OPERATIONS`.
+        operation: One of `protocol.OPERATIONS`.
         payload: What this rank sends.
         routing: Where it goes; None: where a handle says.
         config: How rows are cut into messages.
@@ -57,7 +57,7 @@ class RailsDispatch(CpuDispatch):
 
     def __init__(
         self,
-        chain: RailChain,
+        chain: CpuNodesChain,
         operation: str,
         payload: Payload,
         routing: Routing | None,
@@ -67,7 +67,7 @@ class RailsDispatch(CpuDispatch):
         self._rails = chain
         self._topology = chain.topology
         self._config = config
-        self._routes: RailRoutes | None = None
+        self._routes: CpuNodesRoutes | None = None
         self._prefix: torch.Tensor | None = None  # [R, P] int32, what this node's ranks receive
         self._tables: list[list[torch.Tensor]] = []
         self._fan_outs: dict[int, FanOut] = {}  # by node, its block
@@ -89,7 +89,7 @@ class RailsDispatch(CpuDispatch):
     def _check_rows(self, handle: RailHandle) -> None:
         check_rail_rows(handle, "dispatch")
 
-    def _empty_handle(self, num_rows: int) -> RailHandle:
+    def _make_handle(self, num_rows: int) -> RailHandle:
         assert self._routing is not None
         mask, topology = self._routing.is_token_in_rank, self._topology
         num_channels, num_nodes, num_ranks = self._num_channels, topology.num_nodes, topology.num_ranks
@@ -152,7 +152,7 @@ class RailsDispatch(CpuDispatch):
         if self._routing is not None:
             with call.slice("find slots", SEND):
                 self._fill_rail_handle(call)
-        routes = self._routes = RailRoutes(self._handle, self._topology)
+        routes = self._routes = CpuNodesRoutes(self._handle, self._topology)
         if self._routing is None:
             require_rows(call, self._rails.rail, self._announcements, routes.num_in)
         outgoing = outgoing_parts(self._payload, self._routing)
@@ -294,7 +294,7 @@ class RailsDispatch(CpuDispatch):
 
     # Rows ------------------------------------------------------------------------------------------------------------
 
-    def _traffic(self, call: Call, routes: RailRoutes, outgoing: Sequence[torch.Tensor]) -> Traffic:
+    def _traffic(self, call: Call, routes: CpuNodesRoutes, outgoing: Sequence[torch.Tensor]) -> Traffic:
         rail = self._rails.rail
         rows = [rows_as(part, widest_dtype(row_bytes(part), _byte_offset(part), part.data_ptr())) for part in outgoing]
         tokens = {node: routes.tokens_to(node) for node in rail.nodes}
@@ -315,7 +315,7 @@ class RailsDispatch(CpuDispatch):
         spare, sizes = self._put_own(outgoing, routes), (routes.num_out, routes.num_in)
         return Traffic(rail, wait, call.epoch, form, chunks, *sizes, pack, take, spare, "fan out")
 
-    def _open(self, call: Call, offers: list[Offer], outgoing: Sequence[torch.Tensor], routes: RailRoutes) -> None:
+    def _open(self, call: Call, offers: list[Offer], outgoing: Sequence[torch.Tensor], routes: CpuNodesRoutes) -> None:
         """Open the memory in which the ranks of the node receive rows: tensors for each section, in the widest elements
         that fit.
         """
@@ -335,7 +335,7 @@ class RailsDispatch(CpuDispatch):
         rank = self._window.rank
         self._fan_outs = {node: FanOut(routes.blocks[node], self._tables, rank) for node in self._rails.rail.nodes}
 
-    def _put_own(self, outgoing: Sequence[torch.Tensor], routes: RailRoutes) -> Iterator[None]:
+    def _put_own(self, outgoing: Sequence[torch.Tensor], routes: CpuNodesRoutes) -> Iterator[None]:
         """Write this rank's rows to the ranks of its own node, a tile at a time."""
         own = self._topology.node
         tokens = routes.tokens_to(own)

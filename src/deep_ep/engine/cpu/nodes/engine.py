@@ -19,12 +19,12 @@ from ....transport.message import Rail
 from ...ops import CallOrder
 from ...payload import Payload, Routing
 from ..engine import CpuEngine, count_layout
-from .chain import RailChain
-from .combine import RailsCombine
-from .dispatch import RailsDispatch
+from .chain import CpuNodesChain
+from .combine import CpuNodesCombine
+from .dispatch import CpuNodesDispatch
 
 
-class RailsEngine(CpuEngine):
+class CpuNodesEngine(CpuEngine):
     """Dispatch and combine over a node's window and the rail.
 
     Args:
@@ -49,7 +49,7 @@ class RailsEngine(CpuEngine):
         self.rail = rail
         self.mesh = mesh
         self._topology = topology
-        self._rail_chain = self.chain = RailChain(window, rail, topology, number, mesh)
+        self._rail_chain = self.chain = CpuNodesChain(window, rail, topology, number, mesh)
         self._config: Config | None = None
 
     def layout(
@@ -94,9 +94,9 @@ class RailsEngine(CpuEngine):
 
     def _dispatch_steps(
         self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None
-    ) -> RailsDispatch:
+    ) -> CpuNodesDispatch:
         del num_sms
-        return RailsDispatch(self._rail_chain, operation, payload, routing, self._config)
+        return CpuNodesDispatch(self._rail_chain, operation, payload, routing, self._config)
 
     def _combine_steps(
         self,
@@ -105,6 +105,6 @@ class RailsEngine(CpuEngine):
         topk_weights: torch.Tensor | None,
         biases: Sequence[torch.Tensor],
         num_sms: int | None,
-    ) -> RailsCombine:
+    ) -> CpuNodesCombine:
         del handle, num_sms
-        return RailsCombine(self._rail_chain, x, topk_weights, biases, self._config)
+        return CpuNodesCombine(self._rail_chain, x, topk_weights, biases, self._config)

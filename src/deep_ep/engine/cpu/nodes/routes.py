@@ -15,7 +15,7 @@ from ....handle import RailHandle
 from ....topology import Topology
 
 
-class RailRoutes:
+class CpuNodesRoutes:
     """The rows of a call, by hop.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 
 from ....kernels.reduce import RowSums, Scratch, tile_tokens
 from ..call import Chain
-from .routes import RailRoutes
+from .routes import CpuNodesRoutes
 
 _LEAST_TILES = 2  # worth adding up at once
 
@@ -27,7 +27,7 @@ class Totals:
     def __init__(
         self,
         chain: Chain,
-        routes: RailRoutes,
+        routes: CpuNodesRoutes,
         slots: torch.Tensor,
         sections: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
         scratch: Scratch,

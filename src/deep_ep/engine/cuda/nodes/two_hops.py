@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from ....handle import RailHandle
-from ....kernels import notify, relay, relay_sums, route, staging
+from ....kernels import finish, notify, relay, relay_sums, route
 from ....kernels.exchange import STATE_RAIL_BYTES
+from ....kernels.finish import FinishCombine, FinishDispatch
 from ....kernels.notify import Counted, HandshakeForm, Numbered, Post
 from ....kernels.pull import copy_in
 from ....kernels.put import Put, Unpack
 from ....kernels.rail import RemoteRowLayout
-from ....kernels.staging import FinishCombine, FinishDispatch
 from ....topology import Topology
 from ...ops import Counts, Sections, received_of
 from ...payload import DispatchResult, Payload, Routing, Unpacked, empty_topk
@@ -102,7 +102,7 @@ class TwoHopOps:
         is_whole = proxy.send_words is None
         notify.prepare_nodes(context, [(True, True)] if is_whole else [(True, False), (False, True)])
         proxy.prepare(self.plan)
-        staging.prepare_all(context)
+        finish.prepare_all(context)
 
     def dispatch(self, signature: DispatchSignature) -> TwoHopDispatch:
         """Make the steps of dispatches with one signature."""

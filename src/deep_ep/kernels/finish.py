@@ -9,10 +9,10 @@ for source s.
     combine, round j    `READY + 2j`: the row of source s's token t, for t in [j B, (j + 1) B), is row t - j B of part s
                         `TAKEN + 2j`: every rank has summed its tokens of that range
 
-These kernels move rows *and* wait, which no others may. It is safe because each is one block of one warp: it does not
-keep a kernel that it waits for from running (`docs/protocol.md`). So they are slow, and only for calls that would
-otherwise fail. If no rank is staged, they signal and wait once. Addresses and widths come as numbers and rows move as
-bytes, so that they are compiled once, when a buffer is made, and not for every dtype.
+These kernels wait *before* they move rows, which no others may. It is safe because each is one block of one warp: it
+does not keep a kernel that it waits for from running (`docs/protocol.md`). So they are slow, and only for calls that
+would otherwise fail. If no rank is staged, they signal and wait once. Addresses and widths come as numbers and rows
+move as bytes, so that they are compiled once, when a buffer is made, and not for every dtype.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class FinishDispatch:
             topk_weights: [T, K] float32 contiguous, or None.
             prefix: [R, R] int32.
             num_rows: n, if this rank is staged.
-            capacities: Addresses where its rows, scales and records stay then, [n, ...] each; 0: it does not travel.
+            targets: Addresses where its rows, scales and records stay then, [n, ...] each; 0: it does not travel.
         """
         stride_t, stride_s = (0, 0) if scales is None else scales.stride()
         sent = (0 if scales is None else scales.data_ptr(), stride_t, stride_s)
