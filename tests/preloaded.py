@@ -19,7 +19,7 @@ import torch.distributed.checkpoint.state_dict  # noqa: F401
 
 import common
 import deep_ep.engine.cuda.engine
-import deep_ep.engine.low_latency.streamed
+import deep_ep.engine.low_latency.cuda.engine
 import deep_ep.kernels
 import deep_ep.moe
 import deep_ep.tools.soak

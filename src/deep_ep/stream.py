@@ -131,6 +131,8 @@ class CommStream:
         name: Of the thread.
     """
 
+    is_capturing = False  # the CPU has no graphs
+
     def __init__(self, name: str):
         self._worker = _Worker(name)
         self._last: Future | None = None

@@ -29,7 +29,7 @@ from test_low_latency_kernels import (
 from windows import synchronize
 
 from deep_ep.engine.low_latency import geometry as sizes_of_copies
-from deep_ep.engine.low_latency.copies import Copier, Copies, RemoteRanks
+from deep_ep.engine.low_latency.cuda.copies import Copier, Copies, RemoteRanks
 from deep_ep.engine.low_latency.geometry import Geometry, RowFormat, SetPlan
 from deep_ep.engine.low_latency.slots import zero_copy_view
 from deep_ep.kernels import _triton, exchange

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_ep import EPError
+from deep_ep.engine.low_latency.cpu.shared import Done
 from deep_ep.engine.low_latency.geometry import (
     MOST_IN_FLIGHT,
     MOST_TOKENS,
@@ -26,7 +27,6 @@ from deep_ep.engine.low_latency.geometry import (
     plan_dispatch,
 )
 from deep_ep.engine.low_latency.in_flight import InFlight
-from deep_ep.engine.low_latency.shared import Done
 from deep_ep.engine.low_latency.slots import FREE_SLOT, NO_SLOT, OWN_SLOT, Slots, zero_copy_view
 from deep_ep.transport import MAX_EXPERTS
 
@@ -134,43 +134,48 @@ def test_an_expert_and_a_place_fit_into_one_word() -> None:
 # In flight -----------------------------------------------------------------------------------------------------------
 
 
+def begin(in_flight: InFlight, slot: int, wide_bytes: int = 0) -> int:
+    in_flight.require_capacity("here", slot, wide_bytes)
+    return in_flight.send(slot)
+
+
 def test_two_in_flight_and_not_three() -> None:
     in_flight = InFlight(Slots())
-    first, second = (in_flight.send("here", NO_SLOT) for _ in range(2))
+    first, second = (begin(in_flight, NO_SLOT) for _ in range(2))
     for _ in range(2):  # nothing changes
         with pytest.raises(EPError, match="here: 3 results would be in flight, the window has room for 2"):
-            in_flight.send("here", NO_SLOT)
+            begin(in_flight, NO_SLOT)
     assert [in_flight.age(one) for one in (first, second)] == [1, 0]
     in_flight.receive(second)
     with pytest.raises(EPError, match="3 results"):  # the oldest one counts: it holds up what is behind it
-        in_flight.send("here", NO_SLOT)
+        begin(in_flight, NO_SLOT)
     in_flight.receive(first)
     with pytest.raises(EPError, match="called before"):
         in_flight.receive(first)
-    assert in_flight.send("here", NO_SLOT) == 3
+    assert begin(in_flight, NO_SLOT) == 3
 
 
 def test_calls_that_are_given_up() -> None:
     in_flight = InFlight(Slots())
-    first, second = (in_flight.send("here", NO_SLOT) for _ in range(2))
+    first, second = (begin(in_flight, NO_SLOT) for _ in range(2))
     in_flight.receive(first)
     in_flight.abandon()
     with pytest.raises(EPError, match="has given up this call"):
         in_flight.receive(second)
     in_flight.go_on_from(9)
     assert (in_flight.next_number, in_flight.num_consumed) == (9, 8)
-    in_flight.receive(in_flight.send("here", NO_SLOT))
+    in_flight.receive(begin(in_flight, NO_SLOT))
     assert in_flight.num_consumed == 8, "peers may still read call 9"
 
 
 def test_a_wide_dispatch_names_the_memory_that_it_wants() -> None:
     in_flight = InFlight(Slots())
     for _ in range(2):
-        in_flight.receive(in_flight.send("here", FREE_SLOT, 1024))
-    in_flight.send("here", FREE_SLOT)
+        in_flight.receive(begin(in_flight, FREE_SLOT, 1024))
+    begin(in_flight, FREE_SLOT)
     with pytest.raises(EPError, match=r"room for 1, since the calls before took its 3 slots.*num_rdma_bytes=1024"):
-        in_flight.send("here", FREE_SLOT)
-    in_flight.send("here", NO_SLOT)
+        begin(in_flight, FREE_SLOT)
+    begin(in_flight, NO_SLOT)
 
 
 class Rank(NamedTuple):
@@ -212,7 +217,7 @@ class Model:
                 rank.handles.append(torch.empty(4, dtype=torch.int32))
                 index, _ = rank.slots.lease(rank.handles[0], rank.in_flight.num_consumed)
                 self.write(rank, NUM_SETS + index, 0)  # the caller writes there from now on
-            rank.in_flight.send("model", slot)
+            begin(rank.in_flight, slot)
         except EPError as error:
             self.num_refused += "slots" in str(error)
             rank.handles.clear()
@@ -287,23 +292,11 @@ def test_two_micro_batches_are_never_refused() -> None:
                 slot = FREE_SLOT if draw.random() < 0.5 else OWN_SLOT
                 if slot == OWN_SLOT:
                     slots.lease(handles[index], in_flight.num_consumed)
-            batches[index] = [in_flight.send("here", slot)]
+            batches[index] = [begin(in_flight, slot)]
             if slot == FREE_SLOT:
                 slots.take(batches[index][0])
             elif slot == OWN_SLOT:
                 slots.give_back(handles[index], batches[index][0])
-
-
-@pytest.mark.parametrize("slot", [NO_SLOT, OWN_SLOT, FREE_SLOT])
-def test_a_call_that_passes_by_is_one_that_is_sent_and_received(slot: int) -> None:
-    quick, plain = InFlight(Slots()), InFlight(Slots())
-    for _ in range(20):
-        assert quick.try_complete(slot)
-        plain.receive(plain.send("here", slot))
-        for name in ("_num_sent", "_newest_received", "_took_slots", "num_consumed"):
-            assert getattr(quick, name) == getattr(plain, name)
-    quick.send("here", NO_SLOT)
-    assert not quick.try_complete(slot)
 
 
 def test_which_calls_are_done() -> None:

@@ -116,14 +116,14 @@ def test_wrong_rows_are_not_timed(device: str):
 
 
 def _run_with_wrong_rows(rank: int, num_ranks: int, setting: Setting, news: Connection) -> None:
-    from deep_ep.kernels import low_latency_rows
+    from deep_ep.kernels.low_latency import rows
 
-    right = low_latency_rows.fetch_rows
+    right = rows.fetch_rows
 
     def wrong(out, atlas, places, counts) -> None:
         right(out, atlas, places.roll(1), counts)
 
-    low_latency_rows.fetch_rows = wrong
+    rows.fetch_rows = wrong
     run_low_latency_cases(rank, num_ranks, setting, ["dispatch"], news)
 
 

@@ -166,7 +166,7 @@ ONE_NODE = [
     "transport.window:SparseSegment",
     "buffers.engines:CommStream",
     "buffers.engines:CpuEngine",
-    "buffers.engines:DirectLowLatency",
+    "buffers.engines:CpuLowLatency",
     "buffers.legacy:Runtime",
     "buffers.legacy:registry.register",
     "buffers.legacy:Closing",
@@ -199,7 +199,7 @@ ACROSS_NODES = [
     "transport.mesh:Link",
     "transport.mesh:Mesh",
     "engine.cpu.nodes.engine:CpuNodesChain",
-    "buffers.engines:DirectLowLatency",
+    "buffers.engines:CpuLowLatency",
     "buffers.legacy:registry.register",
 ]
 

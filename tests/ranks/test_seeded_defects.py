@@ -18,7 +18,7 @@ import pytest
 from deep_ep.engine import payload
 from deep_ep.engine.cpu import combine, dispatch, posted
 from deep_ep.engine.cpu.call import Call, Chain
-from deep_ep.engine.low_latency.direct import DirectLowLatency
+from deep_ep.engine.low_latency.cpu.engine import CpuLowLatency
 from deep_ep.engine.protocol import READY, Header, step_name
 from deep_ep.tools.soak import parent
 from deep_ep.tools.soak.plan import Goal
@@ -112,14 +112,14 @@ def stale_id_behind_the_worst_case() -> None:
 
 def mask_that_stays() -> None:
     """One rank stays masked when nobody shall be."""
-    clean = DirectLowLatency.clean_mask
+    clean = CpuLowLatency.clean_mask
 
-    def clean_less(self: DirectLowLatency) -> None:
+    def clean_less(self: CpuLowLatency) -> None:
         left = sorted(self.shared.masked)[:1]
         clean(self)
         self.shared.masks.update(dict.fromkeys(left, 0))
 
-    DirectLowLatency.clean_mask = clean_less  # type: ignore[method-assign]
+    CpuLowLatency.clean_mask = clean_less  # type: ignore[method-assign]
 
 
 def bias_of_another_token() -> None:

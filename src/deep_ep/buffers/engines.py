@@ -15,7 +15,7 @@ from .. import env
 from ..control import Control, NodeControl
 from ..engine.cpu.engine import CpuEngine
 from ..engine.engine import Engine
-from ..engine.low_latency.direct import DirectLowLatency
+from ..engine.low_latency.cpu.engine import CpuLowLatency
 from ..errors import EPUnsupported
 from ..stream import CommStream, CudaStream, LaunchStream
 from ..topology import Topology
@@ -103,7 +103,7 @@ def make_engine(
     choice = choose(control.num_ranks)
     engine = CpuEngine(choice.make_window(control, sizes), CommStream(f"deep_ep-comm-{control.rank}"))
     if sizes.low_latency_bytes:
-        engine.low_latency = DirectLowLatency(engine.chain, engine.stream, sizes.low_latency_bytes, enable_shrink)
+        engine.low_latency = CpuLowLatency(engine.chain, engine.stream, sizes.low_latency_bytes, enable_shrink)
     return engine, f"{choice.name} ({choice.reason})"
 
 
@@ -124,7 +124,7 @@ def _cpu_nodes(control: Control, topology: Topology, sizes: WindowSizes, enable_
     mesh = make_mesh(control, topology) if sizes.low_latency_bytes else None
     engine = CpuNodesEngine(window, rail, topology, said[0][0], CommStream(f"deep_ep-comm-{control.rank}"), mesh)
     if low_latency_bytes:
-        engine.low_latency = DirectLowLatency(engine.chain, engine.stream, low_latency_bytes, enable_shrink, mesh)
+        engine.low_latency = CpuLowLatency(engine.chain, engine.stream, low_latency_bytes, enable_shrink, mesh)
     inside = f"{choice.name} inside a node ({'CPU ranks of one host' if size > 1 else 'one rank each'})"
     how = "TCP on the rail, and straight for low latency" if mesh is not None else "TCP on the rail"
     reason = f"{env.TRANSPORT.name}={MESSAGE}" if env.TRANSPORT.get() == MESSAGE else "they share no memory"
@@ -149,8 +149,8 @@ def _cuda_nodes(
     from ..engine.cuda.nodes.two_hops import TwoHopOps
     from ..engine.cuda.shapes import load_shapes
     from ..engine.cuda.signals import Signals
-    from ..engine.low_latency.copies import RemoteRanks
-    from ..engine.low_latency.streamed import StreamedLowLatency
+    from ..engine.low_latency.cuda.copies import RemoteRanks
+    from ..engine.low_latency.cuda.engine import CudaLowLatency
     from ..kernels.exchange import Context
     from ..transport.proxy import make_proxy
     from ..transport.remote import RemoteLayout
@@ -184,7 +184,7 @@ def _cuda_nodes(
     num_bytes = shared.low_latency_bytes
     if num_bytes and pes:
         ranks = RemoteRanks(topology, pes, proxy.tell_failure)
-        engine.low_latency = StreamedLowLatency(signals, window, stream, num_bytes, enable_shrink, ranks)
+        engine.low_latency = CudaLowLatency(signals, window, stream, num_bytes, enable_shrink, ranks)
     elif num_bytes:
         engine.why_no_low_latency = why
     if whole is not None:
@@ -313,7 +313,7 @@ def _cuda(
     from ..engine.cuda.one_hop import OneHopOps
     from ..engine.cuda.shapes import load_shapes
     from ..engine.cuda.signals import Signals
-    from ..engine.low_latency.streamed import StreamedLowLatency
+    from ..engine.low_latency.cuda.engine import CudaLowLatency
     from ..kernels import finish, notify
 
     _require_kernels("cpu" if stream.raw is None else "cuda")
@@ -326,5 +326,5 @@ def _cuda(
     engine = CudaEngine(window, stream, signals, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
     if num_bytes:
-        engine.low_latency = StreamedLowLatency(signals, window, stream, num_bytes, enable_shrink)
+        engine.low_latency = CudaLowLatency(signals, window, stream, num_bytes, enable_shrink)
     return engine

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .. import env
-from ..engine.low_latency.calls import CallMode, CombineInputs, Combining, Dispatching, Hook, LowLatencyEngine
+from ..engine.low_latency.calls import CallMode, CombineInputs, Combining, Dispatching, Hook
+from ..engine.low_latency.engine import LowLatencyEngine
 from ..engine.low_latency.geometry import MOST_TOKENS, Geometry, RowFormat
 from ..errors import EPUnsupported
 from ..event import EventOverlap

@@ -26,7 +26,7 @@ from .. import layout
 from ..config import Config
 from ..event import EventHandle
 from ..trace import Trace
-from .low_latency.calls import LowLatencyEngine
+from .low_latency.engine import LowLatencyEngine
 from .ops import NO_SECTIONS, CallOrder, CallScope, CombineSteps, Counts, DispatchSteps, received_of
 from .payload import CombineResult, DispatchResult, Payload, Routing, make_combined
 

@@ -18,7 +18,7 @@ from ...trace import Trace
 from ...transport import Window, ordinary_tensor
 from ..engine import Engine
 from ..low_latency.calls import operation_of
-from ..low_latency.direct import DirectLowLatency
+from ..low_latency.cpu.engine import CpuLowLatency
 from ..ops import CallOrder
 from ..payload import Payload, Routing, apart
 from ..protocol import ANNOUNCED, LOW_LATENCY, Agreement, Header
@@ -37,7 +37,7 @@ class CpuEngine(Engine):
         stream: Where communication runs.
     """
 
-    low_latency: DirectLowLatency | None = None
+    low_latency: CpuLowLatency | None = None
 
     def __init__(self, window: Window, stream: CommStream):
         self.rank = window.rank

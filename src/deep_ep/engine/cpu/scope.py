@@ -41,6 +41,7 @@ class CpuScope:
     """
 
     _call: Call | None = None  # once it is announced
+    _phases: Any = None  # of a low-latency call, once it is announced
     _is_begun = False  # it may have been announced
     _is_complete = False  # it has ended well
     _is_cancelled = False  # it waits in the queue, and is taken out of it if its caller leaves
@@ -83,6 +84,11 @@ class CpuScope:
         self._is_begun = True
         self._call = self._chain.begin(header)
         return self._call
+
+    def announce(self, call: Any) -> None:
+        """Begin a phase of a low-latency call, which can neither be refused nor taken out of the queue any more."""
+        self._is_begun = True
+        self._phases = call
 
     @property
     def call(self) -> Call:
@@ -157,7 +163,7 @@ class CpuScope:
             if isinstance(error, EPOverflow) and not self._is_begun and not self._is_foreign:
                 self._chain.refuse(account(error))
             else:
-                self._chain.fail(error, self._call, is_foreign=self._is_foreign)
+                self._chain.fail(error, self._name(), is_foreign=self._is_foreign)
             raise
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -175,9 +181,13 @@ class CpuScope:
         elif self._is_cancelled or (not self._is_begun and is_refusal(error)):
             stream.run_in_turn(partial(chain.refuse, account(error)))
         elif stream.query():
-            chain.fail(error, self._call)
+            chain.fail(error, self._name())
         else:
             self._abandon(error)
+
+    def _name(self) -> Call | None:
+        """Return the call, for messages; None: it has not been announced."""
+        return self._call if self._phases is None else self._phases.name
 
     def _abandon(self, error: BaseException) -> bool:
         """Fail a call that the comm stream may be in the middle of.
@@ -186,7 +196,7 @@ class CpuScope:
             Whether the caller must not go on before the comm stream has left the call, which it does at its next wait.
         """
         self._is_cancelled = False
-        self._chain.give_up(error, self._call)
+        self._chain.give_up(error, self._name())
         with suppress(RuntimeError):  # the thread has ended, and has reported to all peers that this rank leaves
             self._stream.submit(self._chain.tell_failure)  # links are the comm stream's alone
         # In a node, a peer that reads what the caller overwrites checks `failed` afterwards. Other nodes cannot,

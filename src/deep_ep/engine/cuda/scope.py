@@ -32,6 +32,7 @@ class CudaScope:
         signals: The signals of the buffer.
         stream: Where calls are launched.
         arena: The arena of the window.
+        phase: What a trace adds to the operation.
 
     Attributes:
         is_elsewhere: The call is not launched on the caller's stream.
@@ -49,8 +50,17 @@ class CudaScope:
     reach: Callable[[str], None] | None = None
     _marked: AbstractContextManager[None] | None = None
 
-    def __init__(self, operation: str, order: CallOrder, signals: Signals, stream: LaunchStream, arena: DeviceArena):
+    def __init__(
+        self,
+        operation: str,
+        order: CallOrder,
+        signals: Signals,
+        stream: LaunchStream,
+        arena: DeviceArena,
+        phase: str = "",
+    ):
         self._operation = operation
+        self._phase = phase
         self._order = order
         self._signals = signals
         self._stream = stream
@@ -70,7 +80,7 @@ class CudaScope:
             if signals.marks is not None or signals.window.fault is not None:
                 self.reach = partial(signals.reach, self._operation)
             if signals.marks is not None:
-                marked = signals.marks.call(self._operation)
+                marked = signals.marks.call(self._operation + self._phase)
                 marked.__enter__()
                 self._marked = marked
         except BaseException as error:
@@ -97,6 +107,11 @@ class CudaScope:
                     self._signals.stats.count_path(self.path)
                 if self.is_elsewhere or self._order.is_async:  # otherwise the caller's stream has all that was launched
                     self.event = self._stream.leave(self._order.is_async)
+
+    def announce(self, call: Any) -> None:
+        """Note that peers may see the call from here on: an error in it is an error of all ranks."""
+        del call
+        self._signals.is_announced = True
 
     def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
         """Keep what a call reads until the device has read it, see `ops.CallScope`."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from ...event import EventHandle
 from ..protocol import LOW_LATENCY, Agreement
 from .geometry import Geometry, RowFormat
 
@@ -157,54 +156,13 @@ class CombineInputs(NamedTuple):
     layout_range: torch.Tensor
 
 
-class LowLatencyEngine(Protocol):
-    """The low-latency calls of a buffer."""
+class Met(NamedTuple):
+    """How an attempt to get into step with all ranks went (`cpu/rejoin.py`).
 
-    def dispatch(
-        self,
-        kind: Dispatching,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        recv_stats: torch.Tensor | None,
-        wait_stats: torch.Tensor | None,
-    ) -> tuple[Packed, EventHandle | None, Hook | None]:
-        """Send each token to its experts.
+    Attributes:
+        number: The number of the next call of all ranks that have come.
+        lost: The ranks that have not, and why, to follow the rank in a sentence.
+    """
 
-        Args:
-            kind: The kind of dispatch.
-            x: [T, H] BF16.
-            topk_idx: [T, K] int32 or int64.
-            recv_stats: [L] int32; the rows of each expert are added. Or None.
-            wait_stats: [R] int64; the nanoseconds waited for each rank are added. Or None.
-        """
-        ...
-
-    def combine(
-        self,
-        kind: Combining,
-        rows: CombineInputs,
-        out: torch.Tensor | None,
-        wait_stats: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:
-        """Bring the experts' rows back: weighted sums in FP32, k ascending, rounded once. `out` is [T, H] BF16."""
-        ...
-
-    def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-        """Return the zero-copy tensor of a handle."""
-        ...
-
-    def clean(self) -> None:
-        """Make a barrier over the ranks that are not masked."""
-        ...
-
-    def update_mask(self, rank: int, is_masked: bool) -> None:
-        """Mask a rank for this rank's calls, or unmask it."""
-        ...
-
-    def query_mask(self, status: torch.Tensor) -> None:
-        """Write the masks into [R] int32: 1 where a rank is masked."""
-        ...
-
-    def clean_mask(self) -> None:
-        """Unmask all ranks."""
-        ...
+    number: int
+    lost: dict[int, str]

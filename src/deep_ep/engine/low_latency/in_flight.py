@@ -37,8 +37,20 @@ class InFlight:
         self._took_slots: deque[int] = deque(maxlen=NUM_SLOTS)  # the last calls that did
         self._bytes_for_two = 0  # that the widest dispatch so far would need to leave the slots alone
 
-    def send(self, where: str, slot: int, bytes_for_two: int = 0) -> int:
-        """Begin a call, and return its number.
+    def send(self, slot: int) -> int:
+        """Begin a call, for which there is capacity, and return its number.
+
+        Args:
+            slot: What it takes of the slots.
+        """
+        number = self._num_sent = self._num_sent + 1
+        if slot:
+            self._took_slots.append(number)
+        self._pending[number] = None
+        return number
+
+    def require_capacity(self, where: str, slot: int, bytes_for_two: int = 0) -> None:
+        """Raise if a call would exceed the memory for calls in flight.
 
         Args:
             where: The call, for the error.
@@ -46,34 +58,11 @@ class InFlight:
             bytes_for_two: Of a dispatch that takes a slot: the `num_rdma_bytes` with which it would take none.
 
         Raises:
-            EPError: Too many results would be in flight. Nothing was sent.
+            EPError: Too many results would be in flight, or too many slots in use.
         """
         self._bytes_for_two = max(self._bytes_for_two, bytes_for_two)
-        self.require_capacity(where, slot)
-        number = self._num_sent = self._num_sent + 1
-        if slot:
-            self._took_slots.append(number)
-        self._pending[number] = None
-        return number
-
-    def try_complete(self, slot: int) -> bool:
-        """Begin and end a call at once, as `send` and `receive` do, if no check of theirs can fail.
-
-        Args:
-            slot: As for `send`.
-
-        Returns:
-            Whether it was done. If not, nothing has changed, and `send` raises the reason.
-        """
-        if self._pending or (slot == FREE_SLOT and self._slots.leased):
-            return False
-        number = self._num_sent = self._newest_received = self._num_sent + 1
-        if slot:
-            self._took_slots.append(number)
-        return True
-
-    def require_capacity(self, where: str, slot: int) -> None:
-        """Raise if a call would exceed the memory for calls in flight. `send` checks this, too; see there."""
+        if not self._pending and not (slot == FREE_SLOT and self._slots.leased):
+            return  # nearly every call
         number = self._num_sent + 1
         depth = number - self._oldest + 1  # from the oldest one on, since it holds up what is behind it
         if depth > MOST_IN_FLIGHT:

@@ -5,7 +5,7 @@ groups of 128 channels, S scales of a received row.
 
 An *expert slot* is `expert << 16 | n` for a selection, where n earlier tokens of the same rank chose that expert; -1:
 the selection does not count. Together with the counts of the ranks before, it determines where a row goes. The CPU's
-twin is `engine/low_latency/dispatch.py`, with `kernels/low_latency_rows.py`.
+twin is `engine/low_latency/cpu/dispatch.py`, with `rows.py` beside this file.
 """
 
 from __future__ import annotations

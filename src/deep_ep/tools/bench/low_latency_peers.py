@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ...kernels import low_latency_rows as kernels
+from ...kernels.low_latency import rows as kernels
 from ...kernels.rows import widest_dtype
 from ...sizing import align, ceil_div
 from .low_latency_work import Delivered, LowLatencyWork

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from ....engine.low_latency.cpu.shared import Done
 from ....engine.low_latency.geometry import NUM_SETS, NUM_SLOTS
 from ....engine.low_latency.in_flight import InFlight
-from ....engine.low_latency.shared import Done
 from ....engine.low_latency.slots import FREE_SLOT, NO_SLOT, Slots
 from ....errors import EPError
 from .explore import Interner, Label, State, Step, Violation
@@ -602,7 +602,8 @@ def _next_call(made: tuple[Made, ...], pending: tuple[int, ...], kind: str) -> t
             in_flight.go_on_from(one.number + 1)
             continue
         try:
-            number = in_flight.send("model", _slot_of(one.kind))
+            in_flight.require_capacity("model", _slot_of(one.kind))
+            number = in_flight.send(_slot_of(one.kind))
         except EPError:  # it was sent all the same: a defect
             return None
         if one.kind == COMBINE:

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from ....engine.cpu.call import Call
-from ....engine.low_latency.phases import LowLatencyCall
+from ....engine.low_latency.cpu.phases import LowLatencyCall
 from .explore import Model, is_path
 from .low_latency import LowLatencyModel
 from .one_hop import COMBINE, WORST_CASE, OneHopModel

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels._triton import Launch
-from ...kernels.low_latency import combine, dispatch, remote_copy
-from ...kernels.low_latency.words import KernelCall, LowLatencyContext
-from ...sizing import ALIGNMENT_BYTES, align
-from ...topology import Topology
-from . import geometry
+from ....kernels._triton import Launch
+from ....kernels.low_latency import combine, dispatch, remote_copy
+from ....kernels.low_latency.words import KernelCall, LowLatencyContext
+from ....sizing import ALIGNMENT_BYTES, align
+from ....topology import Topology
+from .. import geometry
 
 
 class RemoteRanks(NamedTuple):

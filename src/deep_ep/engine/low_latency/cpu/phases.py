@@ -7,26 +7,30 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...errors import EPError, EPTimeout
-from ...trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
-from ...transport import Base
-from ...transport.board import NO_REFUSAL
-from ...transport.senders import told, wait_sent
-from ...transport.window import Where
-from ..cpu.call import Call
-from ..protocol import Agreement, Header, disagreement
+from ....errors import EPError, EPTimeout
+from ....trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
+from ....transport import LOW_LATENCY as REFUSED
+from ....transport import Base
+from ....transport.board import NUM_SENT_POSTS
+from ....transport.senders import told, wait_sent
+from ....transport.window import Where
+from ...cpu.call import Call
+from ...protocol import LOW_LATENCY, Agreement, Header, disagreement
+from ..calls import BARRIER
+from ..geometry import NUM_SETS, SetPlan
+from ..slots import NO_SLOT
 from .agreement import Verdict
-from .calls import BARRIER
-from .geometry import NUM_SETS, SetPlan
 from .remote import Outgoing, RemotePost, new_frame
 from .shared import ExcludedError, Shared, SpoiledError, table_offset
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
-    from ...transport.mesh import Mesh
+    from ....transport.mesh import Mesh
 
 
 _NUM_POST_WORDS = 1 + 3  # of a `LocalPost`: the rows, and a base
@@ -75,22 +79,33 @@ class LowLatencyCall(ABC):
 
     Attributes:
         agreement: What must be the same on all ranks.
-        number: Of the call, from 1.
-        num_ended: Phases that have completed.
-        own_refusal: This rank's last refusal at the time of the call.
-        newest_spent: The newest call whose memory this one overwrites.
+        takes: See `LowLatencyPhases`, also for the next three.
+        wide_bytes: Likewise.
+        number: Likewise.
+        age: Likewise; of no use here.
         slot: The slot of its rows; None: they are in a dispatch set, or there are none.
     """
 
     agreement: Agreement
-    number = num_ended = newest_spent = 0
+    takes = NO_SLOT
+    wide_bytes = number = age = 0
     slot: int | None = None
-    own_refusal = NO_REFUSAL
+    _last_call = 0  # that used the slot
 
     def __init__(self, shared: Shared, plan: SetPlan, wait_stats: torch.Tensor | None):
         self.shared = shared
         self.plan = plan
         self._wait_stats = wait_stats
+        self._own_refusal = shared.window.refusals[REFUSED]  # at the time of the call
+
+    @property
+    def operation(self) -> str:
+        """What the call does."""
+        return self.agreement.operation
+
+    def take_slot(self, slot: int, last_call: int) -> None:
+        """Take a slot for the rows of the call, which another call used last."""
+        self.slot, self._last_call = slot, last_call
 
     @property
     def name(self) -> Call:
@@ -99,8 +114,31 @@ class LowLatencyCall(ABC):
 
     def send(self) -> None:
         """Publish this rank's rows, and signal. Does not wait."""
-        window, operation = self.shared.window, self.agreement.operation
-        self.shared.spend(self.newest_spent)
+        with self._phase("send"):
+            self._send()
+
+    def receive(self) -> None:
+        """Wait for all ranks that are not masked, and fetch.
+
+        Fetch again without some, if they turn out to be too far ahead.
+        """
+        with self._phase("receive"):
+            self._receive()
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """The block is a phase of the call, unless a call before it has failed."""
+        self.shared.require_working()
+        trace = self.shared.window.trace
+        if trace is not None:
+            trace.begin_call(f"{self.operation} {name}", call=self.number)
+        yield
+        if trace is not None:
+            trace.end_call(path=LOW_LATENCY)
+
+    def _send(self) -> None:
+        window, operation = self.shared.window, self.operation
+        self.shared.spend(self._newest_spent())
         with self._slice("publish", SEND):
             num_rows, base = self._publish()
         words = [*self.agreement.words(), num_rows, *base.words(), self.number, *self.shared.mask_words()]
@@ -113,11 +151,11 @@ class LowLatencyCall(ABC):
                 self._send_remote(self.shared.mesh)
         self.shared.fault(f"{operation}: after sent")
 
-    def receive(self) -> None:
-        """Wait for all ranks that are not masked, and fetch.
+    def _newest_spent(self) -> int:
+        """Return the newest call whose rows, or post and table, this call overwrites."""
+        return max(0, self.number - NUM_SENT_POSTS, self._last_call)
 
-        Fetch again without some, if they turn out to be too far ahead.
-        """
+    def _receive(self) -> None:
         self.shared.fault(f"{self.agreement.operation}: before receive")
         while True:
             self._wait()
@@ -208,7 +246,7 @@ class LowLatencyCall(ABC):
         operation, may_lose = self.agreement.operation, shared.can_mask
         told_lost = self._verdict().told_lost if may_lose else dict
         with self._slice("wait: sent", WAIT) as waiting:
-            own, me = self.own_refusal, window.me()
+            own, me = self._own_refusal, window.me()
             limits = (window.limit_secs, own, window.raise_if_given_up)
             arrivals = wait_sent(senders, self.number, operation, me, *limits, may_lose=may_lose, told_lost=told_lost)
             waiting.waited({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items() if ns})

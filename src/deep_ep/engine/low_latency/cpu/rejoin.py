@@ -13,26 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
-from ...errors import EPPeerFailed
-from ...transport.board import Meeting
-from ...transport.senders import Sender
-from ...transport.window import PULSE_SECS, SHORTEST_PAUSE_SECS, Waiting, Where, next_pause
-from .calls import BARRIER
+from ....errors import EPPeerFailed
+from ....transport.board import Meeting
+from ....transport.senders import Sender
+from ....transport.window import PULSE_SECS, SHORTEST_PAUSE_SECS, Waiting, Where, next_pause
+from ..calls import BARRIER, Met
 from .shared import Shared
-
-
-class Met(NamedTuple):
-    """How an attempt went.
-
-    Attributes:
-        number: The number of the next call of all ranks that have come.
-        lost: The ranks that have not, and why, to follow the rank in a sentence.
-    """
-
-    number: int
-    lost: dict[int, str]
 
 
 def meet(shared: Shared, following: int, look: Callable[[object], None]) -> Met:

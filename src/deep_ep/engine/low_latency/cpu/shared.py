@@ -6,23 +6,23 @@ follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...errors import EPError, EPUnsupported
-from ...kernels import low_latency_rows as kernels
-from ...transport import Base, Window
-from ...transport.board import MOST_LOW_LATENCY_RANKS, NUM_SENT_POSTS
-from ...transport.senders import LocalSender, Sender
-from ...transport.spans import Span
-from ...transport.sparse import Atlas, SparseSegment
-from ...transport.window import SENT_TABLE_BYTES, SENT_TABLES_BYTES, Peer
-from .geometry import MOST_IN_FLIGHT
+from ....errors import EPError, EPUnsupported
+from ....kernels.low_latency import rows as kernels
+from ....transport import Base, Window
+from ....transport.board import MOST_LOW_LATENCY_RANKS, NUM_SENT_POSTS
+from ....transport.senders import LocalSender, Sender
+from ....transport.spans import Span
+from ....transport.sparse import Atlas, SparseSegment
+from ....transport.window import SENT_TABLE_BYTES, SENT_TABLES_BYTES, Peer
+from ..geometry import MOST_IN_FLIGHT
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
-    from ...transport.mesh import Mesh, RemoteSender
+    from ....transport.mesh import Mesh, RemoteSender
 
 _BITS = 32  # of a word of masks: words of posts are signed
 
@@ -34,6 +34,7 @@ class Shared:
         window: The window of the buffer.
         segment: Its low-latency memory.
         can_mask: Whether ranks that stay silent are masked.
+        require_working: Raises if an earlier call of the buffer has failed.
         mesh: The links to ranks of other nodes; None: there are none.
 
     Attributes:
@@ -46,7 +47,14 @@ class Shared:
         num_attempts: Attempts to get into step with the others again (`rejoin.py`).
     """
 
-    def __init__(self, window: Window, segment: SparseSegment, can_mask: bool, mesh: Mesh | None = None):
+    def __init__(
+        self,
+        window: Window,
+        segment: SparseSegment,
+        can_mask: bool,
+        require_working: Callable[[], None],
+        mesh: Mesh | None = None,
+    ):
         if window.group_ranks.num_ranks > MOST_LOW_LATENCY_RANKS:
             raise EPUnsupported(
                 f"low latency: at most {MOST_LOW_LATENCY_RANKS} ranks on the CPU, there are "
@@ -54,6 +62,7 @@ class Shared:
             )
         self.window = window
         self.mesh = mesh
+        self.require_working = require_working
         first = window.group_ranks.first_rank
         self.rank = first + window.rank
         self.local = range(first, first + len(window.peers))

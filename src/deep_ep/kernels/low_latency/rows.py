@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from .. import logfmt, quant
-from .script import Scripted
+from ... import logfmt, quant
+from ..script import Scripted
 
 _TILE_BYTES = 1 << 18  # of float32 rows: they and what they are made of stay in a core's cache
 _NOWHERE = (1 << 63) - 1  # the key of what selects nothing: behind all others

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...sizing import align
-from ...transport.links import Page
-from ...transport.sparse import GRAIN_BYTES
-from ..protocol import Agreement
+from ....sizing import align
+from ....transport.links import Page
+from ....transport.sparse import GRAIN_BYTES
+from ...protocol import Agreement
 from .shared import SpoiledError
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
-    from ...transport.mesh import Mesh
+    from ....transport.mesh import Mesh
 
 _NUM_AGREED = len(Agreement._fields)
 

@@ -16,35 +16,35 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import EPUnsupported
-from ...event import EventHandle
-from ...kernels._triton import Launch
-from ...kernels.low_latency import combine, dispatch, words
-from ...kernels.low_latency.words import KernelCall, LowLatencyContext, WaitOptions
-from ...kernels.notify import can_share_a_wait
-from ...stream import LaunchStream
-from ...transport import MAX_EXPERTS
-from ...transport.device import DeviceWindow
-from ..cuda.digest import pack
-from ..cuda.signals import Signals
-from ..protocol import OPERATIONS, Agreement
-from .calls import (
+from ....errors import EPUnsupported
+from ....kernels._triton import Launch
+from ....kernels.low_latency import combine, dispatch, words
+from ....kernels.low_latency.words import KernelCall, LowLatencyContext, WaitOptions
+from ....kernels.notify import can_share_a_wait
+from ....stream import LaunchStream
+from ....transport import MAX_EXPERTS
+from ....transport.device import DeviceWindow
+from ...cuda.digest import pack
+from ...cuda.scope import CudaScope
+from ...cuda.signals import Signals
+from ...ops import CallOrder
+from ...protocol import OPERATIONS, Agreement
+from ..calls import (
     BARRIER,
     COMBINE,
     DISPATCH,
-    METHODS,
     CallMode,
     CombineInputs,
     Combining,
     Dispatching,
-    Hook,
+    Met,
     Packed,
     agreement_of,
 )
+from ..engine import LowLatencyEngine, LowLatencyPhases
+from ..geometry import Geometry, RowFormat, SetPlan, bytes_for_two, plan_combine, plan_dispatch
+from ..slots import ALL_SLOTS, FREE_SLOT, NO_SLOT
 from .copies import Copier, Copies, RemoteRanks
-from .geometry import Geometry, RowFormat, SetPlan, bytes_for_two, plan_combine, plan_dispatch
-from .in_flight import InFlight
-from .slots import ALL_SLOTS, FREE_SLOT, NO_SLOT, OWN_SLOT, Slots, zero_copy_view
 
 
 class _Setup(NamedTuple):
@@ -68,31 +68,29 @@ class Kernels(NamedTuple):
 
     Attributes:
         operation: The call.
-        mode: How it stands to the caller's stream.
         setup: What follows from the sizes.
-        slot: What it takes of the slots.
+        takes: What it takes of the slots.
         send: Publishes and signals. Without a hook and remote ranks its last block waits for the peers.
-        wait: Waits for the peers after a hook, or after the copies.
+        wait: Waits for the peers after a hook, or after the copies; None: `send` has waited.
         receive: Fetches.
         num_send_blocks: Of `send`, but for the tokens of a dispatch.
         num_receive_blocks: Of `receive`; of a combine: for each token.
         copier: Copies what was sent to remote ranks, if there are any.
-        is_plain: `send` and `receive` are all there is, and the caller's stream waits for them.
+        is_async: The caller's stream does not wait for it.
         scratch: [M * K] int32, for what a combine's send phase leaves for its receive phase if no other call comes
             between them; None: each call has its own.
     """
 
     operation: str
-    mode: CallMode
     setup: _Setup
-    slot: int
+    takes: int
     send: Launch
-    wait: Launch
+    wait: Launch | None
     receive: Launch
     num_send_blocks: int
     num_receive_blocks: int
     copier: Copier | None
-    is_plain: bool
+    is_async: bool
     scratch: torch.Tensor | None = None
 
 
@@ -101,15 +99,121 @@ _REASONS = {
     words.GONE_ON: "goes on without this rank, which is out of step or masked there",
     words.TOLD: "was silent past the limit of another rank",
 }
-_NO_AGE = (0,)  # of a call that is received before another is sent
 _Tensors = tuple[torch.Tensor, ...]
-# The arguments of the phases of a call: the grid of the send, its tensors and its numbers, the grid of the receive,
-# and its tensors. The last tensor of the send is what the nanoseconds waited are added to, or any tensor.
-_Work = tuple[int, _Tensors, tuple[int, ...], int, _Tensors]
 
 
-class StreamedLowLatency:
-    """Low-latency calls of one buffer, by kernels.
+class _KernelPhases:
+    """The phases of a call that moves rows, see `LowLatencyPhases`.
+
+    Args:
+        engine: The calls of the buffer.
+        kernels: The kernels of the call.
+        num_tokens: T.
+        slot: What `send` is told of the slots: those that it may not take, as bits; of a zero-copy combine its slot.
+        sent: The grid of the send, and its tensors. The last one is what the nanoseconds waited are added to, or any.
+        received: The grid of the receive, and its tensors.
+        copied: What the copier is launched with, if there is one.
+        is_zero_copy: The rows lie in the slot already.
+    """
+
+    number = age = 0
+
+    def __init__(
+        self,
+        engine: CudaLowLatency,
+        kernels: Kernels,
+        num_tokens: int,
+        slot: int,
+        sent: tuple[int, _Tensors],
+        received: tuple[int, _Tensors],
+        copied: torch.Tensor,
+        is_zero_copy: bool = False,
+    ):
+        self._engine = engine
+        self._kernels = kernels
+        self.operation = kernels.operation
+        self.takes = kernels.takes
+        self.wide_bytes = kernels.setup.wide_bytes
+        self._num_tokens = num_tokens
+        self._slot = slot
+        self._sent = sent
+        self._received = received
+        self._copied = copied
+        self._is_zero_copy = is_zero_copy
+        self.caller = engine.caller()
+
+    def take_slot(self, slot: int, last_call: int) -> None:
+        """Take a slot. A kernel that takes a free one chooses it by the same rule as the host (`words.free_slot`)."""
+        del last_call
+        if self.takes == FREE_SLOT:
+            return
+        # If rows are copied into a handle's own slot, that is the only one that is left to the kernel.
+        self._slot = slot if self._is_zero_copy else ALL_SLOTS & ~(1 << slot)
+
+    def send(self) -> None:
+        """Launch the send, and the copies to remote ranks."""
+        engine, kernels, (num_blocks, tensors) = self._engine, self._kernels, self._sent
+        if kernels.is_async:
+            engine.hold((*tensors, *self._received[1]))
+        marks = engine.signals.marks
+        if marks is not None:
+            marks.step("send")
+        kernels.send(num_blocks, tensors, (self._num_tokens, self._slot))
+        if kernels.copier is not None:
+            if marks is not None:
+                marks.step("copy")
+            kernels.copier.launch(self._copied)
+
+    def receive(self) -> None:
+        """Launch the wait, if the send has not waited, and the receive."""
+        engine, kernels, (num_blocks, tensors), age = self._engine, self._kernels, self._received, (self.age,)
+        marks = engine.signals.marks
+        if kernels.wait is not None:
+            if marks is not None:
+                marks.step("wait")
+            kernels.wait(1, self._sent[1][-1:], age)
+        if marks is not None:
+            marks.step("receive")
+        kernels.receive(num_blocks, tensors, age)
+        if kernels.copier is not None:
+            engine.tell_failure()
+
+
+class _BarrierPhases:
+    """The phases of a call without rows, see `LowLatencyPhases`.
+
+    Args:
+        engine: The calls of the buffer.
+        copier: Copies the signal to remote ranks, if there are any.
+        options: How it waits.
+    """
+
+    operation, takes, wide_bytes = BARRIER, NO_SLOT, 0
+    number = age = 0
+
+    def __init__(self, engine: CudaLowLatency, call: KernelCall, copier: Copier | None, options: WaitOptions):
+        self._engine = engine
+        self._call = call
+        self._copier = copier
+        self._options = options
+
+    def take_slot(self, slot: int, last_call: int) -> None:
+        """Take no slot."""
+
+    def send(self) -> None:
+        """Launch the signal."""
+        words.signal(self._engine.context, self._call)
+        if self._copier is not None:
+            self._copier.launch(self._engine.context.state)
+
+    def receive(self) -> None:
+        """Launch the wait."""
+        words.wait_for(self._engine.context, self._call, 0, self._options)
+        self._engine.tell_failure()
+
+
+class CudaLowLatency(LowLatencyEngine):
+    """The low-latency calls of a buffer on a GPU, by kernels.
 
     Args:
         signals: The signals of the buffer: limits and failures.
@@ -134,13 +238,13 @@ class StreamedLowLatency:
             raise EPUnsupported(
                 f"low latency: at most {words.MOST_RANKS} ranks on GPUs, there are {num_ranks}. Use normal mode"
             )
-        self._signals = signals
-        self._stream = stream
+        super().__init__(stream)
+        self.signals = signals
+        self._arena = window.arena
         self._num_bytes = num_bytes
         self._device = device
         self._can_mask = enable_shrink
         self._has_copies = remote is not None
-        self._can_join = enable_shrink and remote is None
         self._board_bytes = LowLatencyContext.board_bytes(num_ranks, MAX_EXPERTS)
         self._copies = Copies(remote, self._board_bytes, num_bytes, MAX_EXPERTS) if remote is not None else None
         # The call must first be copied to remote ranks, which wait for it as well; and the block of a send has several
@@ -169,105 +273,121 @@ class StreamedLowLatency:
         signals.low_latency_words, signals.low_latency_state = self.context.seen, self.context.state
         self._setups: dict[tuple, _Setup] = {}
         self._kernels: dict[tuple, Kernels] = {}
-        self._slots = Slots()
-        self._in_flight = InFlight(self._slots)
+        self.caller = stream.caller
         words.prepare_all(self.context)
         if self._copies is not None:
             self._copies.start(self.context, base)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
-    def dispatch(
+    @property
+    def _can_join(self) -> bool:
+        return self._can_mask and not self._has_copies
+
+    def _require_working(self) -> None:
+        self.signals.require_working()
+        if self._masked_word.value != self._told:
+            self._warn_of_masks()
+
+    def _scope(self, operation: str, phase: str, order: CallOrder) -> CudaScope:
+        return CudaScope(operation, order, self.signals, self._stream, self._arena, phase)
+
+    def _new_dispatch(
         self,
         kind: Dispatching,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         recv_stats: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
-    ) -> tuple[Packed, EventHandle | None, Hook | None]:
-        """Send each token to its experts; see `LowLatencyEngine`."""
+    ) -> tuple[Packed, _KernelPhases]:
         is_aligned = x.data_ptr() % 16 == 0
         kernels = kind.found.get(is_aligned) or self._kernels_of(kind, is_aligned)
         packed = Packed(*map(torch.empty_like, kernels.setup.results))
         rows, num_rows, src_info, layout_range, scales = packed
         state, num_tokens = self._state, x.shape[0]
-        work = (
-            num_tokens + kernels.num_send_blocks,
-            (x, topk_idx, state if wait_stats is None else wait_stats),
-            (num_tokens, self._slots.leased),
-            kernels.num_receive_blocks,
-            (
-                rows,
-                num_rows if scales is None else scales,
-                num_rows,
-                src_info,
-                layout_range,
-                num_rows if recv_stats is None else recv_stats,
-            ),
+        received = (
+            rows,
+            num_rows if scales is None else scales,
+            num_rows,
+            src_info,
+            layout_range,
+            num_rows if recv_stats is None else recv_stats,
         )
-        event, hook = self._make(kernels, work, (state,), kernels.slot)
-        return packed, event, hook
+        return packed, _KernelPhases(
+            self,
+            kernels,
+            num_tokens,
+            self._slots.leased,
+            (num_tokens + kernels.num_send_blocks, (x, topk_idx, state if wait_stats is None else wait_stats)),
+            (kernels.num_receive_blocks, received),
+            state,
+        )
 
-    def combine(
-        self,
-        kind: Combining,
-        rows: CombineInputs,
-        out: torch.Tensor | None,
-        wait_stats: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, EventHandle | None, Hook | None]:
-        """Bring the experts' rows back; see `LowLatencyEngine`."""
-        x, topk_idx, topk_weights, src_info, layout_range = rows
+    def _new_combine(
+        self, kind: Combining, rows: CombineInputs, out: torch.Tensor | None, wait_stats: torch.Tensor | None
+    ) -> tuple[torch.Tensor, _KernelPhases]:
+        x, topk_idx, topk_weights, _, layout_range = rows
         num_tokens = topk_idx.shape[0]
         combined = out if out is not None else x.new_empty(num_tokens, kind.geometry.hidden)
         are_aligned = x.data_ptr() % 16 == 0, combined.data_ptr() % 16 == 0
         kernels = kind.found.get(are_aligned) or self._kernels_of(kind, are_aligned)
-        takes, slot = kernels.slot, self._slots.leased
-        if kind.zero_copy or (slot and self._slots.has_lease(src_info)):
-            takes = OWN_SLOT
-            # Before the tensor is given, or a call that is refused would take it.
-            self._in_flight.require_capacity(METHODS[COMBINE], takes)
-            slot = self._slots.give_back(src_info, self._in_flight.next_number)
-            if not kind.zero_copy:  # the kernel takes the only slot that is left to it
-                slot = ALL_SLOTS & ~(1 << slot)
         earlier = kernels.scratch
         if earlier is None:
             earlier = torch.empty_like(topk_idx, dtype=torch.int32)
-        work = (
-            kernels.num_send_blocks,
-            (x, layout_range, topk_idx, earlier, self._state if wait_stats is None else wait_stats),
-            (num_tokens, slot),
-            num_tokens * kernels.num_receive_blocks,
-            (combined, topk_idx, topk_weights, earlier),
+        sent = (x, layout_range, topk_idx, earlier, self._state if wait_stats is None else wait_stats)
+        return combined, _KernelPhases(
+            self,
+            kernels,
+            num_tokens,
+            self._slots.leased,
+            (kernels.num_send_blocks, sent),
+            (num_tokens * kernels.num_receive_blocks, (combined, topk_idx, topk_weights, earlier)),
+            layout_range,
+            kind.zero_copy,
         )
-        event, hook = self._make(kernels, work, (layout_range,), takes)
-        return combined, event, hook
 
-    def clean(self) -> None:
-        """Launch a barrier over the ranks that are not masked. The host does not wait.
-
-        If ranks may be masked, they first agree on its number, see `words.join`.
-        """
+    def _new_barrier(self) -> _BarrierPhases:
         call = _call(BARRIER, SetPlan(16, False), Agreement(BARRIER))
-        with self._signals.propagating_failure(BARRIER), self._stream.entered(None, False):
-            self._signals.is_announced = True
-            if self._can_join:
-                self._in_flight.abandon()
-                self._in_flight.go_on_from(self._in_flight.next_number)
-                words.join(self.context)
-            self._in_flight.receive(self._in_flight.send(METHODS[BARRIER], NO_SLOT))
-            words.signal(self.context, call)
-            if self._copies is not None:
-                self._copies.for_barrier(call).launch(self.context.state)
-            words.wait_for(self.context, call, 0, WaitOptions(can_mask=self._can_mask))
-            self._tell()
-        self._stream.leave(False)
+        copier = self._copies.for_barrier(call) if self._copies is not None else None
+        return _BarrierPhases(self, call, copier, WaitOptions(can_mask=self._can_mask))
 
-    def combine_buffer(self, src_info: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-        """Return the zero-copy tensor of a handle."""
-        plan = plan_combine("get_next_low_latency_combine_buffer", self._num_bytes, geometry, self._has_copies)
-        slot, _ = self._slots.lease(src_info, self._in_flight.num_consumed)
-        offset = self._board_bytes + plan.slot_offset(slot)
-        return zero_copy_view(self._part.memory[offset : offset + geometry.combine_bytes], geometry)
+    def _join(self, scope: CudaScope) -> Met:
+        """Launch an attempt to get into step. The kernels agree on the number, see `words.join`."""
+        scope.launch(lambda: words.join(self.context))
+        return Met(self._in_flight.next_number, {})
+
+    def _receive(self, call: LowLatencyPhases) -> None:
+        """Launch the receive phase behind the caller's stream of the send phase, wherever the hook is called."""
+        caller = call.caller  # type: ignore[attr-defined]
+        if self.caller() is caller:
+            super()._receive(call)
+        else:
+            with self._stream.behind(caller):
+                super()._receive(call)
+
+    def _plan_combine(self, where: str, geometry: Geometry) -> SetPlan:
+        return plan_combine(where, self._num_bytes, geometry, self._has_copies)
+
+    def _settle(self) -> None:
+        """Do nothing: calls are launched when they are made."""
+
+    def _slot_memory(self, offset: int, num_bytes: int, last_call: int) -> torch.Tensor:
+        del last_call  # kernels do not look whether it is spent
+        first = self._board_bytes + offset
+        return self._part.memory[first : first + num_bytes]
+
+    # For the phases --------------------------------------------------------------------------------------------------
+
+    def hold(self, tensors: _Tensors) -> None:
+        """Keep the memory of tensors until the comm stream is done with what is launched there."""
+        self._stream.hold(tensors, self._stream.raw)
+
+    def tell_failure(self) -> None:
+        """After a wait and the work that depends on it: have this rank's failure sent to remote ranks, if the wait
+        has failed.
+        """
+        if self._copies is not None:
+            self._copies.tell()
 
     # Masks -----------------------------------------------------------------------------------------------------------
 
@@ -309,16 +429,15 @@ class StreamedLowLatency:
         waiting = self._waiting(kind.mode, wait_options)
         return Kernels(
             DISPATCH,
-            kind.mode,
             setup,
             FREE_SLOT if call.takes_slot else NO_SLOT,
             dispatch.sender(context, call, sizes, kind.idx_dtype, is_aligned, waiting),
-            words.waiter(context, call, wait_options),
+            words.waiter(context, call, wait_options) if waiting is None else None,
             dispatch.receiver(context, call, sizes, kind.form.scale_dtype, kind.has_recv_stats),
             dispatch.num_send_blocks(sizes, 0),
             dispatch.num_receive_blocks(sizes, kind.geometry.num_ranks),
             self._copies.for_dispatch(call, sizes) if self._copies is not None else None,
-            self._is_plain(kind.mode),
+            kind.mode.is_async,
         )
 
     def _combine_kernels(self, kind: Combining, is_aligned: bool, is_out_aligned: bool) -> Kernels:
@@ -333,16 +452,15 @@ class StreamedLowLatency:
             scratch = torch.empty(size, dtype=torch.int32, device=self._device)
         return Kernels(
             COMBINE,
-            kind.mode,
             setup,
-            FREE_SLOT if is_copied else OWN_SLOT,
+            FREE_SLOT,
             combine.sender(context, call, sizes, kind.idx_dtype, is_copied, is_aligned, waiting),
-            words.waiter(context, call, wait_options),
+            words.waiter(context, call, wait_options) if waiting is None else None,
             receive,
             combine.num_send_blocks(sizes, is_copied),
             num_pieces,
             self._copies.for_combine(call, sizes) if self._copies is not None else None,
-            self._is_plain(kind.mode),
+            kind.mode.is_async,
             scratch,
         )
 
@@ -353,9 +471,6 @@ class StreamedLowLatency:
     def _waiting(self, mode: CallMode, wait_options: WaitOptions) -> WaitOptions | None:
         """Return how a send waits; None: it does not."""
         return wait_options if self._can_send_wait and not mode.has_hook else None
-
-    def _is_plain(self, mode: CallMode) -> bool:
-        return not any(mode) and self._can_send_wait
 
     def _dispatch_setup(self, geometry: Geometry, form: RowFormat) -> _Setup:
         setup = self._setups.get((geometry, form))
@@ -379,144 +494,6 @@ class StreamedLowLatency:
             setup = self._setups[geometry, use_logfmt] = _Setup(call, sizes)
         return setup
 
-    def _make(
-        self, kernels: Kernels, work: _Work, copier_args: tuple[Any, ...], slot: int
-    ) -> tuple[EventHandle | None, Hook | None]:
-        """Launch a call: its send phase, and its receive phase unless a hook does that.
-
-        The caller has checked that the buffer works.
-
-        Args:
-            kernels: The kernels of the call.
-            work: The arguments of its phases.
-            copier_args: The arguments of its copier, if it has one.
-            slot: What it takes of the slots.
-        """
-        if self._masked_word.value != self._told:
-            self._warn_of_masks()
-        signals, stream, in_flight = self._signals, self._stream, self._in_flight
-        is_async, has_hook = kernels.mode
-        number = 0
-        try:
-            signals.is_calling = signals.is_announced = True  # a number that was given to a call must be sent
-            if has_hook or not in_flight.try_complete(slot):
-                signals.is_announced = False
-                number = in_flight.send(METHODS[kernels.operation], slot, kernels.setup.wide_bytes)
-                signals.is_announced = True
-                if not has_hook:
-                    in_flight.receive(number)
-            saved = stream.enter(None, is_async)
-            try:
-                if slot == FREE_SLOT:
-                    if stream.is_capturing:
-                        self._slots.is_exact = False
-                    self._slots.take(in_flight.next_number - 1)
-                if kernels.is_plain and signals.marks is None:
-                    num_send_blocks, sent, numbers, num_receive_blocks, received = work
-                    kernels.send(num_send_blocks, sent, numbers)
-                    kernels.receive(num_receive_blocks, received, _NO_AGE)
-                else:
-                    self._launch(kernels, work, copier_args)
-            finally:
-                stream.exit(saved)
-        except BaseException as error:
-            signals.propagate_failure(kernels.operation, error)
-            raise
-        event = stream.leave(is_async)
-        return event, self._hook(kernels, work, number) if has_hook else None
-
-    def _launch(self, kernels: Kernels, work: _Work, copier_args: tuple[Any, ...]) -> None:
-        """Launch the kernels of a call, except for those of a hook."""
-        marks, (is_async, has_hook) = self._signals.marks, kernels.mode
-        if is_async:
-            self._stream.hold((*work[1], *work[4]), self._stream.raw)
-        if marks is None:
-            self._launch_steps(kernels, work, copier_args, has_hook)
-        else:
-            with marks.call(f"{kernels.operation} send" if has_hook else kernels.operation):
-                self._launch_steps(kernels, work, copier_args, has_hook)
-
-    def _launch_steps(self, kernels: Kernels, work: _Work, copier_args: tuple[Any, ...], has_hook: bool) -> None:
-        """Launch the kernels of a call, except for those of a hook, after the trace, if there is one, has begun the
-        call.
-        """
-        marks, copier = self._signals.marks, kernels.copier
-        num_send_blocks, sent, numbers, num_receive_blocks, received = work
-        if marks is not None:
-            marks.step("send")
-        kernels.send(num_send_blocks, sent, numbers)
-        if copier is not None:
-            if marks is not None:
-                marks.step("copy")
-            copier.launch(*copier_args)
-        if not has_hook:
-            stats = None if self._can_send_wait else sent[-1]
-            self._launch_receive(kernels, num_receive_blocks, received, stats, 0)
-
-    def _launch_receive(
-        self, kernels: Kernels, num_blocks: int, received: _Tensors, stats: torch.Tensor | None, age: int
-    ) -> None:
-        """Launch the receive phase.
-
-        Args:
-            kernels: The kernels of the call.
-            num_blocks: The grid.
-            received: Its tensors.
-            stats: What the waiting kernel before it adds to, or any tensor; None: the send phase has waited.
-            age: How many calls were sent since.
-        """
-        marks = self._signals.marks
-        if stats is not None:
-            if marks is not None:
-                marks.step("wait")
-            kernels.wait(1, (stats,), (age,))
-        if marks is not None:
-            marks.step("receive")
-        kernels.receive(num_blocks, received, (age,))
-        self._tell()
-
-    def _hook(self, kernels: Kernels, work: _Work, number: int) -> Hook:
-        """Return the hook of a call, which launches its receive phase."""
-        signals, stream, in_flight, operation = self._signals, self._stream, self._in_flight, kernels.operation
-        _, (*_, stats), _, num_blocks, received = work
-        caller = stream.caller()
-
-        def receive() -> None:
-            try:
-                signals.is_calling = signals.is_announced = True
-                age = in_flight.receive(number)
-                saved = stream.enter(None, False)
-                try:
-                    if signals.marks is None:
-                        self._launch_receive(kernels, num_blocks, received, stats, age)
-                    else:
-                        with signals.marks.call(f"{operation} receive"):
-                            self._launch_receive(kernels, num_blocks, received, stats, age)
-                finally:
-                    stream.exit(saved)
-            except BaseException as error:
-                signals.propagate_failure(operation, error)
-                raise
-            stream.leave(False)
-
-        def hook() -> None:
-            signals.require_working()
-            in_flight.require_pending(number)
-            if stream.caller() is caller:
-                receive()
-            else:
-                with stream.behind(caller):
-                    receive()
-
-        return hook
-
-    def _tell(self) -> None:
-        """After a wait and the work that depends on it: have this rank's failure sent to remote ranks, if the wait
-        has failed.
-        """
-        if self._copies is not None:
-            self._copies.tell()
-
     def _warn_of_masks(self) -> None:
         """Warn, once for each rank, that a kernel has masked it."""
         newest = self._masked_word.value
@@ -532,7 +509,7 @@ class StreamedLowLatency:
                     f"low latency (call {call}): rank {rank} {_REASONS[reason]}, and is masked from now on "
                     f"(rank {self.context.buffer.rank}/{size}). Its experts' results are missing",
                     RuntimeWarning,
-                    stacklevel=4,
+                    stacklevel=5,
                 )
 
 

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ... import logfmt
-from ...errors import EPError
-from ...kernels import low_latency_rows as kernels
-from ...transport import ordinary_tensor
-from ...transport.sparse import GRAIN_BYTES
+from .... import logfmt
+from ....errors import EPError
+from ....kernels.low_latency import rows as kernels
+from ....transport import ordinary_tensor
+from ....transport.sparse import GRAIN_BYTES
+from ..calls import COMBINE, CombineInputs, Combining, agreement_of
+from ..geometry import SetPlan
+from ..slots import FREE_SLOT, zero_copy_view
 from . import remote_rows
-from .calls import COMBINE, CombineInputs, Combining, agreement_of
-from .geometry import SetPlan
 from .phases import LocalPost, LowLatencyCall, Posts
 from .remote import Outgoing, RemotePost
 from .remote_rows import RemoteRows
 from .shared import ExcludedError, Shared, SpoiledError
-from .slots import zero_copy_view
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
-    from ...transport.mesh import Mesh
+    from ....transport.mesh import Mesh
 
 _LOGFMT_ROWS = 64  # compressed at a time
 
@@ -35,6 +35,8 @@ class LowLatencyCombine(LowLatencyCall):
     The table has, for each local expert and rank, the number of rows and the first of them: [L, R] int64, `count
     | first row << 32`.
     """
+
+    takes = FREE_SLOT
 
     def __init__(
         self,

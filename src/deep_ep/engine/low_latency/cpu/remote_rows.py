@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ... import logfmt
-from ...sizing import align
-from ...transport.sparse import GRAIN_BYTES
-from .geometry import Geometry
+from .... import logfmt
+from ....sizing import align
+from ....transport.sparse import GRAIN_BYTES
+from ..geometry import Geometry
 from .remote import Outgoing, RemotePost, new_frame, spoiled
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
-    from ...transport.mesh import Mesh, ReceiveArena
+    from ....transport.mesh import Mesh, ReceiveArena
 
 
 class RemoteRows(NamedTuple):

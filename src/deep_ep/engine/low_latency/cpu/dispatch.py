@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ... import quant
-from ...kernels import low_latency_rows as kernels
-from ...kernels.rows import widest_dtype
-from ...transport import Base
-from ...transport.sparse import GRAIN_BYTES
-from .calls import DISPATCH, Packed, agreement_of
-from .geometry import Geometry, RowFormat, SetPlan
+from .... import quant
+from ....kernels.low_latency import rows as kernels
+from ....kernels.rows import widest_dtype
+from ....transport import Base
+from ....transport.sparse import GRAIN_BYTES
+from ..calls import DISPATCH, Packed, agreement_of
+from ..geometry import NUM_SETS, Geometry, RowFormat, SetPlan, bytes_for_two
+from ..slots import FREE_SLOT
 from .phases import LocalPost, LowLatencyCall, Posts
 from .remote import Outgoing, RemotePost, new_frame
 from .shared import Shared, SpoiledError
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
-    from ...transport.mesh import Mesh
+    from ....transport.mesh import Mesh
 
 
 class LowLatencyDispatch(LowLatencyCall):
@@ -47,9 +48,15 @@ class LowLatencyDispatch(LowLatencyCall):
         self._packed = packed
         self._recv_stats = recv_stats
         self._sent: _Published | None = None
+        if plan.takes_slot:
+            self.takes, self.wide_bytes = FREE_SLOT, bytes_for_two(geometry, form)
         self.agreement = agreement_of(
             DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale), topk_idx.dtype
         )
+
+    def _newest_spent(self) -> int:
+        newest = super()._newest_spent()
+        return newest if self.slot is not None else max(newest, self.number - NUM_SETS)
 
     def _publish(self) -> LocalPost:
         geometry, form, x = self._geometry, self._form, self._x

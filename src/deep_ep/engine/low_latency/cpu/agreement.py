@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from ...transport.window import PULSE_SECS, SHORTEST_PAUSE_SECS, Waiting, next_pause
+from ....transport.window import PULSE_SECS, SHORTEST_PAUSE_SECS, Waiting, next_pause
 from .shared import Done, Shared
 
 

@@ -1,0 +1,1 @@
+"""Low-latency calls on a GPU: kernels that wait, launched in a stream."""
