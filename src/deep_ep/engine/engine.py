@@ -90,7 +90,11 @@ class Engine(ABC):
         Returns:
             What is received (or what `around` makes of it), the selections of each local expert, and the event of an
             asynchronous call.
+
+        Raises:
+            EPUnsupported: The host cannot wait now.
         """
+        self._require_waiting()
         return self._dispatch("dispatch", payload, routing, None, 0, num_channels, order, num_sms, around)
 
     def worst_case_dispatch(
@@ -205,6 +209,9 @@ class Engine(ABC):
         """Have the caller's stream (on the CPU: the caller) go on when all ranks have come here."""
 
     # What a device has in a form of its own --------------------------------------------------------------------------
+
+    def _require_waiting(self) -> None:
+        """Raise if the host cannot wait for the device now."""
 
     @abstractmethod
     def _scope(self, operation: str, order: CallOrder) -> CallScope:

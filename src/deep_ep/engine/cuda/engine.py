@@ -21,7 +21,7 @@ from ...kernels.put import VECTOR_BYTES
 from ...stream import LaunchStream
 from ...trace import Trace
 from ...transport.device import DeviceWindow
-from ..engine import NOTHING_AROUND, Around, Engine
+from ..engine import Engine
 from ..low_latency.calls import operation_of
 from ..ops import CallOrder, CombineSteps, DispatchSteps
 from ..payload import Payload, Routing
@@ -92,22 +92,12 @@ class CudaEngine(Engine):
         self.stream.hold(counted, self.stream.raw if order.after is None else caller)
         return counted, self.stream.leave(order.is_async)
 
-    def dispatch(
-        self,
-        payload: Payload,
-        routing: Routing,
-        num_channels: int,
-        order: CallOrder,
-        num_sms: int | None = None,
-        around: Around = NOTHING_AROUND,
-    ) -> tuple[Any, list[int], EventHandle | None]:
-        """A full dispatch, see `Engine`. A graph cannot capture it."""
+    def _require_waiting(self) -> None:
         if self._is_capturing():
             raise EPUnsupported(
                 "dispatch: the host waits for the counts, which cannot be captured in a graph. "
                 "Pass `num_worst_tokens`, or the handle of an earlier dispatch"
             )
-        return super().dispatch(payload, routing, num_channels, order, num_sms, around)
 
     def barrier(self) -> None:
         """Have the caller's stream go on when those of all ranks have come here. The host does not wait."""
