@@ -28,6 +28,17 @@ class OneRank:
         return [value]
 
 
+def layout_of(buffer: Any, topk_idx: Any, num_experts: int) -> dict[str, Any]:
+    """What a dispatch is told of where its tokens go, by name."""
+    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+    return {
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_node,
+        "is_token_in_rank": mask,
+        "num_tokens_per_expert": per_expert,
+    }
+
+
 def error_of(work: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
     """The kind and the text of what a call raises; `none` if it does not."""
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common import layout_of
 from deep_ep import Buffer, Config, reference
 from deep_ep.utils.math import calc_diff, per_token_cast_back, per_token_cast_to_fp8
 
@@ -89,14 +90,8 @@ def make_buffer(limit_secs: float | None = None, **more: Any) -> Buffer:
 
 
 def layout_arguments(buffer: Buffer, world: World) -> dict[str, Any]:
-    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(
-        world.ids[buffer.rank].to(buffer.device), world.num_experts
-    )
     return {
-        "num_tokens_per_rank": per_rank,
-        "num_tokens_per_rdma_rank": per_node,
-        "is_token_in_rank": mask,
-        "num_tokens_per_expert": per_expert,
+        **layout_of(buffer, world.ids[buffer.rank].to(buffer.device), world.num_experts),
     }
 
 

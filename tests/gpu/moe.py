@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common import layout_of
 from deep_ep import Buffer, reference
 
 HIDDEN, NUM_TOPK, EXPERTS_PER_RANK = 256, 3, 4
@@ -69,12 +70,10 @@ def make_layer(rank: int, num_ranks: int, seed: int, num_tokens: int = 64) -> La
 
 
 def dispatch(buffer: Buffer, layer: Layer, **more: Any) -> tuple:
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(layer.topk_idx, layer.num_experts)
+    layout = layout_of(buffer, layer.topk_idx, layer.num_experts)
     return buffer.dispatch(
         layer.x,
-        num_tokens_per_rank=per_rank,
-        is_token_in_rank=mask,
-        num_tokens_per_expert=per_expert,
+        **layout,
         topk_idx=layer.topk_idx,
         topk_weights=layer.topk_weights,
         **more,

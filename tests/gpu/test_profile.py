@@ -14,6 +14,7 @@ from moe import Layer, make_buffer, make_layer
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from common import layout_of
 from deep_ep import Buffer
 from deep_ep.launch import run_ranks
 from deep_ep.utils.testing import bench_kineto
@@ -66,12 +67,10 @@ def seconds(call: Call, *words: str, **options: Any) -> tuple:
 
 def full_dispatch(buffer: Buffer, layer: Layer) -> Call:
     """A full dispatch, whose layout is computed before it is profiled."""
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(layer.topk_idx, layer.num_experts)
+    layout = layout_of(buffer, layer.topk_idx, layer.num_experts)
     return lambda: buffer.dispatch(
         layer.x,
-        num_tokens_per_rank=per_rank,
-        is_token_in_rank=mask,
-        num_tokens_per_expert=per_expert,
+        **layout,
         topk_idx=layer.topk_idx,
         topk_weights=layer.topk_weights,
     )

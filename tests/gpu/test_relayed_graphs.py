@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from common import run_ranks
+from common import layout_of, run_ranks
 from deep_ep import Buffer
 from internode import (
     World,
@@ -40,15 +40,10 @@ class Captured:
 
         def calls() -> None:
             if handle is None:
-                per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(
-                    self.topk["topk_idx"], world.num_experts
-                )
+                layout = layout_of(buffer, self.topk["topk_idx"], world.num_experts)
                 recv_x, ids, _, _, used, _ = buffer.dispatch(
                     self.x,
-                    num_tokens_per_rank=per_rank,
-                    num_tokens_per_rdma_rank=per_node,
-                    is_token_in_rank=mask,
-                    num_tokens_per_expert=per_expert,
+                    **layout,
                     num_worst_tokens=NUM_RANKS * (NUM_TOKENS + NUM_RANKS),
                     **self.topk,
                 )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
+from common import layout_of
 
 ONE_NODE: dict[str, str] = {}
 NODES = {"DEEP_EP_RANKS_PER_NODE": "1"}
@@ -35,13 +36,9 @@ def arguments(buffer: deep_ep.Buffer, value: float) -> dict[str, Any]:
     """Of a dispatch of rows that hold `value`: every token goes to every rank."""
     num_ranks = buffer.group_size
     topk_idx = torch.arange(num_ranks).repeat(MAX_TOKENS, 1)
-    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, num_ranks)
     return {
         "x": torch.full((MAX_TOKENS, HIDDEN), value),
-        "num_tokens_per_rank": per_rank,
-        "num_tokens_per_rdma_rank": per_node,
-        "is_token_in_rank": mask,
-        "num_tokens_per_expert": per_expert,
+        **layout_of(buffer, topk_idx, num_ranks),
     }
 
 

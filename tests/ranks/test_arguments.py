@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import OneRank, run_ranks
+from common import OneRank, layout_of, run_ranks
 from deep_ep import Buffer, Config, EPClosed, EPError, EPUnsupported, EventHandle, EventOverlap, reference
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -42,12 +42,9 @@ class Kit:
         return {"topk_idx": self.ids[self.rank], "num_experts": self.num_experts}
 
     def dispatch_arguments(self) -> dict[str, Any]:
-        per_rank, _, per_expert, mask, _ = self.buffer.get_dispatch_layout(**self.layout_arguments())
         return {
             "x": self.xs[self.rank],
-            "num_tokens_per_rank": per_rank,
-            "is_token_in_rank": mask,
-            "num_tokens_per_expert": per_expert,
+            **layout_of(self.buffer, **self.layout_arguments()),
             "topk_idx": self.ids[self.rank],
             "topk_weights": self.weights[self.rank],
         }

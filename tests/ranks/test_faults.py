@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from common import error_of, run_ranks
+from common import error_of, layout_of, run_ranks
 
 LIMIT_SECS = 1.0
 EXPERTS_PER_RANK, TOPK, HIDDEN = 4, 3, 16
@@ -37,14 +37,10 @@ def inputs(rank: int, num_ranks: int, num_tokens: int = 8, hidden: int = HIDDEN)
 
 
 def dispatch(buffer: deep_ep.Buffer, given: dict[str, Any], **more: Any) -> tuple:
-    num_tokens_per_rank, _, num_tokens_per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
-        given["topk_idx"], given["num_experts"]
-    )
+    layout = layout_of(buffer, given["topk_idx"], given["num_experts"])
     return buffer.dispatch(
         given["x"],
-        num_tokens_per_rank=num_tokens_per_rank,
-        is_token_in_rank=is_token_in_rank,
-        num_tokens_per_expert=num_tokens_per_expert,
+        **layout,
         topk_idx=given["topk_idx"],
         topk_weights=given["topk_weights"],
         **more,

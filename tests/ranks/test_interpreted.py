@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import error_of, run_ranks
+from common import error_of, layout_of, run_ranks
 from deep_ep import Buffer, EPOverflow, reference
 from deep_ep.kernels import _triton
 from deep_ep.tools.soak import Limits, SoakReport, soak_rank
@@ -33,12 +33,9 @@ def arguments(buffer: Buffer, num_tokens: int = 5, hidden: int = 8, num_topk: in
     """Right arguments of a dispatch: rows hold the number of their rank, from 1, and go everywhere in turns."""
     num_experts = 2 * buffer.group_size
     topk_idx = (torch.arange(num_tokens * num_topk).view(num_tokens, num_topk) * 3 + buffer.rank) % num_experts
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
     return {
         "x": torch.full((num_tokens, hidden), buffer.rank + 1.0),
-        "num_tokens_per_rank": per_rank,
-        "is_token_in_rank": mask,
-        "num_tokens_per_expert": per_expert,
+        **layout_of(buffer, topk_idx, num_experts),
         "topk_idx": topk_idx,
         "topk_weights": torch.ones(num_tokens, num_topk),
     }
@@ -77,9 +74,8 @@ def lacking_room(rank: int, num_ranks: int) -> dict[str, int]:
     num_tokens, num_experts = 0 if rank == 2 else 5, 2 * num_ranks
     topk_idx = torch.arange(2 * num_tokens).view(num_tokens, 2) % num_experts
     topk_idx[:1] = -1
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
     x = torch.full((num_tokens, 8), rank + 1.0)
-    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": mask, "num_tokens_per_expert": per_expert}
+    layout = layout_of(buffer, topk_idx, num_experts)
     recv_x, _, _, _, handle, _ = buffer.dispatch(x, **layout)
     elsewhere, weights = recv_x.clone(), torch.ones(recv_x.size(0), 3)
     held = []
@@ -88,8 +84,9 @@ def lacking_room(rank: int, num_ranks: int) -> dict[str, int]:
         held.append(buffer.get_combine_buffer(handle, free_bytes // (4 * recv_x.size(0))))
     for _ in range(2):
         combined, combined_weights, _ = buffer.combine(elsewhere, handle, topk_weights=weights, bias=x)
-        assert torch.equal(combined, x + x * mask.sum(1, keepdim=True))
-        assert torch.equal(combined_weights, mask.sum(1, keepdim=True).float().expand(-1, 3))
+        num_copies = layout["is_token_in_rank"].sum(1, keepdim=True)
+        assert torch.equal(combined, x + x * num_copies)
+        assert torch.equal(combined_weights, num_copies.float().expand(-1, 3))
         held.clear()
     return buffer.stats()["calls"]
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
+from common import layout_of
 from deep_ep.launch import run_ranks
 
 pytestmark = pytest.mark.cpu_only
@@ -138,14 +139,10 @@ class Caller:
 
     def _dispatch(self, **more: Any) -> tuple:
         given = self.given
-        num_tokens_per_rank, _, num_tokens_per_expert, is_token_in_rank, _ = self.buffer.get_dispatch_layout(
-            given.topk_idx, given.num_experts
-        )
+        layout = layout_of(self.buffer, given.topk_idx, given.num_experts)
         return self.buffer.dispatch(
             given.x,
-            num_tokens_per_rank=num_tokens_per_rank,
-            is_token_in_rank=is_token_in_rank,
-            num_tokens_per_expert=num_tokens_per_expert,
+            **layout,
             topk_idx=given.topk_idx,
             topk_weights=given.topk_weights,
             **more,

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import deep_ep
+from common import layout_of
 from deep_ep.launch import RankFailed, run_ranks
 from deep_ep.transport import memory
 
@@ -46,12 +47,10 @@ def dispatch(buffer: deep_ep.Buffer, tokens: int = 32, hidden: int = 64, **more:
     """Rank-constant rows; every token goes to every rank."""
     num_ranks = buffer.group_size
     topk_idx = torch.arange(num_ranks).repeat(tokens, 1)
-    num_tokens_per_rank, _, num_tokens_per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_ranks)
+    layout = layout_of(buffer, topk_idx, num_ranks)
     return buffer.dispatch(
         torch.full((tokens, hidden), float(buffer.rank + 1)),
-        num_tokens_per_rank=num_tokens_per_rank,
-        is_token_in_rank=is_token_in_rank,
-        num_tokens_per_expert=num_tokens_per_expert,
+        **layout,
         **more,
     )
 
@@ -658,8 +657,7 @@ def peak(rank: int, num_ranks: int, kind: str) -> tuple[int, int, int]:
     buffer = make_buffer()
     fd = buffer._engine.window.peers[rank]._memory.fd  # type: ignore[union-attr]
     topk_idx = torch.arange(num_ranks).repeat(tokens, 1)
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, num_ranks)
-    given = {"num_tokens_per_rank": per_rank, "is_token_in_rank": mask, "num_tokens_per_expert": per_expert}
+    given = layout_of(buffer, topk_idx, num_ranks)
     topk = {"topk_idx": topk_idx, "topk_weights": torch.ones(tokens, num_ranks)}
     x = torch.full((tokens, hidden), float(rank + 1))
     handle = buffer.dispatch(x[:, :1].contiguous(), **given, **topk)[4]
@@ -680,6 +678,7 @@ def peak(rank: int, num_ranks: int, kind: str) -> tuple[int, int, int]:
     most, samples = sampler.stop()
     check_rows(results[0], results[4] or handle, rank)
     outputs = [item for item in (*results, *(results[4] or ())) if isinstance(item, torch.Tensor)]
+    mask = given["is_token_in_rank"]
     assert mask.data_ptr() in {item.data_ptr() for item in outputs} or kind == "cached"
     made = sum(item.nbytes for item in outputs if item.data_ptr() != mask.data_ptr())
     buffer.destroy()

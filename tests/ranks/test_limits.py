@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import NOTHING_POSTED, OneRank, run_ranks
+from common import NOTHING_POSTED, OneRank, layout_of, run_ranks
 from deep_ep import Buffer
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -23,10 +23,9 @@ def solo() -> Buffer:
     return Buffer(None, 1 << 20, comm=OneRank())
 
 
-def layout_of(buffer: Buffer, num_tokens: int) -> dict[str, Any]:
+def first_expert_layout(buffer: Buffer, num_tokens: int) -> dict[str, Any]:
     topk_idx = torch.zeros(num_tokens, 1, dtype=torch.int64)
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, 2)
-    return {"num_tokens_per_rank": per_rank, "is_token_in_rank": mask, "num_tokens_per_expert": per_expert}
+    return layout_of(buffer, topk_idx, 2)
 
 
 @pytest.mark.parametrize("number", [1 << 31, 1 << 62, 1 << 70])
@@ -35,9 +34,9 @@ def test_a_number_beyond_int32_is_refused(name: str, number: int) -> None:
     buffer, x = solo(), torch.randn(3, 4)
     top = {"topk_idx": torch.zeros(3, 1, dtype=torch.int64), "topk_weights": torch.ones(3, 1)}
     with pytest.raises(ValueError, match=f"`{name}` must be at most {(1 << 31) - 1}, got {number}"):
-        buffer.dispatch(x, **layout_of(buffer, 3), **top, **{name: number})
+        buffer.dispatch(x, **first_expert_layout(buffer, 3), **top, **{name: number})
     with pytest.raises(ValueError, match="`hidden` must be at most"):
-        buffer.get_combine_buffer(buffer.dispatch(x, **layout_of(buffer, 3), **top)[4], number)
+        buffer.get_combine_buffer(buffer.dispatch(x, **first_expert_layout(buffer, 3), **top)[4], number)
 
 
 def tamper(rank: int, num_ranks: int) -> list[str]:

@@ -22,7 +22,7 @@ from low_latency import (
 )
 
 import deep_ep
-from common import error_of, run_ranks
+from common import error_of, layout_of, run_ranks
 from deep_ep import logfmt, quant, reference
 from deep_ep.kernels import _triton
 
@@ -240,14 +240,17 @@ def mixed(buffer: deep_ep.Buffer, rank: int, num_ranks: int) -> None:
     got = this.dispatch(buffer, return_recv_hook=True)
     num_experts = SMALL.experts_per_rank * num_ranks
     ids = this.mine.topk_idx.clamp(-1, num_experts - 1)
-    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(ids, num_experts)
-    given = {"num_tokens_per_rank": per_rank, "num_tokens_per_rdma_rank": per_node, "num_tokens_per_expert": per_expert}
-    weights = {"topk_idx": ids, "topk_weights": this.mine.topk_weights} if per_node is not None else {}
-    recv_x, *_, handle, _ = buffer.dispatch(this.mine.x, is_token_in_rank=mask, **given, **weights)
+    given = layout_of(buffer, ids, num_experts)
+    weights = (
+        {"topk_idx": ids, "topk_weights": this.mine.topk_weights}
+        if given["num_tokens_per_rdma_rank"] is not None
+        else {}
+    )
+    recv_x, *_, handle, _ = buffer.dispatch(this.mine.x, **given, **weights)
     got[4]()
     combined, _, hook = this.combine(buffer, this.rows(got), got[2], return_recv_hook=True)
     back, *_ = buffer.combine(recv_x, handle)
-    assert torch.equal(back.float(), this.mine.x.float() * mask.sum(1, keepdim=True))
+    assert torch.equal(back.float(), this.mine.x.float() * given["is_token_in_rank"].sum(1, keepdim=True))
     hook()
     this.check(combined)
 

@@ -47,7 +47,7 @@ from test_low_latency_faults import (
 )
 
 import deep_ep
-from common import error_of, run_ranks
+from common import error_of, layout_of, run_ranks
 from deep_ep import reference
 from deep_ep.tools.soak import low_latency, play
 
@@ -188,15 +188,12 @@ def large_calls(rank: int, num_ranks: int) -> None:
         given.topk_idx.random_(0, 2, generator=torch.Generator().manual_seed(5))
     want = reference.low_latency_dispatch([one.x for one in every], [one.topk_idx for one in every], 512, 2)
     given = every[rank]
-    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(given.topk_idx, 2)
+    layout = layout_of(buffer, given.topk_idx, 2)
 
     def normal_call() -> None:
         buffer.dispatch(
             given.x,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=mask,
-            num_tokens_per_expert=per_expert,
+            **layout,
         )
 
     got = dispatch(buffer, given, LARGE, return_recv_hook=True, **FORM)

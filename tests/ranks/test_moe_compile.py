@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import deep_ep
-from common import OneRank, error_of
+from common import OneRank, error_of, layout_of
 from deep_ep.buffers import registry
 from deep_ep.launch import run_ranks  # without a default device, as in `made_by`
 from deep_ep.moe import GateOptions, MoELayer, combine, dispatch, keep_exchanges
@@ -105,8 +105,7 @@ def test_calls_of_a_buffer_are_not_traced(device: str) -> None:
     buffer = deep_ep.Buffer(None, comm=OneRank())
 
     def program(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(ids, E)
-        layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": mask, "num_tokens_per_expert": per_expert}
+        layout = layout_of(buffer, ids, E)
         rows, *_, handle, _ = buffer.dispatch(x.sin(), **layout)
         return buffer.combine(rows.cos(), handle)[0].tan()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import NOTHING_POSTED, OneRank, run_ranks
+from common import NOTHING_POSTED, OneRank, layout_of, run_ranks
 from deep_ep import Buffer, EventHandle
 from deep_ep.tensors import is_lazy, ordinary
 
@@ -139,26 +139,25 @@ def solo() -> Buffer:
     return Buffer(None, 1 << 20, comm=OneRank())
 
 
-def layout_of(buffer: Buffer, num_tokens: int) -> dict[str, Any]:
+def first_expert_layout(buffer: Buffer, num_tokens: int) -> dict[str, Any]:
     topk_idx = torch.zeros(num_tokens, 1, dtype=torch.int64)
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, 2)
-    return {"num_tokens_per_rank": per_rank, "is_token_in_rank": mask, "num_tokens_per_expert": per_expert}
+    return layout_of(buffer, topk_idx, 2)
 
 
 def test_a_conjugate_is_sent_as_what_it_is() -> None:
     buffer = solo()
     x = torch.randn(3, 4, dtype=torch.complex64).conj()
     assert is_lazy(x)
-    recv_x, *_ = buffer.dispatch(x, **layout_of(buffer, 3))
+    recv_x, *_ = buffer.dispatch(x, **first_expert_layout(buffer, 3))
     assert torch.equal(recv_x, x)
-    recv_x, *_ = buffer.dispatch(x.imag, **layout_of(buffer, 3))  # a negated view with gaps
+    recv_x, *_ = buffer.dispatch(x.imag, **first_expert_layout(buffer, 3))  # a negated view with gaps
     assert torch.equal(recv_x, x.imag)
 
 
 @pytest.mark.cpu_only
 def test_a_lazy_tensor_is_read_behind_the_event() -> None:
     buffer, completion = solo(), Future()
-    x, layout = torch.zeros(3, 4), layout_of(buffer, 3)
+    x, layout = torch.zeros(3, 4), first_expert_layout(buffer, 3)
     stream = buffer.get_comm_stream()
 
     def fill() -> None:
@@ -206,8 +205,8 @@ def test_what_has_no_bytes_is_refused(make: Callable, seen: str) -> None:
     buffer = solo()
     wrong = make(torch.randn(3, 4))
     with pytest.raises(ValueError, match=f"dispatch: `x` must be an ordinary strided tensor, .*{seen}"):
-        buffer.dispatch(wrong, **layout_of(buffer, 3))
-    buffer.dispatch(torch.randn(3, 4), **layout_of(buffer, 3))
+        buffer.dispatch(wrong, **first_expert_layout(buffer, 3))
+    buffer.dispatch(torch.randn(3, 4), **first_expert_layout(buffer, 3))
 
 
 def test_a_transformed_tensor_is_refused() -> None:

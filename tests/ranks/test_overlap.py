@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from common import NOTHING_POSTED, error_of, run_ranks
+from common import NOTHING_POSTED, error_of, layout_of, run_ranks
 
 TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 24, 64, 3, 2
 PATIENCE_SECS = 30.0  # far more than anything here takes; less than a buffer's limit
@@ -33,14 +33,10 @@ def full_dispatch(buffer: deep_ep.Buffer, seed: int = 0, **more: Any) -> tuple:
     num_experts = EXPERTS_PER_RANK * buffer.group_size
     generator = torch.Generator().manual_seed(1000 * seed + buffer.rank)
     topk_idx = torch.rand(TOKENS, num_experts, generator=generator).topk(TOPK).indices
-    num_tokens_per_rank, _, num_tokens_per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
-        topk_idx, num_experts
-    )
+    layout = layout_of(buffer, topk_idx, num_experts)
     return buffer.dispatch(
         torch.full((TOKENS, HIDDEN), buffer.rank + 1.0),
-        num_tokens_per_rank=num_tokens_per_rank,
-        is_token_in_rank=is_token_in_rank,
-        num_tokens_per_expert=num_tokens_per_expert,
+        **layout,
         **more,
     )
 

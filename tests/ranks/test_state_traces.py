@@ -15,7 +15,7 @@ import torch.distributed as dist
 from low_latency import Case, inputs, make_buffer
 
 import deep_ep
-from common import NOTHING_POSTED, error_of, run_ranks
+from common import NOTHING_POSTED, error_of, layout_of, run_ranks
 from deep_ep.tools.soak.states import low_latency
 from deep_ep.tools.soak.states import trace as states
 from deep_ep.tools.soak.states.trace import Event, StepTrace, recording
@@ -50,11 +50,8 @@ def all_calls(rank: int, num_ranks: int) -> tuple[StepTrace, dict[str, int]]:
     num_experts = EXPERTS_PER_RANK * num_ranks
     x = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
     topk_idx = torch.rand(TOKENS, num_experts, generator=generator).topk(TOPK).indices
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
     routing: dict[str, Any] = {
-        "num_tokens_per_rank": per_rank,
-        "is_token_in_rank": mask,
-        "num_tokens_per_expert": per_expert,
+        **layout_of(buffer, topk_idx, num_experts),
         "topk_idx": topk_idx,
         "topk_weights": torch.ones(TOKENS, TOPK),
     }

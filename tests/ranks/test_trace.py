@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from common import NOTHING_POSTED, error_of, run_ranks
+from common import NOTHING_POSTED, error_of, layout_of, run_ranks
 from deep_ep import Buffer, Config
 from deep_ep.tools.report.figures import count
 from deep_ep.tools.report.load import LoadedSlice, LoadedTrace, load
@@ -42,12 +42,8 @@ def make_buffer(folder: Path | str | None, **options: Any) -> Buffer:
 
 
 def routing_of(buffer: Buffer, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> dict[str, Any]:
-    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, EXPERTS_PER_RANK * buffer.group_size)
     return {
-        "num_tokens_per_rank": per_rank,
-        "num_tokens_per_rdma_rank": per_node,
-        "num_tokens_per_expert": per_expert,
-        "is_token_in_rank": mask,
+        **layout_of(buffer, topk_idx, EXPERTS_PER_RANK * buffer.group_size),
         "topk_idx": topk_idx,
         "topk_weights": topk_weights,
     }

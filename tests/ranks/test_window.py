@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from common import NOTHING_POSTED, OneRank, run_ranks
+from common import NOTHING_POSTED, OneRank, layout_of, run_ranks
 from deep_ep import launch
 from deep_ep.transport import shm
 
@@ -29,15 +29,11 @@ def dispatch(buffer: deep_ep.Buffer, tokens: int = TOKENS, hidden: int = HIDDEN,
     """Rank-constant rows, spread over all ranks."""
     num_experts = 2 * buffer.group_size
     topk_idx = (torch.arange(tokens * TOPK).view(tokens, TOPK) * 3 + buffer.rank) % num_experts
-    num_tokens_per_rank, _, num_tokens_per_expert, is_token_in_rank, _ = buffer.get_dispatch_layout(
-        topk_idx, num_experts
-    )
+    layout = layout_of(buffer, topk_idx, num_experts)
     x = torch.full((tokens, hidden), float(buffer.rank + 1), dtype=dtype)
     return buffer.dispatch(
         x,
-        num_tokens_per_rank=num_tokens_per_rank,
-        is_token_in_rank=is_token_in_rank,
-        num_tokens_per_expert=num_tokens_per_expert,
+        **layout,
     )
 
 
@@ -286,14 +282,12 @@ def other_defaults(rank: int, num_ranks: int) -> None:
     buffer = make_buffer()
     device = buffer.device
     topk_idx = torch.arange(2 * num_ranks, device=device).view(num_ranks, 2)
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, 2 * num_ranks)
+    layout = layout_of(buffer, topk_idx, 2 * num_ranks)
     x = torch.ones(num_ranks, 8, device=device, dtype=torch.float32)
     for num_worst_tokens in (0, 3 * num_ranks):
         recv_x, _, _, _, handle, _ = buffer.dispatch(
             x,
-            num_tokens_per_rank=per_rank,
-            is_token_in_rank=mask,
-            num_tokens_per_expert=per_expert,
+            **layout,
             topk_idx=topk_idx,
             topk_weights=torch.ones(num_ranks, 2, device=device, dtype=torch.float32),
             num_worst_tokens=num_worst_tokens,

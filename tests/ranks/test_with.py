@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import OneRank, run_ranks
+from common import OneRank, layout_of, run_ranks
 from deep_ep import Buffer, EPClosed, EPError, EventHandle
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -33,13 +33,9 @@ def make_buffer(**more: Any) -> Buffer:
 
 def arguments(buffer: Buffer) -> dict[str, Any]:
     topk_idx = torch.arange(4).view(-1, 1) % buffer.group_size
-    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, buffer.group_size)
     return {
         "x": torch.randn(4, 16),
-        "num_tokens_per_rank": per_rank,
-        "num_tokens_per_rdma_rank": per_node,
-        "is_token_in_rank": mask,
-        "num_tokens_per_expert": per_expert,
+        **layout_of(buffer, topk_idx, buffer.group_size),
         "topk_idx": topk_idx,
         "topk_weights": torch.ones(4, 1),
     }

@@ -212,6 +212,7 @@ class Engine(ABC):
 
     def _require_waiting(self) -> None:
         """Raise if the host cannot wait for the device now."""
+        return
 
     @abstractmethod
     def _scope(self, operation: str, order: CallOrder) -> CallScope:
