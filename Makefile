@@ -7,7 +7,7 @@ WORKERS ?= 2
 RESULTS ?= benchmarks/results
 TABLES := docs/performance.md
 
-.PHONY: help demo train test test-all test-gpu lint format bench bench-gpu bench-nodes bench-nodes-gpu bench-ll bench-ll-gpu clean
+.PHONY: help demo train test test-all test-gpu lint format bench bench-gpu bench-nodes bench-nodes-gpu bench-ll bench-ll-gpu docs clean
 
 help:  ## this list
 	@grep -E "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 17
@@ -63,6 +63,11 @@ bench-ll: $(READY)  ## the benchmark of low-latency mode
 
 bench-ll-gpu:  ## the same on this machine's GPU, with the python that is there; results are kept
 	PYTHONPATH=src $(PYTHON) -m deep_ep bench low-latency --device cuda --ranks 2 8 --rounds 25 --save $(RESULTS) --readme $(TABLES)
+
+docs: $(READY)  ## the site, with the API reference, into build/site; broken links are errors
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "open build/site/index.html, or for its search: $(RUN) -m http.server --directory build/site"
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

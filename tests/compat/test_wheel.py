@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -36,6 +38,24 @@ if __name__ == "__main__":
     print(run_ranks(main, 2), optional)
 """
 
+CLIENT = """
+import torch
+import torch.distributed as dist
+
+from deep_ep import Buffer
+from deep_ep.launch import run_ranks
+
+
+def main(rank: int, num_ranks: int) -> list[int] | None:
+    buffer = Buffer(dist.group.WORLD, 1 << 20)
+    counts: list[int] | None = buffer.dispatch(torch.ones(1, 1))[3]
+    buffer.dispatch(1)
+    return counts
+
+
+run_ranks(main, num_ranks=2)
+"""
+
 
 def test_the_wheel_holds_everything(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
@@ -43,6 +63,16 @@ def test_the_wheel_holds_everything(wheel: Path) -> None:
     for path in (ROOT / "src").rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
             assert str(path.relative_to(ROOT / "src")) in held
+    assert "deep_ep/py.typed" in held
+
+
+@pytest.mark.exhaustive  # mypy reads torch for ten seconds
+def test_type_checkers_see_the_types(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "client.py").write_text(CLIENT)
+    checker = [sys.executable, "-m", "mypy", "--strict", f"--python-executable={installed}", "client.py"]
+    said = subprocess.run(checker, cwd=tmp_path, capture_output=True, text=True, timeout=200).stdout
+    assert "Found 1 error in 1 file" in said
+    assert 'Argument 1 to "dispatch" of "Buffer" has incompatible type "int"' in said
 
 
 def test_nothing_else_brings_numpy(wheel: Path) -> None:
