@@ -35,7 +35,9 @@ def output_of(command: list[str], folder: Path, python: Path) -> str:
     return said
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(  # the loop of training is in tests/ranks/test_examples.py, too, where all is imported already
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name == "train" else ()) for name in PROGRAMS]
+)
 @pytest.mark.cpu_only
 def test_a_program_runs_when_it_is_pasted(name: str, installed: Path, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAMS[name])

@@ -186,7 +186,7 @@ def test_overlap_alone(device: str, tmp_path: Path) -> None:
 
 def programs_of(page: str) -> list[str]:
     """The programs of a page that can be pasted: blocks that begin with their imports."""
-    return re.findall(r"```python\n(import.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
+    return re.findall(r"```python\n(import.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
 def run_pasted(rank: int, num_ranks: int, programs: list[str], name: str) -> list[Any]:
@@ -200,17 +200,18 @@ def run_pasted(rank: int, num_ranks: int, programs: list[str], name: str) -> lis
 
 
 @pytest.mark.cpu_only
-def test_the_training_loop_of_the_page(device: str) -> None:
-    """As it is pasted: one of its ranks has no tokens."""
-    programs = programs_of("training.md")
-    assert len(programs) == 1
-    ((nothing,), *losses) = run_ranks(run_pasted, 4, programs, "train")
-    assert nothing == 0.0
-    assert all(0 < loss < 100 for (loss,) in losses)
+def test_the_training_loops_of_pages(device: str) -> None:
+    """As they are pasted: one of their ranks has no tokens."""
+    programs = [program for page in ("README.md", "docs/training.md") for program in programs_of(page)]
+    loops = [program for program in programs if "def train(" in program]
+    assert len(loops) == 2
+    nothing, *losses = run_ranks(run_pasted, 4, loops, "train")
+    assert nothing == [0.0, 0.0]
+    assert all(0 < loss < 100 for rank in losses for loss in rank)
 
 
 def test_programs_that_migrate(device: str) -> None:
     """From DeepEP V1, from V2, and from `all_to_all_single`."""
-    programs = programs_of("migrating.md")
+    programs = programs_of("docs/migrating.md")
     assert len(programs) == 3
     assert run_ranks(run_pasted, 4, programs, "main") == [[True, True, True]] * 4
