@@ -64,8 +64,11 @@ bench-ll: $(READY)  ## the benchmark of low-latency mode
 bench-ll-gpu:  ## the same on this machine's GPU, with the python that is there; results are kept
 	PYTHONPATH=src $(PYTHON) -m deep_ep bench low-latency --device cuda --ranks 2 8 --rounds 25 --save $(RESULTS) --readme $(TABLES)
 
-docs: $(READY)  ## the site, with the API reference, into build/site; broken links are errors
+$(VENV)/.docs-ready: $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs-ready  ## the site, with the API reference, into build/site; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "open build/site/index.html, or for its search: $(RUN) -m http.server --directory build/site"
 
