@@ -5,8 +5,9 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 WORKERS ?= 2
 RESULTS ?= benchmarks/results
+TABLES := docs/performance.md
 
-.PHONY: help demo train test test-all test-gpu lint format bench bench-gpu bench-nodes bench-nodes-gpu bench-ll bench-ll-gpu clean
+.PHONY: help demo train test test-all test-gpu lint format bench bench-gpu bench-nodes bench-nodes-gpu bench-ll bench-ll-gpu docs clean
 
 help:  ## this list
 	@grep -E "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 17
@@ -21,7 +22,7 @@ demo: $(READY)  ## four CPU ranks dispatch tokens to experts and combine them ba
 	@echo
 	$(RUN) examples/train_moe.py --ranks 4 --device cpu --steps 60
 
-train: $(READY)  ## the training run of README's picture
+train: $(READY)  ## the training run of the picture in docs/training.md
 	$(RUN) examples/train_moe.py --ranks 4 --device cpu --steps 200 --measure --plot docs/train_moe.png
 
 test: $(READY)  ## the suite on the CPU, but what is long and rarely the first to fail
@@ -43,25 +44,33 @@ format: $(READY)  ## rewrite the files the way `make lint` wants them
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-bench: $(READY)  ## the benchmark of normal mode, and README's table from it
-	$(RUN) -m deep_ep bench normal --readme README.md
+bench: $(READY)  ## the benchmark of normal mode; like all of them, it writes its table into docs/performance.md
+	$(RUN) -m deep_ep bench normal --readme $(TABLES)
 
 bench-gpu:  ## the same on this machine's GPU, with the python that is there; results are kept
-	PYTHONPATH=src $(PYTHON) -m deep_ep bench normal --device cuda --save $(RESULTS) --readme README.md
+	PYTHONPATH=src $(PYTHON) -m deep_ep bench normal --device cuda --save $(RESULTS) --readme $(TABLES)
 
 bench-nodes: $(READY)  ## the benchmark across nodes, over loopback and, as root, over links of 1 Gbit/s
-	$(RUN) -m deep_ep bench internode --readme README.md
-	$(RUN) -m deep_ep bench internode --nodes 2 --ranks-per-node 4 --link 1gbit --tokens 1024 --rounds 9 --readme README.md
+	$(RUN) -m deep_ep bench internode --readme $(TABLES)
+	$(RUN) -m deep_ep bench internode --nodes 2 --ranks-per-node 4 --link 1gbit --tokens 1024 --rounds 9 --readme $(TABLES)
 
 bench-nodes-gpu:  ## two hops on this machine's GPU, ranks as nodes, by messages and by NVSHMEM; results are kept
-	PYTHONPATH=src $(PYTHON) -m deep_ep bench internode --device cuda --transport message --save $(RESULTS) --readme README.md
-	PYTHONPATH=src $(PYTHON) -m deep_ep bench internode --device cuda --transport nvshmem --save $(RESULTS) --readme README.md
+	PYTHONPATH=src $(PYTHON) -m deep_ep bench internode --device cuda --transport message --save $(RESULTS) --readme $(TABLES)
+	PYTHONPATH=src $(PYTHON) -m deep_ep bench internode --device cuda --transport nvshmem --save $(RESULTS) --readme $(TABLES)
 
 bench-ll: $(READY)  ## the benchmark of low-latency mode
 	$(RUN) -m deep_ep bench low-latency
 
 bench-ll-gpu:  ## the same on this machine's GPU, with the python that is there; results are kept
-	PYTHONPATH=src $(PYTHON) -m deep_ep bench low-latency --device cuda --save $(RESULTS)
+	PYTHONPATH=src $(PYTHON) -m deep_ep bench low-latency --device cuda --ranks 2 8 --rounds 25 --save $(RESULTS) --readme $(TABLES)
+
+$(VENV)/.docs-ready: $(READY)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs-ready  ## the site, with the API reference, into build/site; broken links are errors
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "open build/site/index.html, or for its search: $(RUN) -m http.server --directory build/site"
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

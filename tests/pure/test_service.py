@@ -1,4 +1,4 @@
-"""Service levels: what is read, what NVSHMEM is told, and what a socket gets. And that README knows every variable."""
+"""Service levels: what is read, what NVSHMEM is told, what a socket gets. And that docs/settings.md is complete."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def test_marks_of_a_socket(level: int | None, expected: tuple[int, int]) -> None
         assert marks(one) == expected
 
 
-def test_readme_lists_every_variable() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_page_of_settings_lists_every_variable() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
     ours = [variable.name for variable in env.VARIABLES if variable.name.startswith("DEEP_EP_")]
-    assert [name for name in ours if f"| `{name}` |" not in readme] == []
+    assert [name for name in ours if f"| `{name}` |" not in page] == []
+    assert [variable.name for variable in env.VARIABLES if f"`{variable.name}`" not in page] == []

@@ -1,8 +1,7 @@
-"""The programs that users paste: README's first one, and the examples, under torchrun and under run_ranks."""
+"""The programs that users paste: the examples, under torchrun and under run_ranks, and those of the pages of docs/."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import io
 import re
@@ -185,34 +184,34 @@ def test_overlap_alone(device: str, tmp_path: Path) -> None:
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
 
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def programs_of(page: str) -> list[str]:
+    """The programs of a page that can be pasted: blocks that begin with their imports."""
+    return re.findall(r"```python\n(import.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+def run_pasted(rank: int, num_ranks: int, programs: list[str], name: str) -> list[Any]:
+    """A function of pasted programs, on a rank whose process has everything imported."""
+    results = []
+    for program in programs:
+        names: dict[str, Any] = {"__name__": "pasted"}
+        exec(program, names)
+        results.append(names[name](rank, num_ranks))
+    return results
 
 
 @pytest.mark.cpu_only
-def test_the_program_in_the_readme(device: str, tmp_path: Path) -> None:
-    (block,) = [block for block in BLOCKS if "run_ranks(main" in block]
-    program = tmp_path / "first.py"
-    program.write_text(block)
-    assert len([line for line in block.splitlines() if line]) <= 17
-    assert run(str(program)).strip() == "[True, True, True, True]"
+def test_the_training_loops_of_pages(device: str) -> None:
+    """As they are pasted: one of their ranks has no tokens."""
+    programs = [program for page in ("README.md", "docs/training.md") for program in programs_of(page)]
+    loops = [program for program in programs if "def train(" in program]
+    assert len(loops) == 2
+    nothing, *losses = run_ranks(run_pasted, 4, loops, "train")
+    assert nothing == [0.0, 0.0]
+    assert all(0 < loss < 100 for rank in losses for loss in rank)
 
 
-def run_pasted(rank: int, num_ranks: int, program: str) -> float:
-    """The training loop of a pasted program, on a rank whose process has everything imported."""
-    names: dict[str, Any] = {"__name__": "pasted"}
-    exec(program, names)
-    return names["train"](rank, num_ranks)
-
-
-@pytest.mark.parametrize("launcher", [pytest.param("python", marks=pytest.mark.exhaustive), "run_ranks"])
-@pytest.mark.cpu_only
-def test_the_training_loop_in_the_readme(device: str, launcher: str, tmp_path: Path) -> None:
-    """As it is pasted: one of its ranks has no tokens."""
-    if launcher == "python":
-        program = tmp_path / "train.py"
-        program.write_text(BLOCKS[0])
-        losses = ast.literal_eval(run(str(program)).strip())
-    else:
-        losses = run_ranks(run_pasted, 4, BLOCKS[0])
-    assert losses[0] == 0.0
-    assert all(0 < loss < 100 for loss in losses[1:])
+def test_programs_that_migrate(device: str) -> None:
+    """From DeepEP V1, from V2, and from `all_to_all_single`."""
+    programs = programs_of("docs/migrating.md")
+    assert len(programs) == 3
+    assert run_ranks(run_pasted, 4, programs, "main") == [[True, True, True]] * 4

@@ -35,6 +35,7 @@ from .engines import Engine, find_device, forced_ranks_per_node, make_engine
 from .low_latency import LowLatencyMethods
 
 topk_idx_t = torch.int64
+"""The dtype in which DeepEP's callers make expert ids; int32 works as well."""
 
 _inherited: list[Engine] = []  # of a forked child's parent: their tensors are a GPU's, which a child must not free
 _AT_ONCE = CallOrder(None, False)  # of calls without events, which come again and again

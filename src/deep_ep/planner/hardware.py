@@ -58,6 +58,7 @@ GPUS: dict[str, Gpu] = {
     "SM100 (model not stated)": Gpu(900, 148, 2250, 4500, 8000, 180),
     "Ascend (not stated)": Gpu(196, 48, 752, 752, 3200, 128),
 }
+"""Nominal speeds of GPUs, by the names that `plan --gpu` takes."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -145,3 +146,4 @@ CLUSTERS: dict[str, Cluster] = {
     "mi300x-ib": Cluster("MI300X", "CX7 400G", 8),
     "mi355x-ainic": Cluster("MI355X", "AINIC", 8),
 }
+"""Clusters by the names that `plan --cluster` takes."""

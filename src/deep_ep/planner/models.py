@@ -57,3 +57,4 @@ MODELS: dict[str, Model] = {
     "qwen3-235b": Model(4096, 8, 128, 1536, 0, 94, 0, 0, 71_300_000, 16384, 16384, 2048),
     "mixtral-8x7b": Model(4096, 2, 8, 14336, 0, 32, 0, 0, 41_900_000, 8192, 8192, 4096),
 }
+"""Models by the names that `plan --model` takes."""

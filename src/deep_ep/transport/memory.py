@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -275,7 +276,7 @@ def _grown(start: int, num_bytes: int) -> Span:
     return span
 
 
-def _mapped(span: Span, fd: int, **options: int) -> mmap.mmap:
+def _mapped(span: Span, fd: int, **options: Any) -> mmap.mmap:
     try:
         return mmap.mmap(fd, span.num_bytes, **options)
     except OSError as error:

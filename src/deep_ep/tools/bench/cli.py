@@ -78,11 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sizes(tuned, _TUNE)
     _add_sms(tuned, _TUNE)
     tuned.add_argument("--out", type=Path, metavar="PATH", default=OUT, help=f"the tuning file (default: {OUT})")
-    readme = modes.add_parser("readme", help="make README's table from a results file")
+    readme = modes.add_parser(
+        "readme", help="write the table of a results file into docs/performance.md, or another page"
+    )
     readme.add_argument(
         "results", type=Path, nargs="?", help=f"written by --save or --json (default: newest of {results.FOLDER})"
     )
-    readme.add_argument("--readme", type=Path, metavar="PATH", default=Path("README.md"), help="default: README.md")
+    page = Path("docs/performance.md")
+    readme.add_argument(
+        "--readme", type=Path, metavar="PATH", default=page, help=f"a page with markers (default: {page})"
+    )
     readme.add_argument("--plot", type=Path, metavar="PATH.png", help="draw the times as well (needs matplotlib)")
 
 
