@@ -416,16 +416,18 @@ def _join_kernel(
         begin = tl.min(clock_ns(lanes))
         elapsed = tl.zeros((), tl.int64)
         num_missing = tl.sum(is_peer.to(tl.int32))
-        is_missing = is_peer
+        # The echo first: a rank that has echoed this attempt has written the one that is to be echoed here.
         while (num_missing > 0) & (elapsed < limit_ns):
             elapsed = tl.max(clock_ns(lanes)) - begin
-            # The echo first: a rank that has echoed this attempt has written the one that is to be echoed here.
-            is_missing = is_peer & (load_acquire(here + _ECHO) != attempt)
+            echo = load_acquire(here + _ECHO)
             store_release(there + _ECHO, load_acquire(here + _ATTEMPT), is_peer)
-            num_missing = tl.sum(is_missing.to(tl.int32))
+            num_missing = tl.sum((is_peer & (echo != attempt)).to(tl.int32))
+        # Once more, for those that came last. (Triton 3.6 does not compile a loop that carries a tensor of bools.)
+        is_missing = is_peer & (load_acquire(here + _ECHO) != attempt)
+        store_release(there + _ECHO, load_acquire(here + _ATTEMPT), is_peer)
         theirs = tl.load(here + _NEXT, mask=is_peer & (is_missing == 0), other=0)
         tl.store(ll, tl.maximum(following, tl.max(theirs)) - 1)
-        if num_missing > 0:
+        if tl.sum(is_missing.to(tl.int32)) > 0:
             tl.store(ranks_mask + lanes, _LOST, mask=is_missing)
             tl.store(ll_host + lanes, (following << _REASON_BITS) | _SILENT, mask=is_missing)
             tell_host(ll_host + num_ranks, following)
