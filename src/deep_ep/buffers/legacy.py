@@ -22,6 +22,7 @@ from ..control import Comm, Control
 from ..engine.ops import CallOrder
 from ..errors import EPClosed, EPUnsupported, account
 from ..event import EventHandle, EventOverlap
+from ..generation import Generation
 from ..handle import parse_handle
 from ..reaper import Closing, is_normal_end
 from ..sizing import low_latency_buffer_bytes
@@ -33,6 +34,7 @@ from . import checks, registry, usual
 from .calling import call, is_compiling
 from .engines import Engine, find_device, forced_ranks_per_node, make_engine
 from .low_latency import LowLatencyMethods
+from .replacing import Generated, ReplacingMethods
 
 topk_idx_t = torch.int64
 
@@ -69,7 +71,7 @@ class Runtime:
         return self._device.index or 0
 
 
-class Buffer(LowLatencyMethods):
+class Buffer(LowLatencyMethods, ReplacingMethods):
     """The expert-parallel communication buffer of one rank: dispatch tokens to experts, combine their results.
 
     All ranks of the group construct it together, and then make the same calls in the same order.
@@ -103,6 +105,7 @@ class Buffer(LowLatencyMethods):
 
     Attributes:
         number: By which custom operators find it; of this process, and never given twice.
+        generation: How often the ranks have made it anew over a store (`join`, `replace`); 0: it was made over a group.
     """
 
     num_sms: int = 20
@@ -124,7 +127,7 @@ class Buffer(LowLatencyMethods):
         allow_mnnvl: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
-        comm: Comm | None = None,
+        comm: Comm | Generation | None = None,
         *,
         use_fabric: bool = False,
         device: torch.device | str | None = None,
@@ -134,9 +137,10 @@ class Buffer(LowLatencyMethods):
     ):
         del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
         env.warn_of_unknown()
-        limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
-        control = Control(group, comm, limit_secs)
+        self._limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
+        control = Control(group, comm, self._limit_secs)
         self.group = group
+        self.generation = control.generation
         self.rank = control.rank
         self.group_size = control.num_ranks
         self.low_latency_mode = low_latency_mode
@@ -144,32 +148,46 @@ class Buffer(LowLatencyMethods):
         self.enable_shrink = enable_shrink
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._known_dispatches = {}
-        self._known_combines = {}
         self._last_rows: tuple[int, torch.dtype] | None = None
         self._channels: dict[int, int] = {}  # of handles, by the SMs that configs are made with
         # All of it on all ranks, or none of it on any: what is made here is undone where any rank fails.
         with control.joint("making the buffer"):
             self.num_nvl_bytes = checks.check_bytes("Buffer", "num_nvl_bytes", num_nvl_bytes)
             self.num_rdma_bytes = checks.check_bytes("Buffer", "num_rdma_bytes", num_rdma_bytes)
-            gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
+            self._gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
             self.device = find_device(device)
-            self._topology = find_topology(control, forced_ranks_per_node(self.device))
-            self._num_nodes = self._topology.num_nodes
-            self._trace = open_trace(trace, control)
-            self._engine, self.transport = self._make_engine(control, gpu_limit_secs)
-            if self._trace is not None:
-                self._trace.describe(transport=self.transport, device=str(self.device))
-                self._engine.start_trace(self._trace)
-            self.runtime: Runtime | None = Runtime(self._topology, self.device)
-            if self._topology.num_nodes > 1 or low_latency_mode:
-                self.nvshmem_qp_depth = env.QP_DEPTH.get()
+            self._trace_folder = trace
+            made = self._make(control)
             self.number = registry.register(self)
-            missed = f"Buffer (rank {self.rank}/{self.group_size})" if explicitly_destroy else None
-            self._finalizer = Closing(self, functools.partial(_release, self._engine, self._trace, missed))
+            self._install(made)
             control.undo(self._finalizer.detach)
 
-    def _make_engine(self, control: Control, gpu_limit_secs: float) -> tuple[Engine, str]:
+    def _make(self, control: Control) -> Generated:
+        """Make what a generation of the buffer consists of. All ranks call it together, in a joint step."""
+        if control.generation:
+            self._require_same_terms(control)
+        topology = find_topology(control, forced_ranks_per_node(self.device))
+        trace = open_trace(self._trace_folder, control)
+        engine, transport = self._make_engine(control, topology)
+        if trace is not None:
+            trace.describe(transport=transport, device=str(self.device))
+            engine.start_trace(trace)
+        return Generated(control.generation, topology, engine, transport, trace)
+
+    def _install(self, made: Generated) -> None:
+        """Use a generation from now on."""
+        self.generation, self._topology, self._engine, self.transport, self._trace = made
+        self._num_nodes = self._topology.num_nodes
+        # What was learnt of earlier calls holds launches that are bound to the memory of their generation.
+        self._known_dispatches, self._known_combines = {}, {}
+        self._known_layout = self._known_ids = self._known_head = None
+        self.runtime: Runtime | None = Runtime(self._topology, self.device)
+        if self._num_nodes > 1 or self.low_latency_mode:
+            self.nvshmem_qp_depth = env.QP_DEPTH.get()
+        missed = f"Buffer (rank {self.rank}/{self.group_size})" if self.explicitly_destroy else None
+        self._finalizer = Closing(self, functools.partial(_release, self._engine, self._trace, missed))
+
+    def _make_engine(self, control: Control, topology: Topology) -> tuple[Engine, str]:
         sizes = WindowSizes(
             arena_bytes=self.num_nvl_bytes,
             arena_limit_bytes=env.ARENA_BYTES.get(),
@@ -178,8 +196,9 @@ class Buffer(LowLatencyMethods):
             low_latency_bytes=self.num_rdma_bytes if self.low_latency_mode else 0,
             remote_bytes=self.num_rdma_bytes,
         )
-        shrinks, topology = self.enable_shrink, self._topology
-        return make_engine(control, self.group, self.device, sizes, gpu_limit_secs, shrinks, topology)
+        group = None if control.generation else self.group  # of a generation the group may have dead members
+        limit_secs, shrinks = self._gpu_limit_secs, self.enable_shrink
+        return make_engine(control, group, self.device, sizes, limit_secs, shrinks, topology)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         """The same buffer: a copy of a model, such as one of averaged weights, shares it with the model."""
