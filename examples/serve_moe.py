@@ -26,8 +26,9 @@ import logging
 import multiprocessing
 import sys
 import time
+import warnings
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from deep_ep import Buffer
+from deep_ep import Buffer, metrics
 from deep_ep.tools.mps import shared_gpu
 from deep_ep.tools.plotting import new_figure, require_matplotlib, write_png
 
@@ -47,6 +48,7 @@ _SIZES = (
     ("hidden", "hidden size"),
     ("layers", "layers of the model"),
     ("step_ms", "milliseconds that a step takes at least"),
+    ("metrics_port", "rank R serves OpenMetrics at port N + R of loopback; 0: none"),
 )
 BINS_PER_SEC = 4  # of the picture
 AHEAD_STEPS = 10  # ranks learn so many steps ahead what they will do together: they are at most one step apart
@@ -62,6 +64,7 @@ class Options:
     hidden: int = 64
     layers: int = 2
     step_ms: int = 40
+    metrics_port: int = 0
 
     @property
     def num_experts(self) -> int:
@@ -220,11 +223,14 @@ class Server:
 def serve(rank: int, options: Options, port: int, first_request: int, reports: Connection) -> None:
     """The function of a rank's process."""
     torch.set_num_threads(1)
-    logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(message)s")
-    logging.captureWarnings(True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    warnings.simplefilter("ignore", RuntimeWarning)  # masks are logged, too
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     model = Model(options)  # before the others are asked to wait for this rank
     buffer = make_buffer(rank, options, store)
+    metrics.watch(buffer, num_waits=100)
+    if options.metrics_port:
+        metrics.serve(buffer, options.metrics_port + rank)
     server = Server(rank, options, model, first_request, buffer)
     generation, step = buffer.generation, int(store.get("step").decode()) if store.check(["step"]) else 0
     while not is_due(store, "stop", step):
@@ -365,7 +371,7 @@ class Launcher:
 
 def check_answers(options: Options, answers: list[Answer]) -> tuple[int, int, int]:
     """Compute all answers without communication. Returns how many are right, flagged as degraded, and wrong."""
-    options = Options("cpu", options.ranks, options.requests, options.hidden, options.layers)
+    options = replace(options, device="cpu")
     model = Model(options)
     numbers = torch.tensor([answer.request for answer in answers])
     tokens = numbers % VOCABULARY
@@ -420,14 +426,17 @@ def write_plot(path: Path, title: str, speeds: Speeds, events: list[tuple[float,
     axes.stairs(
         both, edges, baseline=speeds.full, fill=True, color="#e0a030", label="degraded: a rank's experts are missing"
     )
-    for secs, text in events:
+    top = max(both)
+    for index, (secs, text) in enumerate(events):  # one below the other: they may be close
         axes.axvline(secs, color="#b03030", linestyle="--", linewidth=1)
-        axes.text(secs, axes.get_ylim()[1], f" {text}", rotation=90, va="top", ha="right", fontsize=8, color="#b03030")
+        height = top * (1.05 + 0.09 * (len(events) - 1 - index))
+        axes.text(secs, height, f" {text}", fontsize=8, color="#b03030")
+    axes.set_ylim(0, top * (1.2 + 0.09 * len(events)))
     axes.set_xlabel("seconds")
     axes.set_ylabel("tokens per second")
     axes.set_xlim(0, edges[-1])
     axes.set_title(title, fontsize=10)
-    axes.legend(frameon=False, fontsize=8, loc="lower left")
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
     write_png("serve_moe", figure, path)
 
 
@@ -479,7 +488,7 @@ def main() -> None:
         parser.error(f"--requests must be even, for two micro-batches, got {args.requests}")
     if args.plot is not None:
         require_matplotlib("serve_moe")
-    options = Options(args.device, args.ranks, args.requests, args.hidden, args.layers, args.step_ms)
+    options = Options(args.device, args.ranks, **{name: getattr(args, name) for name, _ in _SIZES})
     if options.device == "cuda":
         with shared_gpu(options.ranks):
             launcher = run(options, args.seconds, args.kill, args.revive)

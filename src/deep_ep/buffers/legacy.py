@@ -30,6 +30,7 @@ from ..stream import CommStream
 from ..topology import Topology, find_topology
 from ..trace import Trace, open_trace
 from ..transport import WindowSizes
+from ..watch import Watch
 from . import checks, registry, usual
 from .calling import call, is_compiling
 from .engines import Engine, find_device, forced_ranks_per_node, make_engine
@@ -110,6 +111,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
 
     num_sms: int = 20
     _trace: Trace | None = None
+    _watch: Watch | None = None  # which rank came last, see `metrics.watch`
     _known_layout: tuple[ReferenceType, ...] | None = None  # to the last layout that was made here, see `usual.py`
     _known_ids: ReferenceType | None = None  # to the ids that it was made of
     _known_head: ReferenceType | None = None  # to the `send_head` of the last handle, likewise
@@ -184,6 +186,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         self.runtime: Runtime | None = Runtime(self._topology, self.device)
         if self._num_nodes > 1 or self.low_latency_mode:
             self.nvshmem_qp_depth = env.QP_DEPTH.get()
+        if self._watch is not None:
+            self._engine.start_watch(self._watch)
         missed = f"Buffer (rank {self.rank}/{self.group_size})" if self.explicitly_destroy else None
         self._finalizer = Closing(self, functools.partial(_release, self._engine, self._trace, missed))
 
@@ -676,7 +680,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`. Across nodes also
             `rail`: messages and bytes sent and received between nodes, with everything that is added to rows; a token
             that is forwarded inside a node counts there as a row of the rank that forwarded it. In low-latency mode
-            also `mesh`: the same of the links that low-latency calls use.
+            also `mesh`: the same of the links that low-latency calls use. On the CPU also `low_latency`: how many
+            low-latency calls of which kind. `replace` begins anew.
         """
         return self._require_engine("stats").stats()
 
@@ -706,6 +711,13 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             self._leave(error)
 
     # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _watch_waits(self, num_waits: int, interval_secs: float) -> None:
+        """Begin, or with 0 waits end, what `metrics.watch` is for."""
+        watch = Watch(self.rank, self.group_size, num_waits, interval_secs) if num_waits else None
+        with self._lock:
+            self._require_engine("metrics.watch").start_watch(watch)
+            self._watch = watch
 
     def _close(self) -> None:
         """Close the buffer, once what is queued has finished."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ..control import Control
-from ..errors import EPError, EPUnsupported, named
+from ..errors import EPError, EPUnsupported, account, named
 from ..generation import Generation, check_store
+from ..log import log_event
 from ..reaper import Closing
 from ..topology import Topology
 from ..trace import Trace
@@ -122,13 +126,8 @@ class ReplacingMethods:
         _require_cpu(where, find_device(arguments.get("device")))
         generation = Generation.enter(where, own_store, rank, num_ranks, limit_secs, None)
         generation.joint_secs = limit_secs
-        try:
-            buffer = cast(Any, cls)(None, comm=generation, **arguments)
-        except BaseException as error:
-            generation.settle(error)
-            raise
-        generation.settle()
-        return buffer
+        with _settling(where, generation):
+            return cast(Any, cls)(None, comm=generation, **arguments)
 
     def replace(self, store: dist.Store, *, timeout_secs: float | None = None) -> None:
         """Make a new generation of this buffer, together with new processes that call `join`.
@@ -159,16 +158,12 @@ class ReplacingMethods:
             if timeout_secs is not None:
                 limit_secs = checks.check_secs(where, "timeout_secs", timeout_secs)
             generation = Generation.enter(where, own_store, self.rank, self.group_size, limit_secs, self.generation)
-            try:
-                generation.joint_secs = limit_secs
+            generation.joint_secs = limit_secs
+            with _settling(where, generation):
                 control = Control(None, generation, self._limit_secs)
                 with control.joint("replace: making the buffer anew"):
                     made = self._make(control)
-            except BaseException as error:
-                generation.settle(error)
-                raise
-            self._go_on_in(made)
-            generation.settle()
+                self._go_on_in(made)
 
     @staticmethod
     def get_joining_ranks(store: dist.Store) -> list[int]:
@@ -217,6 +212,21 @@ class ReplacingMethods:
         for name, values in zip(Terms._fields, zip(*terms, strict=True), strict=True):
             if len(set(values)) > 1:
                 raise EPError(f"Buffer: `{name}` must be the same on all ranks, {_differing(values)}")
+
+
+@contextlib.contextmanager
+def _settling(where: str, generation: Generation) -> Iterator[None]:
+    """A context manager around the making of a generation: how it ends is recorded in the store, and logged."""
+    me, begun = f"rank {generation.rank}/{generation.num_ranks}", time.monotonic()
+    try:
+        yield
+    except BaseException as error:
+        generation.settle(error)
+        log_event(logging.WARNING, f"{where}: generation {generation.number} was not made: {account(error)} ({me})")
+        raise
+    generation.settle()
+    secs = time.monotonic() - begun
+    log_event(logging.INFO, f"{where}: generation {generation.number} is made, after {secs:.2g} s ({me})")
 
 
 def _differing(values: Sequence[Any]) -> str:

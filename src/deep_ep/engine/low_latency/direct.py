@@ -5,14 +5,18 @@ Ranks of other nodes are sent their part, and fetch it where it has arrived (`re
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
 
+from ...errors import named
 from ...event import EventHandle
+from ...log import log_event
 from ...stream import CommStream
 from ...transport import LOW_LATENCY as REFUSED
 from ...transport import Arena, ordinary_tensor
@@ -59,7 +63,13 @@ class DirectLowLatency:
         self._slots = Slots()
         self._in_flight = InFlight(self._slots)
         self._results = Arena(HollowMemory())
+        self._num_calls: Counter[str] = Counter()
         self.shared = Shared(chain.window, segment, enable_shrink, mesh)
+
+    @property
+    def num_calls(self) -> dict[str, int]:
+        """How many calls of each kind this rank has received."""
+        return dict(self._num_calls)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -131,6 +141,10 @@ class DirectLowLatency:
             met = self._stream.run(join, on_abandon=lambda error: self._abandon(error, barrier))
             self._in_flight.go_on_from(met.number)
             barrier.num_ended += 1
+        log_event(
+            logging.INFO,
+            f"low latency: in step with all but {len(met.lost)} ranks, at call {met.number} ({window.me()})",
+        )
         if met.lost:
             warn_of_masks(f"{METHODS[BARRIER]} (call {met.number})", met.lost, window.me())
 
@@ -161,7 +175,10 @@ class DirectLowLatency:
 
     def clean_mask(self) -> None:
         """Unmask all ranks."""
+        masked = sorted(self.shared.masked)
         self._stream.run(lambda: self.shared.unmask(self.shared.masked))
+        if masked:
+            log_event(logging.INFO, f"low latency: {named(masked)} unmasked ({self.shared.window.me()})")
 
     def refuse(self, reason: str) -> None:
         """Report to the peers that this rank does not make the next call."""
@@ -287,6 +304,8 @@ class DirectLowLatency:
                 self._chain.fail(error, call.name)
                 raise
             call.num_ended += 1
+            if name == "receive":
+                self._num_calls[call.agreement.operation] += 1
 
         return phase
 
