@@ -59,7 +59,8 @@ def openmetrics(buffer: Any) -> str:
         ("deep_ep_received_bytes", "bytes_from", "Bytes of rows of normal calls that came from a peer."),
         ("deep_ep_wait_seconds", "wait_secs", "Time that this rank has waited for a peer."),
     ):
-        page.add(name, "counter", text, [({"peer": peer}, stats[key][peer]) for peer in peers])
+        counts = [({"peer": peer}, stats[key][peer]) for peer in peers] if engine.counts_peers else []
+        page.add(name, "counter", text, counts)
     arena = [({"state": state}, num_bytes) for state, num_bytes in sorted(stats["arena"].items())]
     page.add("deep_ep_arena_bytes", "gauge", "Memory of the window for received rows.", arena)
     masked = engine.masked_ranks()
@@ -71,14 +72,22 @@ def openmetrics(buffer: Any) -> str:
             [({"peer": one}, int(one in masked)) for one in peers],
         )
     for links in ("rail", "mesh"):
-        counts = [({"links": links, "what": what}, count) for what, count in sorted(stats.get(links, {}).items())]
-        page.add(f"deep_ep_{links}", "counter", f"Messages and bytes of the {links} between nodes.", counts)
+        for what, count in sorted(stats.get(links, {}).items()):
+            text = f"{what.replace('_', ' ').capitalize()} over the {links} between nodes."
+            page.add(f"deep_ep_{links}_{_with_unit_last(what)}", "counter", text, [({}, count)])
     found = buffer._watch
     if found is not None:
         page.add("deep_ep_waits", "counter", "Waits for peers.", [({}, found.num_noted)])
         last = [({"peer": peer}, found.num_last[peer]) for peer in peers]
         page.add("deep_ep_waits_last", "counter", "Waits in which a peer came last.", last)
     return page.text()
+
+
+def _with_unit_last(name: str) -> str:
+    """`rows_bytes_sent` as `rows_sent_bytes`: a name ends with its unit."""
+    parts = name.split("_")
+    units = [part for part in parts if part in _UNITS]
+    return "_".join([part for part in parts if part not in _UNITS] + units)
 
 
 class _Page:

@@ -92,25 +92,27 @@ def normal_calls(buffer: deep_ep.Buffer) -> tuple[torch.Tensor, tuple]:
     return received, handle
 
 
-def killed_and_replaced(process: int, num_processes: int, path: str, has_normal_mode: bool) -> list[str]:
+def killed_and_replaced(
+    process: int, num_processes: int, path: str, killed: list[int], has_normal_mode: bool
+) -> list[str]:
     warnings.simplefilter("ignore", RuntimeWarning)
-    signs, num_ranks = Signs(path), num_processes - 1
-    group = dist.new_group(list(range(num_ranks)))
-    if process == num_ranks:
-        signs.wait("killed")
-        buffer = join(signs, 1, num_ranks)
+    signs, num_ranks = Signs(path), num_processes - len(killed)
+    group, deaths = dist.new_group(list(range(num_ranks))), [f"killed {rank}" for rank in killed]
+    if process >= num_ranks:
+        signs.wait(*deaths)
+        buffer = join(signs, killed[process - num_ranks], num_ranks)
     else:
         buffer = deep_ep.Buffer(group, **arguments(num_ranks))
         assert Round(buffer, 0).go() == []
         received, _ = normal_calls(buffer) if has_normal_mode else (torch.zeros(1), ())
         before = received.clone()
-        if process == 1:
-            signs.leave("killed")
+        if process in killed:
+            signs.leave(f"killed {process}")
             os.kill(os.getpid(), signal.SIGKILL)
-        signs.wait("killed")
-        assert Round(buffer, 1).go() == [1]  # with masks, without the rank that has ended
+        signs.wait(*deaths)
+        assert Round(buffer, 1).go() == killed  # with masks, without the ranks that have ended
         got = Round(buffer, 2).dispatch(return_recv_hook=True)
-        signs.wait_for_joining(1)
+        signs.wait_for_joining(*killed)
         buffer.replace(signs.store)
         assert torch.equal(received, before)
         error = error_of(got[4])
@@ -133,23 +135,19 @@ def killed_and_replaced(process: int, num_processes: int, path: str, has_normal_
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "env"),
+    ("num_ranks", "killed", "env"),
     [
-        (3, {}),
-        (4, {"DEEP_EP_RANKS_PER_NODE": "2"}),
-        pytest.param(2, INTERPRETED, marks=interpreted),
+        (3, [1], {}),
+        (4, [1, 2], {"DEEP_EP_RANKS_PER_NODE": "2"}),
+        pytest.param(2, [1], INTERPRETED, marks=interpreted),
     ],
     ids=["one node", "two nodes", "kernels"],
 )
-def test_a_new_process_takes_the_position_of_a_killed_rank(num_ranks: int, env: dict[str, str], tmp_path: Path) -> None:
-    results = run_ranks(
-        killed_and_replaced,
-        num_ranks + 1,
-        str(tmp_path / "store"),
-        not env.get("DEEP_EP_TRANSPORT"),
-        may_die=[1],
-        env=env,
-    )
+def test_new_processes_take_the_positions_of_killed_ranks(
+    num_ranks: int, killed: list[int], env: dict[str, str], tmp_path: Path
+) -> None:
+    arguments = (str(tmp_path / "store"), killed, not env.get("DEEP_EP_TRANSPORT"))
+    results = run_ranks(killed_and_replaced, num_ranks + len(killed), *arguments, may_die=killed, env=env)
     assert all(threads == [] for threads in results if threads is not None), results
 
 

@@ -62,6 +62,7 @@ class Engine(ABC):
         stream: Where communication runs.
         low_latency: Low-latency calls; None: the buffer has no memory for them, or they cannot be made.
         why_no_low_latency: Why they cannot be made. Empty: they can be made, or were not requested.
+        counts_peers: `stats` has the bytes and the waits of each peer; else kernels move and wait, and they are zeros.
     """
 
     rank: int
@@ -69,6 +70,7 @@ class Engine(ABC):
     stream: Any
     low_latency: LowLatencyEngine | None = None
     why_no_low_latency = ""
+    counts_peers = False
 
     # Calls -----------------------------------------------------------------------------------------------------------
 

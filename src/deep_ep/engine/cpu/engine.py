@@ -39,6 +39,7 @@ class CpuEngine(Engine):
     """
 
     low_latency: DirectLowLatency | None = None
+    counts_peers = True
 
     def __init__(self, window: Window, stream: CommStream):
         self.rank = window.rank
