@@ -1,7 +1,7 @@
 """The control plane: who we are, and gathers of small objects that all ranks of a group make together.
 
 It is used when a buffer is made or its memory grows, never in its calls. Any `torch.distributed` group will do, or
-anything that looks like an mpi4py communicator.
+anything that looks like an mpi4py communicator, or a generation of a buffer over a store (`generation.py`).
 
 What ranks make together is made by all of them or by none, in a *joint step*:
 
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import EPError, EPTimeout, EPTransportError, EPUnsupported, account, named
+from .generation import Generation, StoreGather
 
 _MOST_CAUSE_CHARS = 2000  # of a failure's text: it goes to every rank
 
@@ -310,7 +311,10 @@ def _require_hope(roll_call: _RollCall | None, deadline: float) -> None:
         raise TimeoutError
 
 
-def _begin_gather(group: dist.ProcessGroup, roll_call: _RollCall, sent: _Sent) -> _PolledGather | _ThreadGather:
+_Gather = _PolledGather | _ThreadGather | StoreGather
+
+
+def _begin_gather(group: dist.ProcessGroup, roll_call: _RollCall, sent: _Sent) -> _Gather:
     """Begin a gather over a process group. Only gloo's own collectives are known to start without waiting."""
     with contextlib.suppress(Exception):  # torch has no public name for what moves the bytes of a group
         if isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo):
@@ -325,37 +329,46 @@ def _begin_gather(group: dist.ProcessGroup, roll_call: _RollCall, sent: _Sent) -
 
 
 class Control:
-    """Rank, number of ranks, `gather` and `joint`, over a process group or an MPI-like communicator.
+    """Rank, number of ranks, `gather` and `joint`, over a group, an MPI-like communicator or a generation.
 
     Args:
         group: A `torch.distributed` process group, whatever moves its bytes; or None.
-        comm: An MPI-like communicator, looked at only where `group` is None.
-        limit_secs: Seconds that a joint step may take, all its gathers and connections together, unless they begin anew
-            (`renew_deadline`).
+        comm: An MPI-like communicator, or a generation; looked at only where `group` is None.
+        limit_secs: Seconds that a wait of the buffer may take, and a joint step unless its generation has another
+            limit: all its gathers and connections together, unless they begin anew (`renew_deadline`).
 
     Attributes:
         deadline: When the limit is over, as `time.monotonic` counts. It is set anew when a joint step begins.
     """
 
     first_rank = 0  # of the group's ranks, the first that this control is about
+    generation = 0  # of the buffer; 0: it is made over a group or a communicator
 
-    def __init__(self, group: dist.ProcessGroup | None, comm: Comm | None, limit_secs: float):
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        comm: Comm | Generation | None,
+        limit_secs: float,
+    ):
+        joint_secs = comm.joint_secs if isinstance(comm, Generation) else None
         self.limit_secs = limit_secs
-        self.deadline = time.monotonic() + limit_secs
+        self.joint_secs = limit_secs if joint_secs is None else joint_secs
+        self.deadline = time.monotonic() + self.joint_secs
         self._undo: list[contextlib.ExitStack] = []  # of the joint steps that this rank is in, the innermost last
         self._failed: _Failed | None = None  # the outermost step that has failed, until this rank has left it
         self._heard: EPError | None = None  # what this rank last raised of a peer
         self._lost: str | None = None  # why gathers cannot be made any more; None: they can
-        self._interrupted: _PolledGather | _ThreadGather | None = None  # a gather that this rank did not wait for
+        self._interrupted: _Gather | None = None  # a gather that this rank did not wait for
         self._num_begun = 0  # gathers that may have been begun
-        self._roll_call: _RollCall | None = None
-        self._begin_gather: Callable[[_Sent], _PolledGather | _ThreadGather]
+        self._roll_call: _RollCall | Generation | None = None
+        self._begin_gather: Callable[[_Sent], _Gather]
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "Buffer: this process is no member of `group`. Only the ranks of a group make a buffer of it; "
                 "`torch.distributed.new_group` returns no group to others"
             )
-        for name, given, needed in (("group", group, ("rank", "size")), ("comm", comm, Comm.__dict__)):
+        needs = () if isinstance(comm, Generation) else tuple(Comm.__dict__)
+        for name, given, needed in (("group", group, ("rank", "size")), ("comm", comm, needs)):
             missing = [part for part in needed if not part.startswith("_") and not hasattr(given, part)]
             if given is not None and missing:
                 raise TypeError(f"Buffer: `{name}` must have {', '.join(missing)}, got {type(given).__name__}")
@@ -363,6 +376,10 @@ class Control:
             self.rank, self.num_ranks = group.rank(), group.size()
             self._roll_call = _RollCall(group)
             self._begin_gather = partial(_begin_gather, group, self._roll_call)
+        elif isinstance(comm, Generation):
+            generation = self._roll_call = comm
+            self.rank, self.num_ranks, self.generation = comm.rank, comm.num_ranks, comm.number
+            self._begin_gather = lambda sent: generation.begin_gather(sent, self.deadline)
         elif comm is not None:
             self.rank, self.num_ranks = comm.Get_rank(), comm.Get_size()
             self._begin_gather = partial(_ThreadGather, comm.allgather, None)
@@ -393,7 +410,7 @@ class Control:
         """
         undo = contextlib.ExitStack()
         if not self._undo:
-            self.deadline = time.monotonic() + self.limit_secs
+            self.deadline = time.monotonic() + self.joint_secs
             if self._roll_call is not None and self.num_ranks > 1:
                 self._roll_call.begin()
         self._undo.append(undo)
@@ -450,7 +467,7 @@ class Control:
             purpose: What follows; errors say it.
         """
         self.gather(None, purpose)
-        self.deadline = time.monotonic() + self.limit_secs
+        self.deadline = time.monotonic() + self.joint_secs
 
     def undo(self, work: Callable[..., object], *args: Any) -> None:
         """Have `work(*args)` done if the joint step fails, the last one first. Outside of one: nothing is done.
@@ -527,7 +544,7 @@ class Control:
         except TimeoutError:
             self._lost = "not all ranks came to an earlier gather"
             raise EPTimeout(
-                f"{purpose}: not all ranks came within {self.limit_secs:g} s{self._missing()} ({self._me()}). "
+                f"{purpose}: not all ranks came within {self.joint_secs:g} s{self._missing()} ({self._me()}). "
                 "A rank exited, or does not make its buffer; look at its output"
             ) from None
         except RuntimeError as error:
@@ -604,7 +621,8 @@ class NodeControl(Control):
         self._whole = control
         self.first_rank = first_rank
         self.rank, self.num_ranks = control.rank - first_rank, num_ranks
-        self.limit_secs = control.limit_secs
+        self.limit_secs, self.joint_secs = control.limit_secs, control.joint_secs
+        self.generation = control.generation
 
     @property
     def num_all_ranks(self) -> int:

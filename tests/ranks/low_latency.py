@@ -213,3 +213,47 @@ def check_combine(
         assert torch.allclose(combined.float(), expected.float(), rtol=3e-2, atol=3e-2)
     else:
         assert torch.equal(combined, expected)
+
+
+BF16 = {"use_fp8": False}
+SMALL = Case(experts_per_rank=2, max_tokens=3, hidden=40, topk=2)
+
+
+def masks_of(buffer: deep_ep.Buffer) -> list[int]:
+    status = torch.full((buffer.group_size,), -1, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    return status.tolist()
+
+
+class Round:
+    """A dispatch and its combine, compared with what the oracle makes of the masks that the rank has by then."""
+
+    def __init__(self, buffer: deep_ep.Buffer, seed: int):
+        self.buffer, self.rank = buffer, buffer.rank
+        self.every = [inputs(one, buffer.group_size, SMALL._replace(seed=seed)) for one in range(buffer.group_size)]
+
+    @property
+    def mine(self) -> Given:
+        return self.every[self.rank]
+
+    def dispatch(self, **more: Any) -> tuple:
+        return dispatch(self.buffer, self.mine, SMALL, **BF16, **more)
+
+    def finish(self, got: tuple) -> list[int]:
+        """Receive what a dispatch got, and combine. Returns the ranks that were masked then."""
+        rows = experts_rows(check_dispatch(got, self.expected()[0][self.rank], BF16), self.rank)
+        combined, *_ = self.buffer.low_latency_combine(rows, self.mine.topk_idx, self.mine.topk_weights, got[2])
+        want, masked = self.expected()
+        check_combine(combined, self.every, want, BF16, self.rank, masked=masked)
+        return sorted(masked[self.rank])
+
+    def expected(self) -> tuple[list[reference.LowLatencyDispatched], list[set[int]]]:
+        """Of all ranks, if they had this rank's masks."""
+        mine = {rank for rank, is_masked in enumerate(masks_of(self.buffer)) if is_masked}
+        masked = [mine - {rank} for rank in range(self.buffer.group_size)]
+        xs, ids = [one.x for one in self.every], [one.topk_idx for one in self.every]
+        num_experts = SMALL.experts_per_rank * self.buffer.group_size
+        return reference.low_latency_dispatch(xs, ids, SMALL.max_tokens, num_experts, masked=masked), masked
+
+    def go(self) -> list[int]:
+        return self.finish(self.dispatch())

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import decode  # noqa: E402
 import overlap  # noqa: E402
+import serve_moe  # noqa: E402
 import train_moe  # noqa: E402
 import train_moe_gloo  # noqa: E402
 import training_step  # noqa: E402
@@ -215,3 +216,17 @@ def test_programs_that_migrate(device: str) -> None:
     programs = programs_of("docs/migrating.md")
     assert len(programs) == 3
     assert run_ranks(run_pasted, 4, programs, "main") == [[True, True, True]] * 4
+
+
+@pytest.mark.cpu_only
+def test_serve_moe_survives_a_killed_rank(device: str, tmp_path: Path) -> None:
+    sizes = ("--ranks", "3", "--seconds", "2", "--step-ms", "10")
+    out = said_by(serve_moe, *sizes, "--kill", "1", "--revive", "--plot", str(tmp_path / "serve.png"))
+    for event in ("rank 1 is killed", "rank 1 is started again", "rank 1 serves again"):
+        assert event in out
+    found = re.search(r"(\d+) answers: (\d+) right, (\d+) flagged as degraded, 0 wrong", out)
+    assert found, out
+    assert all(int(number) > 0 for number in found.groups()), out
+    assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        said_by(serve_moe, "--revive")

@@ -22,6 +22,7 @@ from ..control import Comm, Control
 from ..engine.ops import CallOrder
 from ..errors import EPClosed, EPUnsupported, account
 from ..event import EventHandle, EventOverlap
+from ..generation import Generation
 from ..handle import parse_handle
 from ..reaper import Closing, is_normal_end
 from ..sizing import low_latency_buffer_bytes
@@ -29,10 +30,12 @@ from ..stream import CommStream
 from ..topology import Topology, find_topology
 from ..trace import Trace, open_trace
 from ..transport import WindowSizes
+from ..watch import Watch
 from . import checks, registry, usual
 from .calling import call, is_compiling
 from .engines import Engine, find_device, forced_ranks_per_node, make_engine
 from .low_latency import LowLatencyMethods
+from .replacing import Generated, ReplacingMethods
 
 topk_idx_t = torch.int64
 """The dtype in which DeepEP's callers make expert ids; int32 works as well."""
@@ -70,7 +73,7 @@ class Runtime:
         return self._device.index or 0
 
 
-class Buffer(LowLatencyMethods):
+class Buffer(LowLatencyMethods, ReplacingMethods):
     """The expert-parallel communication buffer of one rank: dispatch tokens to experts, combine their results.
 
     All ranks of the group construct it together, and then make the same calls in the same order.
@@ -104,10 +107,12 @@ class Buffer(LowLatencyMethods):
 
     Attributes:
         number: By which custom operators find it; of this process, and never given twice.
+        generation: How often the ranks have made it anew over a store (`join`, `replace`); 0: it was made over a group.
     """
 
     num_sms: int = 20
     _trace: Trace | None = None
+    _watch: Watch | None = None  # which rank came last, see `metrics.watch`
     _known_layout: tuple[ReferenceType, ...] | None = None  # to the last layout that was made here, see `usual.py`
     _known_ids: ReferenceType | None = None  # to the ids that it was made of
     _known_head: ReferenceType | None = None  # to the `send_head` of the last handle, likewise
@@ -125,7 +130,7 @@ class Buffer(LowLatencyMethods):
         allow_mnnvl: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
-        comm: Comm | None = None,
+        comm: Comm | Generation | None = None,
         *,
         use_fabric: bool = False,
         device: torch.device | str | None = None,
@@ -135,9 +140,10 @@ class Buffer(LowLatencyMethods):
     ):
         del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
         env.warn_of_unknown()
-        limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
-        control = Control(group, comm, limit_secs)
+        self._limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
+        control = Control(group, comm, self._limit_secs)
         self.group = group
+        self.generation = control.generation
         self.rank = control.rank
         self.group_size = control.num_ranks
         self.low_latency_mode = low_latency_mode
@@ -145,32 +151,48 @@ class Buffer(LowLatencyMethods):
         self.enable_shrink = enable_shrink
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._known_dispatches = {}
-        self._known_combines = {}
         self._last_rows: tuple[int, torch.dtype] | None = None
         self._channels: dict[int, int] = {}  # of handles, by the SMs that configs are made with
         # All of it on all ranks, or none of it on any: what is made here is undone where any rank fails.
         with control.joint("making the buffer"):
             self.num_nvl_bytes = checks.check_bytes("Buffer", "num_nvl_bytes", num_nvl_bytes)
             self.num_rdma_bytes = checks.check_bytes("Buffer", "num_rdma_bytes", num_rdma_bytes)
-            gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
+            self._gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
             self.device = find_device(device)
-            self._topology = find_topology(control, forced_ranks_per_node(self.device))
-            self._num_nodes = self._topology.num_nodes
-            self._trace = open_trace(trace, control)
-            self._engine, self.transport = self._make_engine(control, gpu_limit_secs)
-            if self._trace is not None:
-                self._trace.describe(transport=self.transport, device=str(self.device))
-                self._engine.start_trace(self._trace)
-            self.runtime: Runtime | None = Runtime(self._topology, self.device)
-            if self._topology.num_nodes > 1 or low_latency_mode:
-                self.nvshmem_qp_depth = env.QP_DEPTH.get()
+            self._trace_folder = trace
+            made = self._make(control)
             self.number = registry.register(self)
-            missed = f"Buffer (rank {self.rank}/{self.group_size})" if explicitly_destroy else None
-            self._finalizer = Closing(self, functools.partial(_release, self._engine, self._trace, missed))
+            self._install(made)
             control.undo(self._finalizer.detach)
 
-    def _make_engine(self, control: Control, gpu_limit_secs: float) -> tuple[Engine, str]:
+    def _make(self, control: Control) -> Generated:
+        """Make what a generation of the buffer consists of. All ranks call it together, in a joint step."""
+        if control.generation:
+            self._require_same_terms(control)
+        topology = find_topology(control, forced_ranks_per_node(self.device))
+        trace = open_trace(self._trace_folder, control)
+        engine, transport = self._make_engine(control, topology)
+        if trace is not None:
+            trace.describe(transport=transport, device=str(self.device))
+            engine.start_trace(trace)
+        return Generated(control.generation, topology, engine, transport, trace)
+
+    def _install(self, made: Generated) -> None:
+        """Use a generation from now on."""
+        self.generation, self._topology, self._engine, self.transport, self._trace = made
+        self._num_nodes = self._topology.num_nodes
+        # What was learnt of earlier calls holds launches that are bound to the memory of their generation.
+        self._known_dispatches, self._known_combines = {}, {}
+        self._known_layout = self._known_ids = self._known_head = None
+        self.runtime: Runtime | None = Runtime(self._topology, self.device)
+        if self._num_nodes > 1 or self.low_latency_mode:
+            self.nvshmem_qp_depth = env.QP_DEPTH.get()
+        if self._watch is not None:
+            self._engine.start_watch(self._watch)
+        missed = f"Buffer (rank {self.rank}/{self.group_size})" if self.explicitly_destroy else None
+        self._finalizer = Closing(self, functools.partial(_release, self._engine, self._trace, missed))
+
+    def _make_engine(self, control: Control, topology: Topology) -> tuple[Engine, str]:
         sizes = WindowSizes(
             arena_bytes=self.num_nvl_bytes,
             arena_limit_bytes=env.ARENA_BYTES.get(),
@@ -179,8 +201,9 @@ class Buffer(LowLatencyMethods):
             low_latency_bytes=self.num_rdma_bytes if self.low_latency_mode else 0,
             remote_bytes=self.num_rdma_bytes,
         )
-        shrinks, topology = self.enable_shrink, self._topology
-        return make_engine(control, self.group, self.device, sizes, gpu_limit_secs, shrinks, topology)
+        group = None if control.generation else self.group  # of a generation the group may have dead members
+        limit_secs, shrinks = self._gpu_limit_secs, self.enable_shrink
+        return make_engine(control, group, self.device, sizes, limit_secs, shrinks, topology)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         """The same buffer: a copy of a model, such as one of averaged weights, shares it with the model."""
@@ -658,7 +681,8 @@ class Buffer(LowLatencyMethods):
             `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`. Across nodes also
             `rail`: messages and bytes sent and received between nodes, with everything that is added to rows; a token
             that is forwarded inside a node counts there as a row of the rank that forwarded it. In low-latency mode
-            also `mesh`: the same of the links that low-latency calls use.
+            also `mesh`: the same of the links that low-latency calls use. On the CPU also `low_latency`: how many
+            low-latency calls of which kind. `replace` begins anew.
         """
         return self._require_engine("stats").stats()
 
@@ -688,6 +712,13 @@ class Buffer(LowLatencyMethods):
             self._leave(error)
 
     # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _watch_waits(self, num_waits: int, interval_secs: float) -> None:
+        """Begin, or with 0 waits end, what `metrics.watch` is for."""
+        watch = Watch(self.rank, self.group_size, num_waits, interval_secs) if num_waits else None
+        with self._lock:
+            self._require_engine("metrics.watch").start_watch(watch)
+            self._watch = watch
 
     def _close(self) -> None:
         """Close the buffer, once what is queued has finished."""

@@ -24,8 +24,10 @@ import torch
 
 from .. import layout
 from ..config import Config
+from ..errors import EPUnsupported
 from ..event import EventHandle
 from ..trace import Trace
+from ..watch import Watch
 from .low_latency.engine import LowLatencyEngine
 from .ops import NO_SECTIONS, CallOrder, CallScope, CombineSteps, Counts, DispatchSteps, received_of
 from .payload import CombineResult, DispatchResult, Payload, Routing, make_combined
@@ -60,6 +62,7 @@ class Engine(ABC):
         stream: Where communication runs.
         low_latency: Low-latency calls; None: the buffer has no memory for them, or they cannot be made.
         why_no_low_latency: Why they cannot be made. Empty: they can be made, or were not requested.
+        counts_peers: `stats` has the bytes and the waits of each peer; else kernels move and wait, and they are zeros.
     """
 
     rank: int
@@ -67,6 +70,7 @@ class Engine(ABC):
     stream: Any
     low_latency: LowLatencyEngine | None = None
     why_no_low_latency = ""
+    counts_peers = False
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -313,6 +317,19 @@ class Engine(ABC):
     @abstractmethod
     def forget(self) -> None:
         """Close a buffer that was never destroyed, once everything queued has finished. Only the reaper calls it."""
+
+    def masked_ranks(self) -> set[int] | None:
+        """Return the ranks that are masked, without waiting for anything; None: the host does not know."""
+        return None
+
+    def start_watch(self, watch: Watch | None) -> None:
+        """Count from now on which rank came last in a wait; None: not any more.
+
+        Raises:
+            EPUnsupported: Kernels wait here, and the host does not see for whom.
+        """
+        if watch is not None:
+            raise EPUnsupported("metrics.watch: kernels wait here, unseen by the host. Record a trace instead")
 
     def tune(self, config: Config | None) -> None:
         """Take the chunk sizes of the next call from a config; None: choose them.

@@ -58,10 +58,12 @@ def open_trace(folder: str | os.PathLike[str] | None, control: Control) -> Trace
 
 def _open(folder: Path, control: Control) -> TraceFile:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder.absolute() / f"rank{control.rank}.json"
+    # The file of a process that has ended stays: the one that takes its position writes another.
+    name = f"rank{control.rank}" + (f"-generation{control.generation}" if control.generation else "")
+    path = folder.absolute() / f"{name}.json"
     number = 2
     while path in _opened:
-        path = folder.absolute() / f"rank{control.rank}-{number}.json"
+        path = folder.absolute() / f"{name}-{number}.json"
         number += 1
     file = TraceFile(path)
     _opened.add(path)

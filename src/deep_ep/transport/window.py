@@ -22,6 +22,7 @@ import torch
 
 from ..errors import EPClosed, EPError, EPPeerFailed, EPTimeout, EPTransportError, named
 from ..trace import Trace
+from ..watch import Watch
 from .arena import GROWTH_BYTES, Arena, Base, Segment
 from .board import MAX_EXPERTS, NO_REFUSAL, NORMAL, NUM_SENT_POSTS, Board, Refusal, progress_of
 from .memory import Mapping, Memory, bytes_tensor
@@ -168,6 +169,7 @@ class Window:
         look: Raises if something else than the window has failed, called with the call that waits and the seconds so
             far; None: there is nothing.
         trace: The trace in which calls are recorded; None: none is.
+        watch: Counts which peer came last in a wait; None: nobody is interested.
         fault: Called at every fault point, where tests stop, kill or delay the rank; None: there is none.
     """
 
@@ -190,6 +192,7 @@ class Window:
         self._failing = threading.Lock()
         self.look: Callable[[str, float], None] | None = None
         self.trace: Trace | None = None
+        self.watch: Watch | None = None
         self.fault: Callable[[str], None] | None = None
         self._pid = os.getpid()
         self._others = [peer for peer in peers if peer.rank != rank]
@@ -273,6 +276,8 @@ class Window:
         # nothing.
         self._raise_if_failed(where)
         self._raise_if_desynced(where)
+        if self.watch is not None:
+            self.watch.note(waited, self.group_ranks.first_rank)
         return waited
 
     def _silent(self, pending: list[Peer], waited_secs: float) -> list[Peer]:

@@ -16,6 +16,7 @@ from ...handle import ColumnHandle
 from ...stream import CommStream
 from ...trace import Trace
 from ...transport import Window, ordinary_tensor
+from ...watch import Watch
 from ..engine import Engine
 from ..low_latency.calls import operation_of
 from ..low_latency.cpu.engine import CpuLowLatency
@@ -38,6 +39,7 @@ class CpuEngine(Engine):
     """
 
     low_latency: CpuLowLatency | None = None
+    counts_peers = True
 
     def __init__(self, window: Window, stream: CommStream):
         self.rank = window.rank
@@ -121,7 +123,16 @@ class CpuEngine(Engine):
             **self.chain.stats.as_dict(),
             "wait_secs": [peer.wait_secs for peer in self.window.peers],
             "arena": self.window.arena.num_bytes(),
+            **({"low_latency": self.low_latency.num_calls} if self.low_latency is not None else {}),
         }
+
+    def masked_ranks(self) -> set[int] | None:
+        """Return the ranks that are masked, without waiting for anything; None: there are no masks."""
+        return self.low_latency.shared.masked if self.low_latency is not None else None
+
+    def start_watch(self, watch: Watch | None) -> None:
+        """Count from now on which rank came last in a wait; None: not any more."""
+        self.window.watch = watch
 
     def release_graphs(self) -> None:
         """Do nothing: there are no graphs on the CPU."""

@@ -197,8 +197,10 @@ def show_histories(console: Console, results: Sequence[Played]) -> None:
     """Print what came of all of them."""
     num_wrong = sum(bool(one.error) for one in results)
     rounds, degraded, num_returns = (sum(numbers) for numbers in zip(*(one[2:5] for one in results), strict=True))
+    num_replaced = sum(one.num_replaced for one in results)
     secs = max(one.return_secs for one in results)
     console.print(
         f"{len(results)} histories, {num_wrong} wrong; {rounds:,} rounds compared, {degraded:,} of them with masks; "
-        f"{num_returns} returns, the slowest {secs:.2f} s to the first full result"
+        f"{num_returns} returns, {num_replaced} of them by new processes, the slowest {secs:.2f} s to the first "
+        "full result"
     )

@@ -5,11 +5,14 @@ Ranks of other nodes are sent their part, and fetch it where it has arrived (`re
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from ....errors import named
+from ....log import log_event
 from ....stream import CommStream
 from ....transport import LOW_LATENCY as REFUSED
 from ....transport import Arena, ordinary_tensor
@@ -54,6 +57,11 @@ class CpuLowLatency(LowLatencyEngine):
         self._chain = chain
         self._results = Arena(HollowMemory())
         self.shared = Shared(chain.window, segment, enable_shrink, chain.require_working, mesh)
+
+    @property
+    def num_calls(self) -> dict[str, int]:
+        """How many calls of each kind this rank has received."""
+        return dict(self.shared.num_calls)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -118,8 +126,10 @@ class CpuLowLatency(LowLatencyEngine):
         return found[0]
 
     def _tell_lost(self, met: Met) -> None:
+        me = self.shared.window.me()
+        log_event(logging.INFO, f"low latency: in step with all but {len(met.lost)} ranks, at call {met.number} ({me})")
         if met.lost:
-            warn_of_masks(f"{METHODS[BARRIER]} (call {met.number})", met.lost, self.shared.window.me())
+            warn_of_masks(f"{METHODS[BARRIER]} (call {met.number})", met.lost, me)
 
     def _plan_combine(self, where: str, geometry: Geometry) -> SetPlan:
         return plan_combine(where, self.shared.num_bytes, geometry)
@@ -149,7 +159,10 @@ class CpuLowLatency(LowLatencyEngine):
 
     def clean_mask(self) -> None:
         """Unmask all ranks."""
+        masked = sorted(self.shared.masked)
         self._stream.run(lambda: self.shared.unmask(self.shared.masked))
+        if masked:
+            log_event(logging.INFO, f"low latency: {named(masked)} unmasked ({self.shared.window.me()})")
 
     def refuse(self, reason: str) -> None:
         """Report to the peers that this rank does not make the next call."""

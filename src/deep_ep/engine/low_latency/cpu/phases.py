@@ -5,6 +5,7 @@ Everything called `send` or `receive` runs on the comm stream.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ....errors import EPError, EPTimeout
+from ....log import log_event
 from ....trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
 from ....transport import LOW_LATENCY as REFUSED
 from ....transport import Base
@@ -62,11 +64,9 @@ class Posts(NamedTuple):
 
 def warn_of_masks(where: str, lost: dict[int, str], me: str) -> None:
     """Warn that ranks are masked, and why."""
-    warnings.warn(
-        f"{where}: {told(lost)}. From now on masked: its experts' results are missing ({me})",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    text = f"{where}: {told(lost)}. From now on masked: its experts' results are missing ({me})"
+    log_event(logging.WARNING, text)
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 class LowLatencyCall(ABC):
@@ -124,6 +124,7 @@ class LowLatencyCall(ABC):
         """
         with self._phase("receive"):
             self._receive()
+        self.shared.num_calls[self.operation] += 1
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -253,6 +254,8 @@ class LowLatencyCall(ABC):
         if self._wait_stats is not None:
             waited_ns = [arrivals.waited_ns.get(rank, 0) for rank in range(window.group_ranks.num_ranks)]
             self._wait_stats.add_(torch.tensor(waited_ns))
+        if window.watch is not None:
+            window.watch.note({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items()})
         return arrivals.lost
 
     def _verdict(self) -> Verdict:

@@ -6,6 +6,7 @@ follow.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ class Shared:
             earlier one that is still in flight is received with it.
         lost: Those of them that did not come, so that the peers mask them, too.
         num_attempts: Attempts to get into step with the others again (`rejoin.py`).
+        num_calls: Calls that this rank has received, by operation.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Shared:
         self.masks: dict[int, int] = {}
         self.lost: set[int] = set()
         self.num_attempts = 0
+        self.num_calls: Counter[str] = Counter()
         self._done = Done()
         self.atlas = Atlas()
         self.caster = kernels.Caster()

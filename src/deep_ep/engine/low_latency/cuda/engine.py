@@ -11,6 +11,7 @@ Across nodes a call is `send` without a wait, two kernels that copy it to the re
 from __future__ import annotations
 
 import ctypes
+import logging
 import warnings
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from ....kernels._triton import Launch
 from ....kernels.low_latency import combine, dispatch, words
 from ....kernels.low_latency.words import KernelCall, LowLatencyContext, WaitOptions
 from ....kernels.notify import can_share_a_wait
+from ....log import log_event
 from ....stream import LaunchStream
 from ....transport import MAX_EXPERTS
 from ....transport.device import DeviceWindow
@@ -404,6 +406,7 @@ class CudaLowLatency(LowLatencyEngine):
     def clean_mask(self) -> None:
         """Unmask all ranks, in the order of the caller's stream."""
         self._warn_of_masks()
+        log_event(logging.INFO, f"low latency: all ranks are unmasked (rank {self.context.buffer.rank})")
         self.context.mask.zero_()
 
     # Inside ----------------------------------------------------------------------------------------------------------
@@ -505,12 +508,12 @@ class CudaLowLatency(LowLatencyEngine):
         for rank, word in enumerate(calls):
             if word:
                 call, reason = word >> words.REASON_BITS, word & ((1 << words.REASON_BITS) - 1)
-                warnings.warn(
+                text = (
                     f"low latency (call {call}): rank {rank} {_REASONS[reason]}, and is masked from now on "
-                    f"(rank {self.context.buffer.rank}/{size}). Its experts' results are missing",
-                    RuntimeWarning,
-                    stacklevel=5,
+                    f"(rank {self.context.buffer.rank}/{size}). Its experts' results are missing"
                 )
+                log_event(logging.WARNING, text)
+                warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def _results(geometry: Geometry, form: RowFormat, device: torch.device) -> tuple[torch.Tensor, ...]:

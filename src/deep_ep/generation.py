@@ -1,0 +1,413 @@
+"""Generations of a buffer: the ranks that make one together, over a `torch.distributed` store instead of a group.
+
+A process that has ended is still a member of its process group, and a new process is not. A store has no members: any
+process that can reach it may take part. So when a rank is replaced, all ranks make a new *generation* of the buffer
+with it. A generation has a number, which is part of every key, and nothing of an earlier generation is read.
+
+What is written into the store, below `deep_ep/`; `docs/protocol.md` has the state table:
+
+    <generation>/size               how many ranks it has; the first rank says so
+    <generation>/member/<rank>      the process that takes part as this rank; the first one that asks for it
+    <generation>/beat/<rank>        a number that grows while that process is in a joint step
+    <generation>/<gather>/<rank>    what the rank contributes to a gather
+    <generation>/<gather>/outcome   `complete`, or why it will never be; the first rank that knows says so
+    <generation>/verdict            `made` or `failed`
+    decided, made                   the last generation that has a verdict, and the last one that was made
+
+The outcome of a gather is written by `compare_set`, so all ranks have the same one: where one rank continues, all do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from .errors import EPClosed, EPError, EPTimeout, EPTransportError, account, named
+
+_PREFIX = "deep_ep"
+_COMPLETE, _ABSENT, _SILENT, _GIVEN_UP = "complete", "absent", "silent", "given up"
+_MADE, _FAILED = "made", "failed"
+_BEAT_SECS = 0.2
+_SILENT_SECS = 5.0  # without a beat, after which a process that has taken part is given up
+_MOST_STORE_SECS = 5.0  # that the store may take to answer beyond a deadline
+_SHORTEST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 1e-3, 2e-2
+_MOST_STEP_SECS = 0.5  # between two looks; a process that was stopped for longer has not observed its peers meanwhile
+_MOST_TEXT_CHARS = 2000
+
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    """The part of a `torch.distributed.Store` that is used. No method of it waits for a key."""
+
+    def set(self, key: str, value: str | bytes) -> object:
+        """Write a key."""
+
+    def get(self, key: str) -> bytes:
+        """Read a key, which exists."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys exist."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a key if it has the expected value, or, if nothing is expected, does not exist; return its value."""
+
+
+def check_store(where: str, store: Any) -> Store:
+    """Check an argument that must be a store."""
+    missing = [name for name in ("set", "get", "check", "compare_set") if not callable(getattr(store, name, None))]
+    if missing:
+        raise TypeError(
+            f"{where}: `store` must be a torch.distributed.Store (TCPStore, FileStore, PrefixStore), it has no "
+            f"{', '.join(missing)}, got {type(store).__name__}"
+        )
+    return store
+
+
+class _Beats:
+    """Tells, for other processes, those that are alive from those that are not: by whether their beats change."""
+
+    def __init__(self, read: Callable[[int], str | None]):
+        self._read = read
+        self._last: dict[int, tuple[str | None, float]] = {}  # by rank: the beat, and for how long it has been that
+        self._looked = time.monotonic()
+
+    def silent(self, ranks: list[int], since_claim: bool = False) -> list[int]:
+        """Return those of the ranks that have stopped to beat.
+
+        Args:
+            ranks: The ranks to look at.
+            since_claim: Also those that have never begun: they are known to be there.
+        """
+        now = time.monotonic()
+        step, self._looked = min(now - self._looked, _MOST_STEP_SECS), now
+        silent = []
+        for rank in ranks:
+            beat = self._read(rank)
+            before, secs = self._last.get(rank, (beat, 0.0))
+            secs = secs + step if beat == before else 0.0
+            self._last[rank] = (beat, secs)
+            if secs > _SILENT_SECS and (beat or since_claim):
+                silent.append(rank)
+        return silent
+
+
+class Generation:
+    """This process's part in one generation of a buffer. `enter` makes it.
+
+    Attributes:
+        number: The number of the generation.
+        rank: This rank.
+        num_ranks: How many ranks there are.
+        joint_secs: Seconds that a joint step may take; None: the limit of the buffer.
+    """
+
+    joint_secs: float | None = None
+
+    def __init__(self, store: Store, number: int, rank: int, num_ranks: int):
+        self.number, self.rank, self.num_ranks = number, rank, num_ranks
+        self._store = store
+        self._num_gathers = 0
+        self._missing: list[int] = []
+        self._has_ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def enter(
+        cls, where: str, store: Store, rank: int, num_ranks: int, limit_secs: float, own: int | None
+    ) -> Generation:
+        """Take part in the next generation that is not decided yet.
+
+        Args:
+            where: The method, for errors.
+            store: The store.
+            rank: This rank.
+            num_ranks: How many ranks there are.
+            limit_secs: Seconds to wait where another process has asked for this rank.
+            own: The generation that this process is a member of; None: a new process.
+
+        Raises:
+            EPClosed: Another process has become this rank since.
+            EPError: Another process is about to, or the ranks do not agree on how many they are.
+            EPTimeout: It is not decided within the limit whether another process becomes this rank.
+            EPTransportError: The store does not answer.
+        """
+        deadline = time.monotonic() + limit_secs
+
+        def claim() -> Generation:
+            return _claim(where, store, rank, num_ranks, deadline, own)
+
+        return _answered(where, claim, limit_secs)
+
+    @staticmethod
+    def waiting(where: str, store: Store) -> list[int]:
+        """Return the ranks whose processes wait for the generation that is not decided yet."""
+
+        def look() -> list[int]:
+            number = _next_number(store, 0)
+            size = _read(store, f"{number}/size")
+            return [rank for rank in range(int(size or 0)) if _read(store, f"{number}/member/{rank}") is not None]
+
+        return _answered(where, look, 0.0)
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Record how the generation has ended for this rank, so that the next attempt is another generation.
+
+        Args:
+            error: What this rank raises; None: the generation was made.
+        """
+
+        def write() -> None:
+            key = f"{self.number}/verdict"
+            if error is None:
+                self._set(key, _MADE)
+                _raise_number(self._store, "made", self.number)
+            else:
+                # Peers that wait for this rank in its next gather need not wait for the limit.
+                text = f"{_GIVEN_UP} {self.rank} {account(error)}"[:_MOST_TEXT_CHARS]
+                self._decide(self._num_gathers, text)
+                self._store.compare_set(_key(key), "", _FAILED)
+            _raise_number(self._store, "decided", self.number)
+
+        with contextlib.suppress(Exception):  # the caller's error, or its buffer, is what matters
+            _answered("settling a generation", write, 0.0)
+
+    # What `Control` calls --------------------------------------------------------------------------------------------
+
+    def begin_gather(self, value: Any, deadline: float) -> StoreGather:
+        """Begin a gather of objects. All ranks begin the same ones in the same order."""
+        number, self._num_gathers = self._num_gathers, self._num_gathers + 1
+        return StoreGather(self, number, pickle.dumps(value), deadline)
+
+    def begin(self) -> None:
+        """A joint step begins: other ranks see from now on that this process is alive."""
+        self._missing, self._has_ended = [], threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="deep_ep-generation", daemon=True)
+        self._thread.start()
+
+    def end(self, is_known: bool) -> None:
+        """The joint step is over."""
+        del is_known  # the outcome of every gather is known
+        self._has_ended.set()
+        if self._thread is not None:
+            self._thread.join(_MOST_STORE_SECS)  # at once: it must not be found running where the interpreter ends
+
+    def missing(self) -> list[int]:
+        """Return the ranks because of which the last gather has failed."""
+        return list(self._missing)
+
+    # What a gather does, on its thread -------------------------------------------------------------------------------
+
+    def exchange(self, number: int, data: bytes, deadline: Callable[[], float]) -> list[Any]:
+        """Contribute to a gather, and wait for the others.
+
+        Raises:
+            TimeoutError: A rank did not come.
+            RuntimeError: A rank has given up, or shows no sign of life.
+        """
+        keys = [f"{number}/{rank}" for rank in range(self.num_ranks)]
+        self._set(f"{self.number}/{keys[self.rank]}", data)
+        beats = _Beats(lambda rank: self._get(f"beat/{rank}"))
+        pause, looked = _SHORTEST_PAUSE_SECS, time.monotonic()
+        while (outcome := self._get(f"{number}/outcome")) is None:
+            if self._has(keys):
+                outcome = self._decide(number, _COMPLETE)
+                break
+            now = time.monotonic()
+            if now - looked > _BEAT_SECS or now > deadline():
+                looked = now
+                absent = [rank for rank, key in enumerate(keys) if not self._has([key])]
+                silent = beats.silent(absent)
+                if silent or (absent and now > deadline()):
+                    kind, ranks = (_SILENT, silent) if silent else (_ABSENT, absent)
+                    outcome = self._decide(number, f"{kind} {' '.join(map(str, ranks))}")
+                    break
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECS)
+        if outcome != _COMPLETE:
+            raise self._failure(outcome)
+        return [pickle.loads(self._store.get(_key(f"{self.number}/{key}"))) for key in keys]
+
+    def _failure(self, outcome: str) -> Exception:
+        for kind in (_ABSENT, _SILENT):
+            if outcome.startswith(kind):
+                self._missing = [int(rank) for rank in outcome.removeprefix(kind).split()]
+                if kind == _ABSENT:
+                    return TimeoutError()
+                return RuntimeError(f"{named(self._missing)} showed no sign of life for {_SILENT_SECS:g} s")
+        rank, _, text = outcome.removeprefix(f"{_GIVEN_UP} ").partition(" ")
+        return RuntimeError(f"rank {rank} has given up: {text}")
+
+    def _decide(self, number: int, outcome: str) -> str:
+        """Write the outcome of a gather, unless it has one. Returns the one that it has."""
+        return self._store.compare_set(_key(f"{self.number}/{number}/outcome"), "", outcome).decode()
+
+    def _beat(self) -> None:
+        with contextlib.suppress(Exception):  # the store is gone; the gathers say so
+            beat = 0
+            while True:
+                beat += 1
+                self._set(f"{self.number}/beat/{self.rank}", str(beat))
+                if self._has_ended.wait(_BEAT_SECS):
+                    break
+            # Its next joint step may begin at any time: until then it is not silent, but not there.
+            self._set(f"{self.number}/beat/{self.rank}", "")
+
+    def _set(self, key: str, value: str | bytes) -> None:
+        self._store.set(_key(key), value)
+
+    def _get(self, key: str) -> str | None:
+        return _read(self._store, f"{self.number}/{key}")
+
+    def _has(self, keys: list[str]) -> bool:
+        return self._store.check([_key(f"{self.number}/{key}") for key in keys])
+
+
+class StoreGather:
+    """A gather over a store, on a thread: a store that does not answer must not hold the caller beyond its limit.
+
+    Args:
+        generation: The generation.
+        number: The number of the gather.
+        data: What this rank contributes.
+        deadline: When to give up, as `time.monotonic` counts.
+    """
+
+    def __init__(self, generation: Generation, number: int, data: bytes, deadline: float):
+        self._deadline = deadline
+        self._answer: list[Any] | None = None
+        self._error: BaseException | None = None
+        self._is_done = threading.Event()
+
+        def work() -> None:
+            try:
+                self._answer = generation.exchange(number, data, lambda: self._deadline)
+            except BaseException as error:  # it goes to the caller, whatever it is
+                self._error = error
+            self._is_done.set()
+
+        self._thread = threading.Thread(target=work, name="deep_ep-gather", daemon=True)
+        self._thread.start()
+
+    def wait(self, deadline: float) -> list[Any]:
+        """Return what every rank contributed.
+
+        Raises:
+            TimeoutError: Not all ranks came before the deadline.
+            RuntimeError: A rank has failed, or the store does not answer.
+        """
+        self._deadline = deadline
+        if not self._is_done.wait(max(0.0, deadline - time.monotonic()) + _MOST_STORE_SECS):
+            raise RuntimeError("the store does not answer")
+        self._thread.join()  # at once: it must not be found running where the interpreter ends
+        if isinstance(self._error, TimeoutError):
+            raise self._error
+        if self._answer is None:
+            raise RuntimeError(str(self._error) or type(self._error).__name__)
+        return self._answer
+
+
+def _claim(where: str, store: Store, rank: int, num_ranks: int, deadline: float, own: int | None) -> Generation:
+    """Become a rank of the next generation; see `Generation.enter`. Runs on a thread."""
+    me = f"process {os.getpid()} on {platform.node()} [{uuid.uuid4().hex[:8]}]"
+    number = _next_number(store, own or 0)
+    while True:
+        made = int(_read(store, "made") or 0)
+        if own is not None and made > own:
+            raise EPClosed(
+                f"{where}: generation {made} of the buffer was made without this process, which is rank "
+                f"{rank}/{num_ranks} of generation {own}: {_read(store, f'{made}/member/{rank}') or 'another'} is in "
+                "its position. End this process; or, if another buffer uses the same store, give each a PrefixStore"
+            )
+        size = store.compare_set(_key(f"{number}/size"), "", str(num_ranks)).decode()
+        if size != str(num_ranks):
+            error = EPError(f"{where}: generation {number} is of {size} ranks, rank {rank} has {num_ranks}")
+            Generation(store, number, rank, num_ranks).settle(error)
+            raise error
+        holder = store.compare_set(_key(f"{number}/member/{rank}"), "", me).decode()
+        if holder == me and _read(store, f"{number}/verdict") is None:
+            return Generation(store, number, rank, num_ranks)
+        if holder != me:
+            _await_verdict(where, store, number, rank, num_ranks, holder, deadline)
+            if _read(store, f"{number}/verdict") == _MADE and own is None:
+                raise EPError(
+                    f"{where}: rank {rank}/{num_ranks} has been taken: {holder} is that rank since generation "
+                    f"{number}. Start one process for each rank that is to be replaced"
+                )
+        number = _next_number(store, number)
+
+
+def _await_verdict(
+    where: str, store: Store, number: int, rank: int, num_ranks: int, holder: str, deadline: float
+) -> None:
+    """Wait until it is decided whether another process becomes this rank. If that process has ended, it does not."""
+    beats, pause = _Beats(lambda one: _read(store, f"{number}/beat/{one}")), _SHORTEST_PAUSE_SECS
+    while _read(store, f"{number}/verdict") is None:
+        if beats.silent([rank], since_claim=True):
+            store.compare_set(_key(f"{number}/verdict"), "", _FAILED)
+            return
+        if time.monotonic() > deadline:
+            raise EPTimeout(
+                f"{where}: generation {number} has not been decided in time, in which {holder} asks to be rank "
+                f"{rank}/{num_ranks}. Start one process for each rank that is to be replaced, and try again"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _BEAT_SECS)
+
+
+def _next_number(store: Store, after: int) -> int:
+    """Return the first generation behind `after` that has no verdict."""
+    number = max(after, int(_read(store, "decided") or 0)) + 1
+    while _read(store, f"{number}/verdict") is not None:
+        number += 1
+    return number
+
+
+def _raise_number(store: Store, name: str, number: int) -> None:
+    """Let a number of the store be at least this one. It never decreases, whoever writes it late."""
+    last = _read(store, name)
+    while last is None or int(last) < number:
+        last = store.compare_set(_key(name), last or "", str(number)).decode()
+
+
+def _read(store: Store, key: str) -> str | None:
+    return store.get(_key(key)).decode() if store.check([_key(key)]) else None
+
+
+def _key(name: str) -> str:
+    return f"{_PREFIX}/{name}"
+
+
+def _answered(where: str, work: Callable[[], T], secs: float) -> T:
+    """Do work that asks the store, on a thread, and wait for it so long, and a little more.
+
+    Raises:
+        EPTransportError: The store does not answer.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # it goes to the caller, whatever it is
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="deep_ep-generation", daemon=True)
+    thread.start()
+    thread.join(secs + _MOST_STORE_SECS)
+    if results:
+        return results[0]
+    if errors and isinstance(errors[0], EPError):
+        raise errors[0]
+    cause = account(errors[0]) if errors else f"no answer within {secs + _MOST_STORE_SECS:g} s"
+    raise EPTransportError(
+        f"{where}: the store does not work ({cause}). Its process may have ended: let a process host it that is no rank"
+    ) from (errors[0] if errors else None)
