@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from common import error_of, run_ranks
-from deep_ep import EventHandle, EventOverlap, reference
-from deep_ep.buffers.elastic_buffer import ElasticBuffer, EPHandle
+from deep_ep import ElasticBuffer, EPHandle, EventHandle, EventOverlap, reference
 
 pytestmark = pytest.mark.usefixtures("device")
 

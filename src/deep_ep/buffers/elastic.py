@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -28,6 +29,7 @@ from ..sizing import align
 from ..topology import find_topology
 from . import checks
 from .calling import call
+from .elastic_families import UnsupportedFamilies
 from .engines import find_device, forced_ranks_per_node
 from .legacy import Buffer
 
@@ -127,7 +129,7 @@ class EPHandle:
         return handle
 
 
-class ElasticBuffer:
+class ElasticBuffer(UnsupportedFamilies):
     """The communication buffer of one rank, in the interface of DeepEP V2.
 
     All ranks of the group construct it together, and then make the same calls in the same order. It works inside one
@@ -137,7 +139,7 @@ class ElasticBuffer:
     Args:
         group: The process group, of any kind.
         num_bytes: Size of the window; None: as `num_max_tokens_per_rank` and `hidden` say.
-        num_cpu_bytes: Accepted for DeepEP's callers.
+        num_cpu_bytes: Accepted for DeepEP's callers; at most `num_bytes`.
         num_max_tokens_per_rank: M, which is also the default of dispatches.
         hidden: H.
         num_topk: K; 0: not known.
@@ -154,7 +156,23 @@ class ElasticBuffer:
         explicitly_destroy: The caller may call `destroy()`. Without it the buffer goes with its last reference.
         device: Where tensors live; default `DEEP_EP_DEVICE`, else the current GPU, else the CPU.
         trace: A folder in which this rank records its calls; default `DEEP_EP_TRACE`.
+
+    Attributes:
+        group: See the argument.
+        rank_idx: This rank.
+        num_ranks: R.
+        num_bytes: Size of the window, a multiple of 2 MiB.
+        num_max_tokens_per_rank: M.
+        num_rdma_ranks: Nodes.
+        num_nvlink_ranks: Ranks of a node.
+        num_scaleout_ranks: Nodes, as calls see them.
+        num_scaleup_ranks: Ranks of a node, likewise.
+        scaleout_rank_idx: This rank's node.
+        scaleup_rank_idx: This rank's index inside of it.
+        nccl_comm_handle: None.
     """
+
+    _last_rows: tuple[int, torch.dtype] | None = None  # hidden size and dtype of the last dispatch
 
     def __init__(
         self,
@@ -178,10 +196,11 @@ class ElasticBuffer:
         device: torch.device | str | None = None,
         trace: str | os.PathLike[str] | None = None,
     ):
-        del num_cpu_bytes, sl_idx
+        del sl_idx
         where, most = "ElasticBuffer", checks.MOST_ROWS
         for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("hidden", hidden)):
             checks.check_int(where, name, value, 0, most)
+        checks.check_int(where, "num_cpu_bytes", num_cpu_bytes, 0, num_bytes)
         if num_bytes is None and not (num_max_tokens_per_rank and hidden):
             raise ValueError(f"{where}: pass `num_bytes`, or `num_max_tokens_per_rank` and `hidden`")
         self.group = group
@@ -216,8 +235,22 @@ class ElasticBuffer:
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self._known_sms: dict[tuple, int] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ElasticBuffer:
+        """The same buffer: a copy of a model shares it with the model."""
+        return self
+
     def __repr__(self) -> str:
         return f"Elastic{self._buffer!r}"
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors live."""
+        return self._buffer.device
+
+    @property
+    def transport(self) -> str:
+        """How rows travel, in words."""
+        return self._buffer.transport
 
     @property
     def runtime(self) -> Any:
@@ -367,6 +400,58 @@ class ElasticBuffer:
         wanted = 16 * num_sms + 1 if self.allow_hybrid_mode else min(num_sms, _DIRECT_QPS_PER_CALL)
         return min(wanted, self.num_allocated_qps)
 
+    # Memory and statistics -------------------------------------------------------------------------------------------
+
+    def get_combine_buffer(
+        self, handle: EPHandle, hidden: int | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Window memory for the experts to write into, so that combine of compact rows need not copy.
+
+        Args:
+            handle: Of the dispatch whose rows will be combined.
+            hidden: H; default that of the last dispatch.
+            dtype: Default that of the last dispatch, BF16 if that cannot be combined (FP8).
+
+        Returns:
+            [n, H], of an expanded dispatch [X, H]; uninitialised. Ordinary memory where the window has none left.
+        """
+        where = "get_combine_buffer"
+        self._check_handle(where, handle)
+        if hidden is None and self._last_rows is None:
+            raise ValueError(f"{where}: `hidden` must be given where no dispatch came before")
+        last_hidden, last_dtype = self._last_rows or (0, torch.bfloat16)
+        hidden = last_hidden if hidden is None else checks.check_int(where, "hidden", hidden, 1, checks.MOST_ROWS)
+        dtype = dtype or (last_dtype if last_dtype in checks.COMBINE_DTYPES else torch.bfloat16)
+        if dtype not in checks.COMBINE_DTYPES:
+            raise ValueError(f"{where}: `dtype` must be one that combine takes, got {dtype}")
+        num_rows = handle.num_expanded_tokens if handle.do_expand else handle.recv_src_metadata.shape[0]
+        with self._lock:
+            return self._buffer._require_engine(where).allocate((num_rows, hidden), dtype)
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Say that another stream works with a tensor of the window, see `Buffer.record_stream`."""
+        self._buffer.record_stream(tensor, stream)
+
+    def check(self) -> None:
+        """Wait for everything that was launched, and raise what has gone wrong. On a GPU errors come late otherwise."""
+        self._buffer.check()
+
+    def stats(self) -> dict[str, Any]:
+        """What this buffer has done so far, see `Buffer.stats`."""
+        return self._buffer.stats()
+
+    def trim(self) -> int:
+        """Give unused memory back to the system. Returns the bytes given back."""
+        return self._buffer.trim()
+
+    def release_graphs(self) -> None:
+        """Let go of the window memory that captured CUDA graphs use. They must not be replayed any more."""
+        self._buffer.release_graphs()
+
+    def set_fault_hook(self, hook: Callable[[str], None] | None) -> None:
+        """Have a function called at the steps of every call, see `Buffer.set_fault_hook`."""
+        self._buffer.set_fault_hook(hook)
+
     # Dispatch --------------------------------------------------------------------------------------------------------
 
     @call
@@ -461,6 +546,7 @@ class ElasticBuffer:
         extras = Extras(bool(do_zero_padding), bool(use_tma_aligned_col_major_sf), stats, after)
         scale_dtype = payload.scales.dtype if payload.scales is not None else None
         prepare = partial(with_weights, payload=payload, topk_weights=topk_weights)
+        self._last_rows = (payload.x.shape[1], payload.x.dtype)
         has_weights, ranks = topk_weights is not None, (self.num_ranks, self.rank_idx)
         if handle is not None:
             unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras)
