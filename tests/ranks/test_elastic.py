@@ -212,6 +212,31 @@ def test_kernels_do_the_same(name: str) -> None:
     run_ranks(round_trips, 2, small, name != "aligned", env={"DEEP_EP_TRANSPORT": "interpreted"})
 
 
+@pytest.mark.cpu_only
+@pytest.mark.filterwarnings("ignore:(dispatch|combine). the arena has no room")
+@pytest.mark.parametrize("has_multiple_reduction", [True, False])
+def test_the_same_through_staging(has_multiple_reduction: bool) -> None:
+    """All ranks stage, and then some of them."""
+    case = CASES["scales"]._replace(tokens=30, hidden=512)
+    for limit in (4096, 96 << 10):
+        run_ranks(round_trips, 3, case, has_multiple_reduction, env={"DEEP_EP_ARENA_BYTES": str(limit)})
+
+
+def no_memory(rank: int, num_ranks: int) -> tuple[str, str]:
+    case = CASES["plain"]._replace(tokens=40, hidden=512)
+    buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)
+    x, _, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, num_experts=case.experts_per_rank * num_ranks)
+    return error_of(buffer.combine, x.clone(), handle)
+
+
+@pytest.mark.cpu_only
+def test_kernels_refuse_to_sum_staged_rows_in_another_order() -> None:
+    env = {"DEEP_EP_TRANSPORT": "interpreted", "DEEP_EP_ARENA_BYTES": str(160 << 10)}
+    seen = run_ranks(no_memory, 2, env=env)
+    assert {kind for kind, _ in seen} <= {"EPTransportError", "EPPeerFailed"}
+    assert any("num_bytes" in text for _, text in seen)
+
+
 def asynchronous(rank: int, num_ranks: int, is_expanded: bool) -> None:
     case = CASES["aligned"]
     buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)

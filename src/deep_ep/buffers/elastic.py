@@ -218,7 +218,7 @@ class ElasticBuffer(UnsupportedFamilies):
         self.num_bytes = align(checks.check_int(where, "num_bytes", num_bytes, 1), SIZE_UNIT_BYTES)
         self._buffer = Buffer(
             group,
-            self.num_bytes,
+            2 * self.num_bytes,  # rows that came, and rows that go back, may be there at once
             device=device,
             num_cpu_timeout_secs=num_cpu_timeout_secs,
             num_gpu_timeout_secs=num_gpu_timeout_secs,
@@ -545,23 +545,23 @@ class ElasticBuffer(UnsupportedFamilies):
             )  # fmt: skip
         extras = Extras(bool(do_zero_padding), bool(use_tma_aligned_col_major_sf), stats, after)
         scale_dtype = payload.scales.dtype if payload.scales is not None else None
-        prepare = partial(with_weights, payload=payload, topk_weights=topk_weights)
         self._last_rows = (payload.x.shape[1], payload.x.dtype)
         has_weights, ranks = topk_weights is not None, (self.num_ranks, self.rank_idx)
         if handle is not None:
             unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras)
             layout = handle._layout
+            prepare = partial(with_weights, payload=payload, topk_weights=topk_weights)
             around = Around(prepare, lambda scope, received, _: unfold.again(scope, received, layout))
             arrived, event = engine.cached_dispatch(payload, layout.compact, order, num_sms, around)
             return *_results(arrived), handle, EventOverlap(event)
         assert num_experts is not None
         unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras)
-        around = Around(prepare, partial(unfold.new, is_topk_copied=bool(do_handle_copy)))
+        around = Around(finish=partial(unfold.new, is_topk_copied=bool(do_handle_copy)))
         counts, _ = engine.layout(selected, num_experts, 1, order)
         weights = topk_weights if topk_weights is not None else selected.new_empty(selected.shape, dtype=torch.float32)
         routing = Routing(
             counts.num_tokens_per_rank, counts.num_tokens_per_expert, counts.is_token_in_rank, selected, weights,
-            max_tokens=form.max_tokens, has_known_ids=True,
+            max_tokens=form.max_tokens, has_known_ids=True, keeps_weights=True,
         )  # fmt: skip
         if do_cpu_sync or do_cpu_sync is None:
             arrived, _, event = engine.dispatch(payload, routing, 1, order, num_sms, around)
@@ -693,7 +693,8 @@ class ElasticBuffer(UnsupportedFamilies):
         if handle.do_expand and not self.allow_multiple_reduction:
             slots, is_compact = self._remote_rows(handle, order), False
         num_given = sources.shape[0] if is_compact else x.shape[0]
-        given = ColumnHandle(layout.compact, layout.owners, slots, num_given, is_compact)
+        expanded_rows = None if is_compact else sources[:, 2:]
+        given = ColumnHandle(layout.compact, layout.owners, slots, num_given, expanded_rows)
         prepare = partial(_prepare, engine, layout, sources, x, topk_weights, is_compact, handle.do_expand, after)
         combined, event = engine.combine(x, given, topk_weights, biases, order, num_sms, Around(prepare))
         return combined.x, combined.topk_weights, EventOverlap(event)
@@ -704,7 +705,7 @@ class ElasticBuffer(UnsupportedFamilies):
             layout = handle._layout
             # As a combine of numbers: every rank gives those of its own columns, counted from 1, and 0 in others.
             rows = (layout.sources[:, 2:] + 1).to(torch.float64)
-            given = ColumnHandle(layout.compact, layout.owners, layout.slots, rows.shape[0], True)
+            given = ColumnHandle(layout.compact, layout.owners, layout.slots, rows.shape[0])
             around = Around(lambda _: (rows, None))
             sums, _ = self._engine.combine(rows, given, None, [], CallOrder(order.after, False), None, around)
             handle._remote_rows = (sums.x - 1).to(torch.int32)

@@ -10,6 +10,7 @@ came, X rows of an expanded result. Nothing here looks at a value on the host: a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from ..handle import Handle
 from ..sizing import align
 from .ops import Counts
 from .payload import DispatchResult, Payload
+
+_WEIGHTS = 2  # among rows, scales and weights
 
 
 class Form(NamedTuple):
@@ -144,8 +147,8 @@ class Unfold:
         topk_idx: [T, K], this rank's selections.
         num_ranks: R.
         rank: This rank.
-        has_weights: Weights came, as the last K columns of the scales.
-        scale_dtype: Type of the scales that came before them; None: there are none.
+        has_weights: Weights came: with the ids, or, in a cached dispatch, as the last K columns of the scales.
+        scale_dtype: Type of the scales; None: there are none.
         extras: What else is wanted.
     """
 
@@ -187,12 +190,17 @@ class Unfold:
         if is_topk_copied:
             scope.launch(lambda: job_layout.topk_idx.copy_(self._topk_idx))
         scope.launch(lambda: self._fill_layout(job_layout, received))
-        arrived = self._arrive(scope, received, layout, job_layout)
+        sent_weights = received.topk_weights if self._has_weights else None
+        arrived = self._arrive(scope, received, layout, job_layout, received.scales, sent_weights)
         return arrived._replace(topk_idx=None if self._form.is_expanded else topk_idx)
 
     def again(self, scope: Any, received: DispatchResult, layout: Layout) -> Arrived:
         """Finish a cached dispatch: rows lie where those of the earlier dispatch did."""
-        arrived = self._arrive(scope, received, layout, layout)
+        sent_scales, sent_weights = received.scales, None
+        if sent_scales is not None and self._has_weights:
+            split = sent_scales.shape[1] - self._form.num_topk
+            sent_scales, sent_weights = sent_scales[:, :split], sent_scales[:, split:].view(torch.float32)
+        arrived = self._arrive(scope, received, layout, layout, sent_scales, sent_weights)
         if self._form.is_expanded:
             return arrived
         with scope.outputs:
@@ -232,29 +240,55 @@ class Unfold:
                 aligned_counts=aligned,
             )
 
-    def _arrive(self, scope: Any, received: DispatchResult, layout: Layout, job_layout: Layout) -> Arrived:
-        """Allocate the results, and launch the step that fills them."""
-        form, extras = self._form, self._extras
+    def _arrive(
+        self,
+        scope: Any,
+        received: DispatchResult,
+        layout: Layout,
+        job_layout: Layout,
+        sent_scales: torch.Tensor | None,
+        sent_weights: torch.Tensor | None,
+    ) -> Arrived:
+        """Allocate the results that are not there yet, and launch the step that fills them.
+
+        Args:
+            scope: The scope of the call.
+            received: The compact rows.
+            layout: Where they lie.
+            job_layout: The same for functions of the call, see `Layout.apart`.
+            sent_scales: Scales of the compact rows, perhaps as columns of something wider and of another type.
+            sent_weights: [N, K] weights of the compact rows, likewise.
+        """
+        form, like = self._form, received.x
         num_rows = layout.num_expanded if form.is_expanded else received.x.shape[0]
-        sent = received.scales
-        num_scales = 0
-        if sent is not None:
-            num_scales = sent.shape[1] - (form.num_topk if self._has_weights else 0)
-        x, weights, scales = received.x, None, None
+        x, scales, weights = received.x, None, sent_weights
         with scope.outputs:
             if form.is_expanded:
-                x = received.x.new_empty((num_rows, received.x.shape[1]))
-            if self._has_weights:
+                x = like.new_empty((num_rows, like.shape[1]))
+            if sent_weights is not None and (form.is_expanded or not sent_weights.is_contiguous()):
                 shape = (num_rows,) if form.is_expanded else (num_rows, form.num_topk)
-                weights = received.x.new_empty(shape, dtype=torch.float32)
-            if self._scale_dtype is not None:
-                strides = (1, align(num_rows, 4)) if extras.has_column_scales else (num_scales, 1)
-                scales = received.x.new_empty(0, dtype=self._scale_dtype)
-                scales = torch.empty_strided((num_rows, num_scales), strides, dtype=scales.dtype, device=scales.device)
-        outputs = scope.apart((x if form.is_expanded else None, scales, weights))
-        scope.launch(lambda: self._fill(job_layout, received, *outputs))
-        scope.hold_outputs((scales, weights, *(() if not form.is_expanded else (x,))))
+                weights = like.new_empty(shape, dtype=torch.float32)
+            if sent_scales is not None and self._scale_dtype is not None:
+                sent_scales = sent_scales.view(self._scale_dtype)
+                scales = self._empty_scales(sent_scales, num_rows)
+        outputs = scope.apart(
+            (
+                None if x is received.x else x,
+                None if scales is sent_scales else scales,
+                None if weights is sent_weights else weights,
+            )
+        )
+        scope.launch(lambda: self._fill(job_layout, (received.x, sent_scales, sent_weights), outputs))
+        scope.hold_outputs([tensor for tensor in (x, scales, weights) if tensor is not received.x])
         return Arrived(x, scales, None, weights, layout)
+
+    def _empty_scales(self, sent: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Memory for the scales: those that came, if they lie already as they are wanted."""
+        has_columns, num_scales = self._extras.has_column_scales, sent.shape[1]
+        if not self._form.is_expanded and not has_columns and sent.is_contiguous():
+            return sent
+        strides = (1, align(num_rows, 4)) if has_columns else (num_scales, 1)
+        return torch.empty_strided((num_rows, num_scales), strides, dtype=sent.dtype, device=sent.device)
 
     # Values ----------------------------------------------------------------------------------------------------------
 
@@ -309,33 +343,26 @@ class Unfold:
         layout.slots.copy_(torch.where(is_highest, slots, -1))
 
     def _fill(
-        self,
-        layout: Layout,
-        received: DispatchResult,
-        x: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        weights: torch.Tensor | None,
+        self, layout: Layout, sent: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]
     ) -> None:
-        """Copy rows, scales and weights to where they stay."""
+        """Copy rows, scales and weights to where they stay.
+
+        Args:
+            layout: Where the rows lie.
+            sent: The compact rows, their scales, and their weights.
+            outputs: What is filled, for each of them; None: it lies where it stays.
+        """
         if self._extras.after is not None:
             self._extras.after.current_stream_wait()
-        num_topk, sent = self._form.num_topk, received.scales
-        sent_weights = sent_scales = None
-        if sent is not None:
-            split = sent.shape[1] - (num_topk if self._has_weights else 0)
-            sent_scales = sent[:, :split].view(self._scale_dtype) if self._scale_dtype is not None else None
-            sent_weights = sent[:, split:].view(torch.float32) if self._has_weights else None
-        if not self._form.is_expanded:
-            for target, source in ((scales, sent_scales), (weights, sent_weights)):
-                if target is not None and source is not None:
-                    target.copy_(source)
-            return
-        assert x is not None
-        self._unfold(layout, received.x, x)
-        if scales is not None and sent_scales is not None:
-            self._unfold(layout, sent_scales, scales)
-        if weights is not None and sent_weights is not None:
-            self._unfold_weights(layout, sent_weights, weights)
+        for index, (source, target) in enumerate(zip(sent, outputs, strict=True)):
+            if source is None or target is None:
+                continue
+            if not self._form.is_expanded:
+                target.copy_(source)
+            elif index == _WEIGHTS:
+                self._unfold_weights(layout, source, target)
+            else:
+                self._unfold(layout, source, target)
 
     def _unfold(self, layout: Layout, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Each expanded row is a copy of its compact one."""
@@ -404,7 +431,9 @@ def expanded_rows(ids: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor)
 
 
 def with_weights(scope: Any, payload: Payload, topk_weights: torch.Tensor | None) -> Payload:
-    """The payload, with weights as columns behind its scales: both have elements of 4 bytes.
+    """The payload of a cached dispatch, with weights as columns behind its scales: both have elements of 4 bytes.
+
+    Without a handle weights travel in the records, which a cached dispatch does not have.
 
     Args:
         scope: The scope of the call, which launches the concatenation of the columns.

@@ -45,6 +45,7 @@ class Routing:
         num_tokens_per_node: [nodes] int32; None on one node.
         max_tokens: Most tokens of a rank, which must be the same on all ranks; 0: it was not given.
         has_known_ids: The ids are those of which the buffer has made the layout.
+        keeps_weights: Received weights are those that were sent, also of experts of other ranks; otherwise these are 0.
     """
 
     num_tokens_per_rank: torch.Tensor
@@ -55,6 +56,7 @@ class Routing:
     num_tokens_per_node: torch.Tensor | None = None
     max_tokens: int = 0
     has_known_ids: bool = False
+    keeps_weights: bool = False
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All tensors of the routing that are not None."""
@@ -245,7 +247,13 @@ def _pack_records(routing: Routing, num_tokens: int) -> torch.Tensor:
 
 
 def unpack_records(
-    records: torch.Tensor, num_rows: int, source_idx: torch.Tensor, unpacked: Unpacked, rank: int, num_local: int
+    records: torch.Tensor,
+    num_rows: int,
+    source_idx: torch.Tensor,
+    unpacked: Unpacked,
+    rank: int,
+    num_local: int,
+    keeps_weights: bool = False,
 ) -> None:
     """Take records apart: source indices, ids and weights, which are made local.
 
@@ -256,6 +264,7 @@ def unpack_records(
         unpacked: Its ids and weights are filled.
         rank: This rank.
         num_local: Experts of a rank.
+        keeps_weights: See `Routing`.
     """
     records = records[:num_rows]
     source_idx[:num_rows].copy_(records[:, -1])
@@ -265,11 +274,11 @@ def unpack_records(
     num_topk, id_words = ids.size(1), ids.size(1) * ids.element_size() // 4
     ids[:num_rows].copy_(records.view(ids.dtype)[:, :num_topk])
     weights[:num_rows].copy_(records.view(torch.float32)[:, id_words : id_words + num_topk])
-    make_local(unpacked, num_rows, rank, num_local)
+    make_local(unpacked, num_rows, rank, num_local, keeps_weights)
 
 
-def make_local(unpacked: Unpacked, num_rows: int, rank: int, num_local: int) -> None:
-    """Make ids local: ids of experts of other ranks become -1, and their weights 0.
+def make_local(unpacked: Unpacked, num_rows: int, rank: int, num_local: int, keeps_weights: bool = False) -> None:
+    """Make ids local: ids of experts of other ranks become -1, and their weights 0, unless they are kept.
 
     The arguments are those of `unpack_records`.
     """
@@ -282,4 +291,5 @@ def make_local(unpacked: Unpacked, num_rows: int, rank: int, num_local: int) -> 
     ids.sub_(rank * num_local)
     is_foreign = ids != ids.clamp(0, num_local - 1)
     ids.masked_fill_(is_foreign, -1)
-    weights.masked_fill_(is_foreign, 0.0)
+    if not keeps_weights:
+        weights.masked_fill_(is_foreign, 0.0)

@@ -394,13 +394,13 @@ class CpuDispatch:
         assert self._routing is not None
         assert self._unpacked is not None
         rank, num_local = self._window.rank, self._routing.num_experts // len(self._window.peers)
-        num_rows = self._ends[-1][rank]
+        num_rows, keeps_weights = self._ends[-1][rank], self._routing.keeps_weights
         if self._is_posted:
-            make_local(self._unpacked, num_rows, rank, num_local)
+            make_local(self._unpacked, num_rows, rank, num_local, keeps_weights)
         elif sections.records is not None:
             with scope.call.slice("unpack", RECEIVE):
                 source_idx = self._handle.recv_src_idx
-                unpack_records(sections.records, num_rows, source_idx, self._unpacked, rank, num_local)
+                unpack_records(sections.records, num_rows, source_idx, self._unpacked, rank, num_local, keeps_weights)
         self._count(sections)
 
     def _count(self, sections: Sections) -> None:
