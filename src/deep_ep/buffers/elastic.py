@@ -21,7 +21,7 @@ from ..elastic_sizing import SIZE_UNIT_BYTES, Domains, Rates, elastic_buffer_byt
 from ..engine.elastic import Arrived, Extras, Form, Layout, Unfold, fold_rows, fold_weights, own_columns, with_weights
 from ..engine.engine import Around
 from ..engine.ops import CallOrder
-from ..engine.payload import Routing
+from ..engine.payload import Expansion, Routing, SendPlan
 from ..errors import EPUnsupported
 from ..event import EventHandle, EventOverlap, event_of
 from ..handle import ColumnHandle
@@ -548,14 +548,23 @@ class ElasticBuffer(UnsupportedFamilies):
         self._last_rows = (payload.x.shape[1], payload.x.dtype)
         has_weights, ranks = topk_weights is not None, (self.num_ranks, self.rank_idx)
         if handle is not None:
-            unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras)
             layout = handle._layout
-            prepare = partial(with_weights, payload=payload, topk_weights=topk_weights)
+            prepare = None
+            if layout.plan is not None:
+                payload.expansion = Expansion(form.alignment, layout.num_expanded, layout.plan, weights=topk_weights)
+            else:
+                prepare = partial(with_weights, payload=payload, topk_weights=topk_weights)
+            unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras, payload.expansion)
             around = Around(prepare, lambda scope, received, _: unfold.again(scope, received, layout))
             arrived, event = engine.cached_dispatch(payload, layout.compact, order, num_sms, around)
             return *_results(arrived), handle, EventOverlap(event)
         assert num_experts is not None
-        unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras)
+        is_synchronised = do_cpu_sync or do_cpu_sync is None
+        if form.is_expanded and engine.puts_expanded:
+            num_expanded = 0 if is_synchronised else form.most_expanded(self.num_ranks)
+            peer_rows = selected.new_empty(selected.shape, dtype=torch.int32)
+            payload.expansion = Expansion(form.alignment, num_expanded, SendPlan(), peer_rows)
+        unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras, payload.expansion)
         around = Around(finish=partial(unfold.new, is_topk_copied=bool(do_handle_copy)))
         counts, _ = engine.layout(selected, num_experts, 1, order)
         weights = topk_weights if topk_weights is not None else selected.new_empty(selected.shape, dtype=torch.float32)
@@ -563,7 +572,7 @@ class ElasticBuffer(UnsupportedFamilies):
             counts.num_tokens_per_rank, counts.num_tokens_per_expert, counts.is_token_in_rank, selected, weights,
             max_tokens=form.max_tokens, has_known_ids=True, keeps_weights=True,
         )  # fmt: skip
-        if do_cpu_sync or do_cpu_sync is None:
+        if is_synchronised:
             arrived, _, event = engine.dispatch(payload, routing, 1, order, num_sms, around)
         else:
             num_rows = max(1, self.num_ranks * form.max_tokens)
@@ -701,8 +710,10 @@ class ElasticBuffer(UnsupportedFamilies):
 
     def _remote_rows(self, handle: EPHandle, order: CallOrder) -> torch.Tensor:
         """[T, K] int32: the expanded row of each selection at its rank, exchanged by a combine; -1: none."""
+        layout = handle._layout
+        if layout.peer_rows is not None:
+            return layout.peer_rows
         if handle._remote_rows is None:
-            layout = handle._layout
             # As a combine of numbers: every rank gives those of its own columns, counted from 1, and 0 in others.
             rows = (layout.sources[:, 2:] + 1).to(torch.float64)
             given = ColumnHandle(layout.compact, layout.owners, layout.slots, rows.shape[0])

@@ -20,7 +20,7 @@ from ..event import EventHandle
 from ..handle import Handle
 from ..sizing import align
 from .ops import Counts
-from .payload import DispatchResult, Payload
+from .payload import DispatchResult, Expansion, Payload, SendPlan
 
 _WEIGHTS = 2  # among rows, scales and weights
 
@@ -68,6 +68,8 @@ class Layout:
         num_rows: n; the memory's N where the host does not know it.
         num_expanded: X.
         aligned_counts: Rows of each expert, rounded up; empty where the host does not know them.
+        plan: Which rows this rank's selections take; None: only compact rows are sent.
+        peer_rows: [T, K] int32, the same as a table; -1: none.
     """
 
     form: Form
@@ -84,6 +86,8 @@ class Layout:
     num_rows: int
     num_expanded: int
     aligned_counts: list[int]
+    plan: SendPlan | None = None
+    peer_rows: torch.Tensor | None = None
 
     def apart(self, scope: Any) -> Layout:
         """Return the same layout with tensors that functions of a call may write, see `CallScope.apart`."""
@@ -150,6 +154,7 @@ class Unfold:
         has_weights: Weights came: with the ids, or, in a cached dispatch, as the last K columns of the scales.
         scale_dtype: Type of the scales; None: there are none.
         extras: What else is wanted.
+        expansion: By which rows may have been put straight into an expanded result; None: they were not.
     """
 
     def __init__(
@@ -161,6 +166,7 @@ class Unfold:
         has_weights: bool,
         scale_dtype: torch.dtype | None,
         extras: Extras,
+        expansion: Expansion | None = None,
     ):
         self._form = form
         self._topk_idx = topk_idx
@@ -168,6 +174,7 @@ class Unfold:
         self._has_weights = has_weights
         self._scale_dtype = scale_dtype
         self._extras = extras
+        self._expansion = expansion
 
     def new(self, scope: Any, received: DispatchResult, told: Counts | None, is_topk_copied: bool = False) -> Arrived:
         """Finish a dispatch that has routing: make its layout, and its results.
@@ -182,6 +189,8 @@ class Unfold:
         if told is not None and told.max_tokens != self._form.max_tokens:
             self._form = self._form._replace(max_tokens=told.max_tokens)
         layout = self._empty_layout(scope, received, told)
+        if self._expansion is not None:
+            layout.plan, layout.peer_rows = self._expansion.plan, self._expansion.peer_rows
         if is_topk_copied:
             with scope.outputs:
                 layout.topk_idx = torch.empty_like(self._topk_idx)
@@ -197,7 +206,9 @@ class Unfold:
     def again(self, scope: Any, received: DispatchResult, layout: Layout) -> Arrived:
         """Finish a cached dispatch: rows lie where those of the earlier dispatch did."""
         sent_scales, sent_weights = received.scales, None
-        if sent_scales is not None and self._has_weights:
+        if self._expansion is not None:
+            sent_weights = self._expansion.received_weights
+        elif sent_scales is not None and self._has_weights:
             split = sent_scales.shape[1] - self._form.num_topk
             sent_scales, sent_weights = sent_scales[:, :split], sent_scales[:, split:].view(torch.float32)
         arrived = self._arrive(scope, received, layout, layout, sent_scales, sent_weights)
@@ -263,7 +274,7 @@ class Unfold:
         num_rows = layout.num_expanded if form.is_expanded else received.x.shape[0]
         x, scales, weights = received.x, None, sent_weights
         with scope.outputs:
-            if form.is_expanded:
+            if form.is_expanded and not self._is_straight:
                 x = like.new_empty((num_rows, like.shape[1]))
             if sent_weights is not None and (form.is_expanded or not sent_weights.is_contiguous()):
                 shape = (num_rows,) if form.is_expanded else (num_rows, form.num_topk)
@@ -278,14 +289,15 @@ class Unfold:
                 None if weights is sent_weights else weights,
             )
         )
-        scope.launch(lambda: self._fill(job_layout, (received.x, sent_scales, sent_weights), outputs))
+        sent = [*scope.apart((received.x, sent_scales)), sent_weights]
+        scope.launch(lambda: self._fill(job_layout, sent, outputs))
         scope.hold_outputs([tensor for tensor in (x, scales, weights) if tensor is not received.x])
         return Arrived(x, scales, None, weights, layout)
 
     def _empty_scales(self, sent: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Memory for the scales: those that came, if they lie already as they are wanted."""
         has_columns, num_scales = self._extras.has_column_scales, sent.shape[1]
-        if not self._form.is_expanded and not has_columns and sent.is_contiguous():
+        if (self._is_straight or not self._form.is_expanded) and not has_columns and sent.is_contiguous():
             return sent
         strides = (1, align(num_rows, 4)) if has_columns else (num_scales, 1)
         return torch.empty_strided((num_rows, num_scales), strides, dtype=sent.dtype, device=sent.device)
@@ -355,14 +367,30 @@ class Unfold:
         if self._extras.after is not None:
             self._extras.after.current_stream_wait()
         for index, (source, target) in enumerate(zip(sent, outputs, strict=True)):
-            if source is None or target is None:
+            is_in_place = not self._form.is_expanded or (self._is_straight and index != _WEIGHTS)
+            if source is None or (target is None and not self._is_straight):
                 continue
-            if not self._form.is_expanded:
-                target.copy_(source)
-            elif index == _WEIGHTS:
+            if is_in_place:
+                if target is not None:
+                    target.copy_(source)
+                if self._is_straight and self._extras.has_zero_padding:
+                    self._zero_gaps(layout, source if target is None else target)
+            elif target is not None and index == _WEIGHTS:
                 self._unfold_weights(layout, source, target)
-            else:
+            elif target is not None:
                 self._unfold(layout, source, target)
+
+    @property
+    def _is_straight(self) -> bool:
+        """Whether rows and scales came as an expanded result."""
+        return self._expansion is not None and self._expansion.is_straight
+
+    def _zero_gaps(self, layout: Layout, out: torch.Tensor) -> None:
+        """Set the rows between experts to zero. On the CPU only, where the host may look at the counts."""
+        if out.dtype.itemsize == 1:
+            out = out.view(torch.uint8)
+        for end in layout.ends.tolist():
+            out[end : align(end, self._form.alignment)].zero_()
 
     def _unfold(self, layout: Layout, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Each expanded row is a copy of its compact one."""

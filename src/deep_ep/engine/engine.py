@@ -60,6 +60,7 @@ class Engine(ABC):
         stream: Where communication runs.
         low_latency: Low-latency calls; None: the buffer has no memory for them, or they cannot be made.
         why_no_low_latency: Why they cannot be made. Empty: they can be made, or were not requested.
+        puts_expanded: Whether dispatches take an `Expansion`.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class Engine(ABC):
     stream: Any
     low_latency: LowLatencyEngine | None = None
     why_no_low_latency = ""
+    puts_expanded = False
 
     # Calls -----------------------------------------------------------------------------------------------------------
 

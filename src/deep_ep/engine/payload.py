@@ -8,7 +8,7 @@ taken apart on arrival.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,16 +20,62 @@ from .protocol import Agreement
 
 
 @dataclass(slots=True)
+class SendPlan:
+    """Which rows of expanded results this rank's selections take.
+
+    A dispatch fills it while it runs, and cached ones follow it.
+
+    Attributes:
+        token_idx: For each expert, the tokens that select it, ascending int64.
+        first_rows: For each expert, the row of the first of them at the rank of the expert.
+        num_rows: Rows of the expanded result of each rank.
+        rows_to: Selections that go to each rank.
+        rows_from: Selections that come from each rank.
+    """
+
+    token_idx: list[torch.Tensor] = field(default_factory=list)
+    first_rows: list[int] = field(default_factory=list)
+    num_rows: list[int] = field(default_factory=list)
+    rows_to: list[int] = field(default_factory=list)
+    rows_from: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Expansion:
+    """That rows of a dispatch should be put straight into an expanded result, if there is memory for it.
+
+    Attributes:
+        alignment: To which the rows of each expert are rounded up.
+        num_rows: X, if it is known before the counts are; else 0.
+        plan: Filled by a dispatch with routing, followed by a cached one.
+        peer_rows: [T, K] int32, filled by a dispatch with routing: the row of each selection at its rank; -1: none.
+        weights: [T, K] float32, which travel with a cached dispatch; None: there are none.
+        received_weights: [n, K] float32, what comes of them, by compact row.
+        is_straight: Set by the steps when they allocate memory: received rows and scales are an expanded result.
+    """
+
+    alignment: int
+    num_rows: int
+    plan: SendPlan
+    peer_rows: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    received_weights: torch.Tensor | None = None
+    is_straight: bool = False
+
+
+@dataclass(slots=True)
 class Payload:
     """What travels.
 
     Attributes:
         x: [T, H] any dtype, contiguous.
         scales: [T, S] any dtype and strides, or None.
+        expansion: Only for engines that put expanded rows; None: one row travels for each (token, rank).
     """
 
     x: torch.Tensor
     scales: torch.Tensor | None = None
+    expansion: Expansion | None = None
 
 
 @dataclass(slots=True)
