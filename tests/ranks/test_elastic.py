@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from common import error_of, run_ranks
-from deep_ep import ElasticBuffer, EPHandle, EventHandle, EventOverlap, reference
+from deep_ep import Buffer, ElasticBuffer, EPHandle, EventHandle, EventOverlap, reference
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -376,6 +376,34 @@ def handle_and_pointers(rank: int, num_ranks: int) -> None:
 
 def test_handles_barriers_and_the_end() -> None:
     run_ranks(handle_and_pointers, 2)
+
+
+def mixed_interfaces(rank: int, num_ranks: int) -> tuple[str, str]:
+    with Buffer(dist.group.WORLD, 1 << 20) as buffer:
+        elastic = ElasticBuffer.from_buffer(buffer, num_max_tokens_per_rank=4)
+        x, topk_idx = torch.full((3, 8), rank + 1.0), torch.arange(6).view(3, 2) % (2 * num_ranks)
+        per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, 2 * num_ranks)
+        compact, _, _, handle, _ = elastic.dispatch(x, topk_idx, num_experts=2 * num_ranks)
+        recv_x, *_ = buffer.dispatch(x, None, per_rank, None, mask, per_expert)
+        assert torch.equal(compact, recv_x)
+        assert elastic.get_combine_buffer(handle, 5, torch.float64).shape == (compact.size(0), 5)
+        assert torch.equal(elastic.combine(compact, handle)[0], x * mask.sum(1, keepdim=True))
+        # All tokens name expert 0 three times, and the worst case has rows for two.
+        too_many = torch.zeros(4, 3, dtype=torch.int64)
+        overflow = error_of(
+            elastic.dispatch, x.new_zeros(4, 8), too_many, num_experts=2 * num_ranks, do_expand=True, do_cpu_sync=False
+        )
+        rows, _, _, handle, _ = elastic.dispatch(x.new_ones(4, 8), too_many, num_experts=2 * num_ranks, do_expand=True)
+        assert rows.size(0) == (12 * num_ranks if rank == 0 else 0)
+        assert torch.equal(elastic.combine(rows, handle)[0], torch.full((4, 8), 3.0))
+        return overflow
+
+
+@pytest.mark.cpu_only
+def test_both_interfaces_over_one_window() -> None:
+    for kind, text in run_ranks(mixed_interfaces, 2):
+        assert kind == "EPOverflow"
+        assert "more than once" in text
 
 
 def mistakes(rank: int, num_ranks: int) -> list[tuple[str, str]]:

@@ -172,6 +172,7 @@ class ElasticBuffer(UnsupportedFamilies):
         nccl_comm_handle: None.
     """
 
+    group: dist.ProcessGroup | None
     _last_rows: tuple[int, torch.dtype] | None = None  # hidden size and dtype of the last dispatch
 
     def __init__(
@@ -224,9 +225,44 @@ class ElasticBuffer(UnsupportedFamilies):
             num_gpu_timeout_secs=num_gpu_timeout_secs,
             trace=trace,
         )
+        if self._buffer._topology.num_nodes > 1:
+            self._buffer._close()
+        self._find_domains()
+
+    @classmethod
+    def from_buffer(
+        cls, buffer: Buffer, num_max_tokens_per_rank: int = 0, allow_multiple_reduction: bool = True
+    ) -> ElasticBuffer:
+        """Return an `ElasticBuffer` over the window of a `Buffer`, for programs that make calls of both.
+
+        All calls of both belong to one order, which must be the same on all ranks. Closing one closes the other.
+
+        Args:
+            buffer: The buffer, inside one node.
+            num_max_tokens_per_rank: M, the default of dispatches.
+            allow_multiple_reduction: See `ElasticBuffer`.
+        """
+        made = cls.__new__(cls)
+        made.group = buffer.group
+        made.num_max_tokens_per_rank = checks.check_int(
+            "ElasticBuffer.from_buffer", "num_max_tokens_per_rank", num_max_tokens_per_rank, 0, checks.MOST_ROWS
+        )
+        made.deterministic, made.allow_hybrid_mode, made.prefer_overlap_with_compute = False, True, True
+        made.allow_multiple_reduction = bool(allow_multiple_reduction)
+        made.num_allocated_qps, made.nccl_comm_handle = _QPS_HYBRID, None
+        made.explicitly_destroy, made.num_bytes = buffer.explicitly_destroy, buffer.num_nvl_bytes
+        made._buffer = buffer
+        made._find_domains()
+        return made
+
+    def _find_domains(self) -> None:
+        """Find how the ranks are grouped.
+
+        Raises:
+            EPUnsupported: They are on several nodes.
+        """
         topology = self._buffer._topology
         if topology.num_nodes > 1:
-            self._buffer._close()
             raise EPUnsupported(_ONE_NODE.format(num=f"{topology.num_nodes} nodes"))
         self.rank_idx, self.num_ranks = self._buffer.rank, self._buffer.group_size
         self._domains = Domains(self.num_ranks, topology.ranks_per_node, self.allow_hybrid_mode)
@@ -566,7 +602,9 @@ class ElasticBuffer(UnsupportedFamilies):
             payload.expansion = Expansion(form.alignment, num_expanded, SendPlan(), peer_rows)
         unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras, payload.expansion)
         around = Around(finish=partial(unfold.new, is_topk_copied=bool(do_handle_copy)))
-        counts, _ = engine.layout(selected, num_experts, 1, order)
+        counts, counted = engine.layout(selected, num_experts, 1, order)
+        if order.after is not None and counted is not None:  # perhaps the layout still waits for it
+            order = CallOrder(counted, order.is_async)
         weights = topk_weights if topk_weights is not None else selected.new_empty(selected.shape, dtype=torch.float32)
         routing = Routing(
             counts.num_tokens_per_rank, counts.num_tokens_per_expert, counts.is_token_in_rank, selected, weights,

@@ -198,7 +198,9 @@ class Unfold:
         topk_idx = received.topk_idx
         if is_topk_copied:
             scope.launch(lambda: job_layout.topk_idx.copy_(self._topk_idx))
-        scope.launch(lambda: self._fill_layout(job_layout, received))
+        # Without counts, tokens that name an expert twice may need more rows than the worst case has.
+        may_overflow = told is None and self._form.is_expanded and self._form.num_topk > self._form.num_local
+        scope.launch(lambda: self._fill_layout(job_layout, received, may_overflow))
         sent_weights = received.topk_weights if self._has_weights else None
         arrived = self._arrive(scope, received, layout, job_layout, received.scales, sent_weights)
         return arrived._replace(topk_idx=None if self._form.is_expanded else topk_idx)
@@ -304,8 +306,11 @@ class Unfold:
 
     # Values ----------------------------------------------------------------------------------------------------------
 
-    def _fill_layout(self, layout: Layout, received: DispatchResult) -> None:
-        """Fill the layout: where each row of the dispatch lies."""
+    def _fill_layout(self, layout: Layout, received: DispatchResult, may_overflow: bool) -> None:
+        """Fill the layout: where each row of the dispatch lies.
+
+        On a GPU more rows than there are memory for end the process: it is an assertion of the device.
+        """
         form, ids = self._form, received.topk_idx
         assert ids is not None
         layout.ids.copy_(ids)
@@ -318,6 +323,12 @@ class Unfold:
         aligned -= aligned % form.alignment
         torch.cumsum(aligned, 0, dtype=torch.int32, out=layout.ends)
         starts = layout.ends - aligned
+        if may_overflow:
+            torch._assert_async(
+                layout.ends[-1] <= layout.num_expanded,
+                "dispatch: tokens name an expert more than once, and need more rows than the worst case has. "
+                "Dispatch with do_cpu_sync=True",
+            )
         if form.is_expanded:
             torch.add(starts, layout.num_per_expert, out=layout.ends)
         self._fill_sources(layout, ids, received.handle.recv_src_idx, starts)
@@ -387,8 +398,7 @@ class Unfold:
 
     def _zero_gaps(self, layout: Layout, out: torch.Tensor) -> None:
         """Set the rows between experts to zero. On the CPU only, where the host may look at the counts."""
-        if out.dtype.itemsize == 1:
-            out = out.view(torch.uint8)
+        out = _as_integers(out)
         for end in layout.ends.tolist():
             out[end : align(end, self._form.alignment)].zero_()
 
@@ -396,8 +406,7 @@ class Unfold:
         """Each expanded row is a copy of its compact one."""
         if not out.numel() or not rows.shape[0]:  # without compact rows all experts are empty
             return
-        if rows.dtype.itemsize == 1:  # not every operator takes FP8
-            rows, out = rows.view(torch.uint8), out.view(torch.uint8)
+        rows, out = _as_integers(rows), _as_integers(out)
         row_idx = layout.row_sources.clamp(min=0)
         if out.is_contiguous():
             torch.index_select(rows, 0, row_idx, out=out)
@@ -413,6 +422,12 @@ class Unfold:
         found = out.new_zeros(layout.num_expanded + 1)
         found.scatter_(0, target.flatten(), weights.reshape(-1))
         out.copy_(found[:-1])
+
+
+def _as_integers(rows: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that every operator takes: not all take FP8, unsigned or complex numbers."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return rows.view(kinds.get(rows.dtype.itemsize, torch.int64))
 
 
 def count_experts(ids: torch.Tensor, out: torch.Tensor) -> None:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ...errors import EPOverflow
 from ...kernels.rows import Section, SlotRange, put_blocks, put_rows, row_bytes
 from ...sizing import align
 from ..ops import Sections
 from ..payload import Expansion, Payload, Routing, SendPlan
-from ..protocol import OFFERED, Agreement, Offer
+from ..protocol import OFFERED, Agreement, Header, Offer
 from ..staging import Blocks
 from .call import Call, Chain
 from .dispatch import CpuDispatch
@@ -38,6 +39,7 @@ class ExpandedDispatch(CpuDispatch):
     def __init__(self, chain: Chain, operation: str, payload: Payload, routing: Routing | None, expansion: Expansion):
         super().__init__(chain, operation, payload, routing)
         self._expansion = expansion
+        self._expert_counts: list[list[int]] = []  # [R][E], how often each rank selects each expert
         self._num_wide = 1 if payload.scales is None else 2  # sections with a row for each selection
 
     # By the caller ---------------------------------------------------------------------------------------------------
@@ -98,24 +100,45 @@ class ExpandedDispatch(CpuDispatch):
 
     def _fetch_rows(self, call: Call, blocks: Blocks, sections: Sections) -> None:
         super()._fetch_rows(call, blocks, sections)
-        self._make_plan(call)
+        self._make_plan()
 
     def _put_in_rounds(self, call: Call, outgoing: list[torch.Tensor], blocks: Blocks, sections: Sections) -> int:
-        self._make_plan(call)
+        self._make_plan()
         return super()._put_in_rounds(call, outgoing, blocks, sections)
 
-    def _make_plan(self, call: Call) -> None:
+    def _agree(self, call: Call) -> list[Header]:
+        """Also check that the expanded results fit, where their sizes were fixed beforehand."""
+        headers = super()._agree(call)
+        if self._routing is not None:
+            num_ranks = len(headers)
+            stop = num_ranks + self._routing.num_experts
+            self._expert_counts = [peer.board.read_values(call.epoch, num_ranks, stop) for peer in self._window.peers]
+            if self._num_worst_tokens:
+                self._check_expanded()
+        return headers
+
+    def _check_expanded(self) -> None:
+        """The worst case has room for tokens that name each expert once."""
+        totals = [align(sum(one), self._expansion.alignment) for one in zip(*self._expert_counts, strict=True)]
+        num_local = len(totals) // len(self._expert_counts)
+        for rank in range(len(self._expert_counts)):
+            num_rows = sum(totals[rank * num_local : (rank + 1) * num_local])
+            if num_rows > self._expansion.num_rows:
+                self._mark_refused()
+                raise EPOverflow(
+                    f"dispatch: rank {rank} receives {num_rows} expanded rows, and the worst case is "
+                    f"{self._expansion.num_rows} ({self._window.me()}): tokens name an expert more than once. "
+                    "Dispatch with do_cpu_sync=True, or have each token name an expert once"
+                )
+
+    def _make_plan(self) -> None:
         """Find the rows that this rank's selections take, from the counts of all ranks. A handle has them already."""
-        routing = self._routing
-        if routing is None:
+        if self._routing is None:
             return
-        assert routing.topk_idx is not None
-        peers, num_ranks = self._window.peers, len(self._window.peers)
-        stop = num_ranks + routing.num_experts
-        counts = [peer.board.read_values(call.epoch, num_ranks, stop) for peer in peers]
+        assert self._routing.topk_idx is not None
         expansion = self._expansion
         where = (self._window.rank, expansion.alignment, expansion.peer_rows)
-        fill_plan(expansion.plan, counts, routing.topk_idx, *where)
+        fill_plan(expansion.plan, self._expert_counts, self._routing.topk_idx, *where)
 
     def _put_round(self, offers: list[Offer], rows: list[Section], ranges: list[SlotRange], index: int) -> None:
         """Put compact rows and records as in any dispatch, and expanded rows in the first round."""
