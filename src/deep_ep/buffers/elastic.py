@@ -137,7 +137,7 @@ class ElasticBuffer(UnsupportedFamilies):
     fixed order: by source rank, then by token.
 
     Args:
-        group: The process group, of any kind.
+        group: The process group, of any kind; None: the default one.
         num_bytes: Size of the window; None: as `num_max_tokens_per_rank` and `hidden` say.
         num_cpu_bytes: Accepted for DeepEP's callers; at most `num_bytes`.
         num_max_tokens_per_rank: M, which is also the default of dispatches.
@@ -177,7 +177,7 @@ class ElasticBuffer(UnsupportedFamilies):
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         num_bytes: int | None = None,
         num_cpu_bytes: int = 0,
         num_max_tokens_per_rank: int = 0,
@@ -310,7 +310,7 @@ class ElasticBuffer(UnsupportedFamilies):
 
     @staticmethod
     def get_buffer_size_hint(
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         num_max_tokens_per_rank: int,
         hidden: int,
         num_topk: int = 0,
@@ -808,8 +808,9 @@ def _order(where: str, previous_event: Any, is_async: bool) -> CallOrder:
     return CallOrder(_event(where, "previous_event", previous_event), bool(is_async))
 
 
-def _ranks_per_node(group: dist.ProcessGroup) -> int:
+def _ranks_per_node(group: dist.ProcessGroup | None) -> int:
     """Ranks of a node. The first time for a group, all its ranks call it together."""
+    group = dist.group.WORLD if group is None else group
     known = _domains_of.get(group)
     if known is None:
         control = Control(group, None, checks.check_secs("ElasticBuffer", "num_cpu_timeout_secs", None))

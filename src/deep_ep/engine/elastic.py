@@ -18,6 +18,7 @@ import torch
 
 from ..event import EventHandle
 from ..handle import Handle
+from ..kernels.reduce import reduce_columns
 from ..sizing import align
 from .ops import Counts
 from .payload import DispatchResult, Expansion, Payload, SendPlan
@@ -509,6 +510,9 @@ def fold_rows(out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
         x: [X, H].
         rows: [N, K] int32; -1: none. One row alone is forwarded as it is.
     """
+    if not x.is_cuda:
+        reduce_columns(out, [x], torch.zeros_like(rows), rows, [0], zero=-0.0)
+        return
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     total = torch.full(out.shape, -0.0, dtype=wide, device=out.device)  # to which -0.0 may be added
     if x.shape[0]:
