@@ -1,6 +1,7 @@
 """Expert-parallel communication for Mixture-of-Experts models: DeepEP's interface, in Python."""
 
 from ._C import check_nccl_so, find_cuda_home, init_jit
+from .buffers.elastic import ElasticBuffer, EPHandle
 from .buffers.legacy import Buffer, topk_idx_t
 from .config import Config
 from .errors import EPClosed, EPError, EPOverflow, EPPeerFailed, EPTimeout, EPTransportError, EPUnsupported
@@ -14,11 +15,13 @@ __all__ = [
     "Config",
     "EPClosed",
     "EPError",
+    "EPHandle",
     "EPOverflow",
     "EPPeerFailed",
     "EPTimeout",
     "EPTransportError",
     "EPUnsupported",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "__version__",

@@ -7,6 +7,7 @@ of a rank. The formulas are DeepEP's: callers compare what they give.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .sizing import align, ceil_div
@@ -94,6 +95,27 @@ def _slots(domains: Domains, max_tokens: int, topk: int, has_multiple_reduction:
     num_dispatch = domains.num_ranks * max_tokens + (0 if is_one_domain else max_tokens)
     num_combine = num_terms(domains.num_ranks) * max_tokens
     return num_dispatch, num_combine + (0 if is_one_domain else domains.num_ranks * max_tokens * num_copies)
+
+
+def engram_bytes(num_entries: int, hidden: int, num_fetched: int, item_bytes: int) -> tuple[int, int]:
+    """Bytes on the GPU, for what is fetched, and on the host, for this rank's part of the table."""
+    entry_bytes = align(hidden * item_bytes, _PART_UNIT_BYTES)
+    return align(entry_bytes * num_fetched, SIZE_UNIT_BYTES), align(entry_bytes * num_entries, SIZE_UNIT_BYTES)
+
+
+def pp_buffer_bytes(tensor_bytes: int, num_in_flight: int) -> int:
+    """Size of a buffer for pipeline sends: slots to send from and to receive in, for both neighbours."""
+    return align(align(tensor_bytes, _PART_UNIT_BYTES) * num_in_flight * 4, SIZE_UNIT_BYTES)
+
+
+def agrs_session_bytes(num_ranks: int, shapes: Sequence[Sequence[int]], item_bytes: int) -> int:
+    """Bytes of a session that gathers a tensor of each shape from every rank."""
+    return sum(align(num_ranks * math.prod(shape) * item_bytes, _PART_UNIT_BYTES) for shape in shapes)
+
+
+def agrs_buffer_bytes(session_bytes: int) -> int:
+    """Size of a buffer for sessions of so many bytes."""
+    return align(session_bytes, SIZE_UNIT_BYTES)
 
 
 class Rates(NamedTuple):

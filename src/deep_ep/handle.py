@@ -55,14 +55,15 @@ class ColumnHandle(NamedTuple):
         owners: [T, K] int32, the rank of each column; anything where `slots` is -1.
         slots: [T, K] int32, the row of each column at that rank; -1: none.
         num_rows: Rows that this rank gives.
-        has_compact_rows: They are the rows of the dispatch; False: others, in an order of their own.
+        expanded_rows: [n, K] int32, which of them belong to each row of the dispatch; -1: none. None: they are the rows
+            of the dispatch.
     """
 
     compact: Handle
     owners: torch.Tensor
     slots: torch.Tensor
     num_rows: int
-    has_compact_rows: bool
+    expanded_rows: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +72,8 @@ class ColumnHandle(NamedTuple):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All of them."""
-        return (*self.compact, self.owners, self.slots)
+        expanded = () if self.expanded_rows is None else (self.expanded_rows,)
+        return (*self.compact, self.owners, self.slots, *expanded)
 
     @property
     def rank_prefix_matrix(self) -> torch.Tensor:

@@ -28,7 +28,13 @@ ANNOUNCED, OFFERED = 1, 2
 SAME = (17, 4)  # what all ranks agree in
 
 
-def rows_of(x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor | None, has_records: bool) -> RowSpec:
+def rows_of(
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    has_records: bool,
+    keeps_weights: bool = False,
+) -> RowSpec:
     """What rows of these tensors are made of."""
     word, is_aligned = word_of(x)
     return RowSpec(
@@ -40,6 +46,7 @@ def rows_of(x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor
         has_records,
         topk_idx.size(1) if topk_idx is not None else 0,
         topk_idx.dtype if topk_idx is not None else torch.int32,
+        keeps_weights,
     )
 
 
@@ -60,9 +67,10 @@ def put_rows(
     topk_idx: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
     num_local: int,
+    keeps_weights: bool = False,
 ) -> None:
     """Put rows; without `send_head` along the slots of a handle, and without records."""
-    rows = rows_of(x, scales, topk_idx, send_head is not None)
+    rows = rows_of(x, scales, topk_idx, send_head is not None, keeps_weights)
     Put(context, shape, rows, num_local)(x, scales, slots, send_head, topk_idx, topk_weights)
 
 
@@ -111,9 +119,11 @@ def finish_dispatch(
     has_records: bool,
     prefix: torch.Tensor,
     capacities: Sequence[torch.Tensor | None] = (),
+    keeps_weights: bool = False,
 ) -> None:
     """End a dispatch. `capacities` are where rows, scales and records stay, if this rank is staged."""
-    finish = FinishDispatch(context, step, operation, rows_of(x, scales, topk_idx, has_records), num_local)
+    rows = rows_of(x, scales, topk_idx, has_records, keeps_weights)
+    finish = FinishDispatch(context, step, operation, rows, num_local)
     staged = ()
     if capacities and capacities[0] is not None:
         staged = (capacities[0].size(0), [0 if capacity is None else capacity.data_ptr() for capacity in capacities])

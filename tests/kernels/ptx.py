@@ -137,14 +137,16 @@ def moving() -> dict[str, str]:
         "SCALES": 64,
         "HAS_RECORDS": True,
     }
-    constants |= {"HAS_TOPK": True, "TOPK": 8, "LANES": 8, "IS_WHOLE": False}
+    constants |= {"HAS_TOPK": True, "TOPK": 8, "KEEPS_WEIGHTS": False, "LANES": 8, "IS_WHOLE": False}
     ptx = {"put": ptx_of(put.dispatch_rows_kernel, pointers, constants, 16)}
     routed = pointers | {"node_slots": "*i32", "numbers": "*i32", "forwarded": "*i32", "plan": "*i64", "aimed": "*i64"}
     for name, has_records in (("route", True), ("route along a handle", False)):
         ptx[name] = ptx_of(
             route._route_tokens_kernel, routed, {"HAS_RECORDS": has_records, "TILE": 128, "LANES": 16}, 8
         )
-    arrived = {name: value for name, value in constants.items() if name not in ("WORD_BYTES", "SCALE_BYTES")}
+    arrived = {
+        name: value for name, value in constants.items() if name not in ("WORD_BYTES", "SCALE_BYTES", "KEEPS_WEIGHTS")
+    }
     arrived |= {"WORD": triton.language.int32, "SCALE_WORD": triton.language.int32}
     words = {"plan": "*i64", "sources": "*i64"}
     for name, is_fetched in (("forward", False), ("forward fetched", True)):

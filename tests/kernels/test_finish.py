@@ -138,10 +138,13 @@ def test_what_comes_through_staging_is_what_put_delivers(
     straight, through, lanes = capacities(num_rows), capacities(num_rows), capacities(rows_per_source)
     offer(context, [part if part is None else [part] for part in straight], [num_rows])
     send_head = slots.clone() if num_local else None
-    put_rows(context, SHAPE, x, scales, slots, send_head, ids, weights, num_local)
+    keeps_weights = num_topk == 8
+    put_rows(context, SHAPE, x, scales, slots, send_head, ids, weights, num_local, keeps_weights)
     offer(context, [part if part is None else [part] for part in lanes], [0], rows_per_source=[rows_per_source])
     prefix = int32([[7]], device)
-    finish_dispatch(context, READY, 0, x, scales, slots, ids, weights, num_local, num_local > 0, prefix, through)
+    finish_dispatch(
+        context, READY, 0, x, scales, slots, ids, weights, num_local, num_local > 0, prefix, through, keeps_weights
+    )
     assert context.state[exchange.STATE_FAILED] == 0
     for got, expected in zip(through, straight, strict=True):
         assert (got is None) == (expected is None)

@@ -99,6 +99,7 @@ class Case:
     scale_dtype: torch.dtype | None = None
     num_scales: int = 3
     spare_rows: int = 0
+    keeps_weights: bool = False
 
 
 CASES = {
@@ -109,6 +110,7 @@ CASES = {
     "wide": Case(2, (3, 2), 70, torch.float64, 2, 2, torch.int32, torch.bfloat16),
     "no ids": Case(3, (4, 4, 4), 16, torch.float16, 0, 1),
     "more room than rows": Case(2, (3, 5), 24, torch.float32, 4, 2, scale_dtype=torch.float32, spare_rows=7),
+    "all weights": Case(3, (6, 2, 5), 8, torch.float32, 4, 2, keeps_weights=True),
     "five ranks": Case(5, (1, 2, 3, 0, 2), 20, torch.float8_e4m3fn, 3, 1, scale_dtype=torch.float32),
 }
 
@@ -167,7 +169,7 @@ def test_what_arrives_is_what_the_twins_deliver(device: str, name: str) -> None:
         send_head = torch.full_like(numbers, -9)
         put_rows(
             context[rank], SHAPE, payload.x, payload.scales, numbers, send_head, routing.topk_idx, routing.topk_weights,
-            case.experts_per_rank,
+            case.experts_per_rank, case.keeps_weights,
         )  # fmt: skip
         slots = layout.token_slots(routing.is_token_in_rank, prefix, rank)
         assert torch.equal(send_head, slots)
@@ -185,7 +187,8 @@ def test_what_arrives_is_what_the_twins_deliver(device: str, name: str) -> None:
         assert scales is None or twin_scales is None or same(scales[rank], twin_scales[rank])
         twin = Unpacked(None, *empty_topk(routing, num_rows[rank]))
         source, twin_source = torch.empty(2, num_rows[rank], dtype=torch.int32, device=device)
-        unpack_records(twin_records[rank], came[rank], twin_source, twin, rank, case.experts_per_rank)
+        keeps = (case.experts_per_rank, case.keeps_weights)
+        unpack_records(twin_records[rank], came[rank], twin_source, twin, rank, *keeps)
         ids, weights = empty_topk(routing, num_rows[rank])
         unpack(context[rank], 2, records[rank], prefix, source, ids, weights)
         assert torch.equal(source[: came[rank]], twin_source[: came[rank]])

@@ -12,6 +12,7 @@ from deep_ep.tools.soak.plan import Goal, calls_to_play, plan_calls, plan_segmen
 from deep_ep.tools.soak.program import (
     CACHED,
     COMBINE,
+    FOLLOWERS,
     LEFT,
     MASKED,
     OVERFLOW,
@@ -23,7 +24,7 @@ from deep_ep.tools.soak.program import (
 from deep_ep.tools.soak.shrink import shrink, without
 
 GOAL = Goal(num_ranks=2, seed=5, num_calls=40)
-EVERYTHING = Features(has_low_latency=True, has_masks=True, has_exceptions=True)
+EVERYTHING = Features(has_low_latency=True, has_masks=True, has_exceptions=True, has_elastic=True)
 CPU = torch.device("cpu")
 
 
@@ -42,10 +43,10 @@ def test_the_plan_follows_from_the_seed() -> None:
     assert (segment.seed, segment.num_calls, segment.arena) == (1846387575634471010, 210, "free")
     calls = plan_calls(GOAL, segment, 4)
     assert [(call.kind, call.source) for call in calls] == [
+        ("elastic dispatch", None),
+        ("elastic combine", 1),
         ("worst-case dispatch", None),
-        ("combine", 1),
-        ("worst-case dispatch", None),
-        ("worst-case dispatch", None),
+        ("cached dispatch", 3),
     ]
     bits = Data(segment.seed, 1, 2, 1, segment.limits).bits((2, 3), torch.uint8, 1, X)
     assert bits.tolist() == [[129, 67, 191], [41, 108, 63]]
@@ -71,7 +72,7 @@ def test_how_many_calls_are_next() -> None:
 
 def test_every_kind_of_call_comes_and_goes_back_to_a_dispatch_before_it() -> None:
     calls = draw_program(11, 800, 3, EVERYTHING)
-    assert len({call.kind for call in calls}) == 10
+    assert len({call.kind for call in calls}) == 14
     kinds = {call.number: call.kind for call in calls}
     renewed = 0
     for call in calls:
@@ -81,6 +82,10 @@ def test_every_kind_of_call_comes_and_goes_back_to_a_dispatch_before_it() -> Non
             assert call.source is not None
             assert renewed < call.source < call.number
             assert kinds[call.source] in ("dispatch", "worst-case dispatch")
+        elif call.kind in FOLLOWERS:
+            assert call.source is not None
+            assert renewed < call.source < call.number
+            assert kinds[call.source] in ("elastic dispatch", "elastic dispatch without sync")
         else:
             assert call.source is None
 

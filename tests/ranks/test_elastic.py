@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from common import error_of, run_ranks
-from deep_ep import EventHandle, EventOverlap, reference
-from deep_ep.buffers.elastic_buffer import ElasticBuffer, EPHandle
+from deep_ep import Buffer, ElasticBuffer, EPHandle, EventHandle, EventOverlap, reference
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -26,6 +25,7 @@ class Case(NamedTuple):
     is_fp8: bool = False
     idx_dtype: torch.dtype = torch.int64
     masked: float = 0.2
+    is_twice: bool = False  # tokens name an expert twice, and experts that there are not
 
 
 CASES = {
@@ -35,6 +35,7 @@ CASES = {
     "one expert": Case(experts_per_rank=1, topk=1),
     "nothing": Case(tokens=0),
     "masked": Case(masked=1.0),
+    "twice": Case(is_twice=True, alignment=2),
     "many": Case(tokens=70, hidden=7, experts_per_rank=5, topk=6, alignment=16),
 }
 
@@ -55,6 +56,8 @@ def inputs_of(case: Case, rank: int, num_ranks: int) -> Inputs:
     scores = torch.rand(num_tokens, num_experts, generator=generator)
     topk = min(case.topk, num_experts)
     topk_idx = scores.topk(topk, 1)[1].to(case.idx_dtype) if num_tokens else torch.empty(0, topk, dtype=case.idx_dtype)
+    if case.is_twice:
+        topk_idx[::2, 1], topk_idx[1::3, 0] = topk_idx[::2, 0], num_experts + 2
     is_masked = torch.rand(topk_idx.shape, generator=generator) < case.masked
     topk_idx = topk_idx.masked_fill(is_masked, -1)
     weights = torch.rand(topk_idx.shape, generator=generator)
@@ -184,16 +187,18 @@ def check_combine(
         out, out_weights, event = buffer.combine(y, handle, weights, bias)
         assert event.event is None
         assert torch.equal(out, expected)
-        assert torch.equal(out_weights, mine.weights.masked_fill(mine.topk_idx < 0, 0.0))
+        is_selected = (mine.topk_idx >= 0) & (mine.topk_idx < num_experts)
+        assert torch.equal(out_weights, mine.weights.masked_fill(~is_selected, 0.0))
 
 
-def round_trips(rank: int, num_ranks: int, case: Case, has_multiple_reduction: bool) -> None:
+def round_trips(rank: int, num_ranks: int, case: Case, has_multiple_reduction: bool) -> dict[str, int]:
     buffer = make_buffer(case, allow_multiple_reduction=has_multiple_reduction)
     for has_waited in (True, False):
         for is_expanded in (False, True):
             handle, told = check_dispatch(rank, num_ranks, case, buffer, has_waited, is_expanded)
             for dtype in (torch.bfloat16, torch.float32):
                 check_combine(rank, num_ranks, case, buffer, handle, told, dtype)
+    return buffer.stats()["calls"]
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("plain", 1), *((name, 2) for name in CASES), ("plain", 4)])
@@ -211,6 +216,55 @@ def test_without_sums_on_the_way(name: str) -> None:
 def test_kernels_do_the_same(name: str) -> None:
     small = CASES[name]._replace(tokens=min(CASES[name].tokens, 5), hidden=16)
     run_ranks(round_trips, 2, small, name != "aligned", env={"DEEP_EP_TRANSPORT": "interpreted"})
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("name", "num_ranks"), [("scales", 2), ("twice", 3), ("many", 4)])
+def test_expanded_rows_are_put_straight(name: str, num_ranks: int) -> None:
+    """Also where rows are so few that they would be posted."""
+    for calls in run_ranks(round_trips, num_ranks, CASES[name], name != "twice", env={"DEEP_EP_POSTED_BYTES": "0"}):
+        assert calls["dispatch/expanded"] == 4, "with and without the host's wait, and cached"
+        assert calls["dispatch/direct"] == 4
+
+
+def unequal_alignments(rank: int, num_ranks: int) -> tuple[str, str]:
+    case = CASES["plain"]
+    buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)
+    options = {"num_experts": case.experts_per_rank * num_ranks, "expert_alignment": 2 + rank}
+    buffer.dispatch(mine.x, mine.topk_idx, **options)  # compact rows do not depend on it
+    return error_of(buffer.dispatch, mine.x, mine.topk_idx, do_expand=True, **options)
+
+
+@pytest.mark.cpu_only
+def test_unequal_alignments_of_expanded_rows_are_named() -> None:
+    seen = run_ranks(unequal_alignments, 2)
+    assert {kind for kind, _ in seen} <= {"EPError", "EPPeerFailed"}
+    assert all("expert_alignment" in text for _, text in seen)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.filterwarnings("ignore:(dispatch|combine). the arena has no room")
+@pytest.mark.parametrize("has_multiple_reduction", [True, False])
+def test_the_same_through_staging(has_multiple_reduction: bool) -> None:
+    """All ranks stage, and then some of them."""
+    case = CASES["scales"]._replace(tokens=30, hidden=512)
+    for limit in (4096, 96 << 10):
+        run_ranks(round_trips, 3, case, has_multiple_reduction, env={"DEEP_EP_ARENA_BYTES": str(limit)})
+
+
+def no_memory(rank: int, num_ranks: int) -> tuple[str, str]:
+    case = CASES["plain"]._replace(tokens=40, hidden=512)
+    buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)
+    x, _, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, num_experts=case.experts_per_rank * num_ranks)
+    return error_of(buffer.combine, x.clone(), handle)
+
+
+@pytest.mark.cpu_only
+def test_kernels_refuse_to_sum_staged_rows_in_another_order() -> None:
+    env = {"DEEP_EP_TRANSPORT": "interpreted", "DEEP_EP_ARENA_BYTES": str(160 << 10)}
+    seen = run_ranks(no_memory, 2, env=env)
+    assert {kind for kind, _ in seen} <= {"EPTransportError", "EPPeerFailed"}
+    assert any("num_bytes" in text for _, text in seen)
 
 
 def asynchronous(rank: int, num_ranks: int, is_expanded: bool) -> None:
@@ -322,6 +376,34 @@ def handle_and_pointers(rank: int, num_ranks: int) -> None:
 
 def test_handles_barriers_and_the_end() -> None:
     run_ranks(handle_and_pointers, 2)
+
+
+def mixed_interfaces(rank: int, num_ranks: int) -> tuple[str, str]:
+    with Buffer(dist.group.WORLD, 1 << 20) as buffer:
+        elastic = ElasticBuffer.from_buffer(buffer, num_max_tokens_per_rank=4)
+        x, topk_idx = torch.full((3, 8), rank + 1.0), torch.arange(6).view(3, 2) % (2 * num_ranks)
+        per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, 2 * num_ranks)
+        compact, _, _, handle, _ = elastic.dispatch(x, topk_idx, num_experts=2 * num_ranks)
+        recv_x, *_ = buffer.dispatch(x, None, per_rank, None, mask, per_expert)
+        assert torch.equal(compact, recv_x)
+        assert elastic.get_combine_buffer(handle, 5, torch.float64).shape == (compact.size(0), 5)
+        assert torch.equal(elastic.combine(compact, handle)[0], x * mask.sum(1, keepdim=True))
+        # All tokens name expert 0 three times, and the worst case has rows for two.
+        too_many = torch.zeros(4, 3, dtype=torch.int64)
+        overflow = error_of(
+            elastic.dispatch, x.new_zeros(4, 8), too_many, num_experts=2 * num_ranks, do_expand=True, do_cpu_sync=False
+        )
+        rows, _, _, handle, _ = elastic.dispatch(x.new_ones(4, 8), too_many, num_experts=2 * num_ranks, do_expand=True)
+        assert rows.size(0) == (12 * num_ranks if rank == 0 else 0)
+        assert torch.equal(elastic.combine(rows, handle)[0], torch.full((4, 8), 3.0))
+        return overflow
+
+
+@pytest.mark.cpu_only
+def test_both_interfaces_over_one_window() -> None:
+    for kind, text in run_ranks(mixed_interfaces, 2):
+        assert kind == "EPOverflow"
+        assert "more than once" in text
 
 
 def mistakes(rank: int, num_ranks: int) -> list[tuple[str, str]]:

@@ -24,6 +24,8 @@ PLANS = [
     "KILL rank=1 at=calls+30ms op=growth way=async ranks=2",
     "KILL rank=1 at=call:before-receive op=ll-dispatch way=hook",
     "KILL rank=0 at=destroy:before op=cached",
+    "KILL rank=1 at=call:before-ready op=expanded way=async",
+    "RAISE rank=0 at=call:after-ready op=expanded-combine ranks=2",
     "TERM rank=0 at=calls+20ms op=combine ranks=2 per_node=1",
     "PAUSE rank=1 at=make:before-2 ranks=2",
     "PAUSE rank=1 at=call:before-offered op=worst-case way=queued",

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from deep_ep.engine import payload
-from deep_ep.engine.cpu import combine, dispatch, posted
+from deep_ep.engine.cpu import combine, dispatch, expanded, posted
 from deep_ep.engine.cpu.call import Call, Chain
 from deep_ep.engine.low_latency.cpu.engine import CpuLowLatency
 from deep_ep.engine.protocol import READY, Header, step_name
@@ -88,11 +88,22 @@ def scales_of_another_row() -> None:
         right = getattr(dispatch, name)
 
         def wrong(payload: payload.Payload, routing: Any, right: Callable = right) -> Any:
-            if payload.scales is not None:  # its neighbour is itself where there is but one
+            if payload.scales is not None and len(payload.scales):  # its neighbour is itself where there is but one
                 payload = replace(payload, scales=payload.scales[[-1, *range(len(payload.scales) - 1)]])
             return right(payload, routing)
 
         setattr(dispatch, name, wrong)
+
+
+def expanded_rows_in_the_order_of_columns() -> None:
+    """Rows of an expert that two columns of tokens select stand column after column, not token after token."""
+    fill_plan = expanded.fill_plan
+
+    def fill_wrongly(plan: payload.SendPlan, *args: Any) -> None:
+        fill_plan(plan, *args)
+        plan.token_idx = [tokens.flip(0) for tokens in plan.token_idx]
+
+    expanded.fill_plan = fill_wrongly
 
 
 def stale_id_behind_the_worst_case() -> None:
@@ -160,6 +171,7 @@ DEFECTS: dict[str, tuple[Callable[[], None], Goal, str]] = {
         (epoch_off_by_one, Goal(2, 3, num_calls=300), ""),
         (read_done_left_out, Goal(3, 5, num_calls=400), "combined_"),
         (scales_of_another_row, Goal(2, 3, num_calls=300), "recv_scales"),
+        (expanded_rows_in_the_order_of_columns, Goal(2, 3, num_calls=300), "recv_x"),
         (stale_id_behind_the_worst_case, Goal(2, 3, num_calls=300), "recv_topk_idx behind the rows"),
         (mask_that_stays, Goal(2, 1, num_calls=150, only_low_latency=True), "mask_status"),
         (bias_of_another_token, Goal(2, 3, num_calls=300), "combined_x"),

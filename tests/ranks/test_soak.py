@@ -115,7 +115,7 @@ def grown_rank(rank: int, num_ranks: int, goal: Goal, news: Connection) -> RankR
                 " (combine): combined_x",
                 "first in row 1, column 0: got ",
                 " calls to 2, in ",
-                " dispatch), ",
+                "dispatch), ",
                 " (combine of ",
             ],
             "--ranks 3 --seed 8 --segment 0 --only ",

@@ -675,7 +675,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         """What this buffer has done so far.
 
         Returns:
-            `calls`: how many calls took which path (`dispatch/direct`, `dispatch/posted`, `dispatch/staged`,
+            `calls`: how many calls took which path (`dispatch/direct`, `dispatch/posted`, `dispatch/staged`, of an
+            `ElasticBuffer` also `dispatch/expanded`: rows were put straight into an expanded result;
             `combine/pulled`, `combine/posted`, `combine/copied_in`, `combine/staged`); `rounds`: how many rounds they
             took (one a call, unless some rank was staged); `bytes_to` and `bytes_from`: bytes of rows, by peer;
             `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`. Across nodes also

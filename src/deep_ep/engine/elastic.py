@@ -10,6 +10,7 @@ came, X rows of an expanded result. Nothing here looks at a value on the host: a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,9 +18,12 @@ import torch
 
 from ..event import EventHandle
 from ..handle import Handle
+from ..kernels.reduce import reduce_columns
 from ..sizing import align
 from .ops import Counts
-from .payload import DispatchResult, Payload
+from .payload import DispatchResult, Expansion, Payload, SendPlan
+
+_WEIGHTS = 2  # among rows, scales and weights
 
 
 class Form(NamedTuple):
@@ -65,6 +69,8 @@ class Layout:
         num_rows: n; the memory's N where the host does not know it.
         num_expanded: X.
         aligned_counts: Rows of each expert, rounded up; empty where the host does not know them.
+        plan: Which rows this rank's selections take; None: only compact rows are sent.
+        peer_rows: [T, K] int32, the same as a table; -1: none.
     """
 
     form: Form
@@ -81,6 +87,8 @@ class Layout:
     num_rows: int
     num_expanded: int
     aligned_counts: list[int]
+    plan: SendPlan | None = None
+    peer_rows: torch.Tensor | None = None
 
     def apart(self, scope: Any) -> Layout:
         """Return the same layout with tensors that functions of a call may write, see `CallScope.apart`."""
@@ -144,9 +152,10 @@ class Unfold:
         topk_idx: [T, K], this rank's selections.
         num_ranks: R.
         rank: This rank.
-        has_weights: Weights came, as the last K columns of the scales.
-        scale_dtype: Type of the scales that came before them; None: there are none.
+        has_weights: Weights came: with the ids, or, in a cached dispatch, as the last K columns of the scales.
+        scale_dtype: Type of the scales; None: there are none.
         extras: What else is wanted.
+        expansion: By which rows may have been put straight into an expanded result; None: they were not.
     """
 
     def __init__(
@@ -158,6 +167,7 @@ class Unfold:
         has_weights: bool,
         scale_dtype: torch.dtype | None,
         extras: Extras,
+        expansion: Expansion | None = None,
     ):
         self._form = form
         self._topk_idx = topk_idx
@@ -165,6 +175,7 @@ class Unfold:
         self._has_weights = has_weights
         self._scale_dtype = scale_dtype
         self._extras = extras
+        self._expansion = expansion
 
     def new(self, scope: Any, received: DispatchResult, told: Counts | None, is_topk_copied: bool = False) -> Arrived:
         """Finish a dispatch that has routing: make its layout, and its results.
@@ -179,6 +190,8 @@ class Unfold:
         if told is not None and told.max_tokens != self._form.max_tokens:
             self._form = self._form._replace(max_tokens=told.max_tokens)
         layout = self._empty_layout(scope, received, told)
+        if self._expansion is not None:
+            layout.plan, layout.peer_rows = self._expansion.plan, self._expansion.peer_rows
         if is_topk_copied:
             with scope.outputs:
                 layout.topk_idx = torch.empty_like(self._topk_idx)
@@ -186,13 +199,22 @@ class Unfold:
         topk_idx = received.topk_idx
         if is_topk_copied:
             scope.launch(lambda: job_layout.topk_idx.copy_(self._topk_idx))
-        scope.launch(lambda: self._fill_layout(job_layout, received))
-        arrived = self._arrive(scope, received, layout, job_layout)
+        # Without counts, tokens that name an expert twice may need more rows than the worst case has.
+        may_overflow = told is None and self._form.is_expanded and self._form.num_topk > self._form.num_local
+        scope.launch(lambda: self._fill_layout(job_layout, received, may_overflow))
+        sent_weights = received.topk_weights if self._has_weights else None
+        arrived = self._arrive(scope, received, layout, job_layout, received.scales, sent_weights)
         return arrived._replace(topk_idx=None if self._form.is_expanded else topk_idx)
 
     def again(self, scope: Any, received: DispatchResult, layout: Layout) -> Arrived:
         """Finish a cached dispatch: rows lie where those of the earlier dispatch did."""
-        arrived = self._arrive(scope, received, layout, layout)
+        sent_scales, sent_weights = received.scales, None
+        if self._expansion is not None:
+            sent_weights = self._expansion.received_weights
+        elif sent_scales is not None and self._has_weights:
+            split = sent_scales.shape[1] - self._form.num_topk
+            sent_scales, sent_weights = sent_scales[:, :split], sent_scales[:, split:].view(torch.float32)
+        arrived = self._arrive(scope, received, layout, layout, sent_scales, sent_weights)
         if self._form.is_expanded:
             return arrived
         with scope.outputs:
@@ -232,34 +254,64 @@ class Unfold:
                 aligned_counts=aligned,
             )
 
-    def _arrive(self, scope: Any, received: DispatchResult, layout: Layout, job_layout: Layout) -> Arrived:
-        """Allocate the results, and launch the step that fills them."""
-        form, extras = self._form, self._extras
+    def _arrive(
+        self,
+        scope: Any,
+        received: DispatchResult,
+        layout: Layout,
+        job_layout: Layout,
+        sent_scales: torch.Tensor | None,
+        sent_weights: torch.Tensor | None,
+    ) -> Arrived:
+        """Allocate the results that are not there yet, and launch the step that fills them.
+
+        Args:
+            scope: The scope of the call.
+            received: The compact rows.
+            layout: Where they lie.
+            job_layout: The same for functions of the call, see `Layout.apart`.
+            sent_scales: Scales of the compact rows, perhaps as columns of something wider and of another type.
+            sent_weights: [N, K] weights of the compact rows, likewise.
+        """
+        form, like = self._form, received.x
         num_rows = layout.num_expanded if form.is_expanded else received.x.shape[0]
-        sent = received.scales
-        num_scales = 0
-        if sent is not None:
-            num_scales = sent.shape[1] - (form.num_topk if self._has_weights else 0)
-        x, weights, scales = received.x, None, None
+        x, scales, weights = received.x, None, sent_weights
         with scope.outputs:
-            if form.is_expanded:
-                x = received.x.new_empty((num_rows, received.x.shape[1]))
-            if self._has_weights:
+            if form.is_expanded and not self._is_straight:
+                x = like.new_empty((num_rows, like.shape[1]))
+            if sent_weights is not None and (form.is_expanded or not sent_weights.is_contiguous()):
                 shape = (num_rows,) if form.is_expanded else (num_rows, form.num_topk)
-                weights = received.x.new_empty(shape, dtype=torch.float32)
-            if self._scale_dtype is not None:
-                strides = (1, align(num_rows, 4)) if extras.has_column_scales else (num_scales, 1)
-                scales = received.x.new_empty(0, dtype=self._scale_dtype)
-                scales = torch.empty_strided((num_rows, num_scales), strides, dtype=scales.dtype, device=scales.device)
-        outputs = scope.apart((x if form.is_expanded else None, scales, weights))
-        scope.launch(lambda: self._fill(job_layout, received, *outputs))
-        scope.hold_outputs((scales, weights, *(() if not form.is_expanded else (x,))))
+                weights = like.new_empty(shape, dtype=torch.float32)
+            if sent_scales is not None and self._scale_dtype is not None:
+                sent_scales = sent_scales.view(self._scale_dtype)
+                scales = self._empty_scales(sent_scales, num_rows)
+        outputs = scope.apart(
+            (
+                None if x is received.x else x,
+                None if scales is sent_scales else scales,
+                None if weights is sent_weights else weights,
+            )
+        )
+        sent = [*scope.apart((received.x, sent_scales)), sent_weights]
+        scope.launch(lambda: self._fill(job_layout, sent, outputs))
+        scope.hold_outputs([tensor for tensor in (x, scales, weights) if tensor is not received.x])
         return Arrived(x, scales, None, weights, layout)
+
+    def _empty_scales(self, sent: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Memory for the scales: those that came, if they lie already as they are wanted."""
+        has_columns, num_scales = self._extras.has_column_scales, sent.shape[1]
+        if (self._is_straight or not self._form.is_expanded) and not has_columns and sent.is_contiguous():
+            return sent
+        strides = (1, align(num_rows, 4)) if has_columns else (num_scales, 1)
+        return torch.empty_strided((num_rows, num_scales), strides, dtype=sent.dtype, device=sent.device)
 
     # Values ----------------------------------------------------------------------------------------------------------
 
-    def _fill_layout(self, layout: Layout, received: DispatchResult) -> None:
-        """Fill the layout: where each row of the dispatch lies."""
+    def _fill_layout(self, layout: Layout, received: DispatchResult, may_overflow: bool) -> None:
+        """Fill the layout: where each row of the dispatch lies.
+
+        On a GPU more rows than there are memory for end the process: it is an assertion of the device.
+        """
         form, ids = self._form, received.topk_idx
         assert ids is not None
         layout.ids.copy_(ids)
@@ -272,6 +324,12 @@ class Unfold:
         aligned -= aligned % form.alignment
         torch.cumsum(aligned, 0, dtype=torch.int32, out=layout.ends)
         starts = layout.ends - aligned
+        if may_overflow:
+            torch._assert_async(
+                layout.ends[-1] <= layout.num_expanded,
+                "dispatch: tokens name an expert more than once, and need more rows than the worst case has. "
+                "Dispatch with do_cpu_sync=True",
+            )
         if form.is_expanded:
             torch.add(starts, layout.num_per_expert, out=layout.ends)
         self._fill_sources(layout, ids, received.handle.recv_src_idx, starts)
@@ -309,40 +367,47 @@ class Unfold:
         layout.slots.copy_(torch.where(is_highest, slots, -1))
 
     def _fill(
-        self,
-        layout: Layout,
-        received: DispatchResult,
-        x: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        weights: torch.Tensor | None,
+        self, layout: Layout, sent: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]
     ) -> None:
-        """Copy rows, scales and weights to where they stay."""
+        """Copy rows, scales and weights to where they stay.
+
+        Args:
+            layout: Where the rows lie.
+            sent: The compact rows, their scales, and their weights.
+            outputs: What is filled, for each of them; None: it lies where it stays.
+        """
         if self._extras.after is not None:
             self._extras.after.current_stream_wait()
-        num_topk, sent = self._form.num_topk, received.scales
-        sent_weights = sent_scales = None
-        if sent is not None:
-            split = sent.shape[1] - (num_topk if self._has_weights else 0)
-            sent_scales = sent[:, :split].view(self._scale_dtype) if self._scale_dtype is not None else None
-            sent_weights = sent[:, split:].view(torch.float32) if self._has_weights else None
-        if not self._form.is_expanded:
-            for target, source in ((scales, sent_scales), (weights, sent_weights)):
-                if target is not None and source is not None:
+        for index, (source, target) in enumerate(zip(sent, outputs, strict=True)):
+            is_in_place = not self._form.is_expanded or (self._is_straight and index != _WEIGHTS)
+            if source is None or (target is None and not self._is_straight):
+                continue
+            if is_in_place:
+                if target is not None:
                     target.copy_(source)
-            return
-        assert x is not None
-        self._unfold(layout, received.x, x)
-        if scales is not None and sent_scales is not None:
-            self._unfold(layout, sent_scales, scales)
-        if weights is not None and sent_weights is not None:
-            self._unfold_weights(layout, sent_weights, weights)
+                if self._is_straight and self._extras.has_zero_padding:
+                    self._zero_gaps(layout, source if target is None else target)
+            elif target is not None and index == _WEIGHTS:
+                self._unfold_weights(layout, source, target)
+            elif target is not None:
+                self._unfold(layout, source, target)
+
+    @property
+    def _is_straight(self) -> bool:
+        """Whether rows and scales came as an expanded result."""
+        return self._expansion is not None and self._expansion.is_straight
+
+    def _zero_gaps(self, layout: Layout, out: torch.Tensor) -> None:
+        """Set the rows between experts to zero. On the CPU only, where the host may look at the counts."""
+        out = _as_integers(out)
+        for end in layout.ends.tolist():
+            out[end : align(end, self._form.alignment)].zero_()
 
     def _unfold(self, layout: Layout, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Each expanded row is a copy of its compact one."""
         if not out.numel() or not rows.shape[0]:  # without compact rows all experts are empty
             return
-        if rows.dtype.itemsize == 1:  # not every operator takes FP8
-            rows, out = rows.view(torch.uint8), out.view(torch.uint8)
+        rows, out = _as_integers(rows), _as_integers(out)
         row_idx = layout.row_sources.clamp(min=0)
         if out.is_contiguous():
             torch.index_select(rows, 0, row_idx, out=out)
@@ -358,6 +423,12 @@ class Unfold:
         found = out.new_zeros(layout.num_expanded + 1)
         found.scatter_(0, target.flatten(), weights.reshape(-1))
         out.copy_(found[:-1])
+
+
+def _as_integers(rows: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that every operator takes: not all take FP8, unsigned or complex numbers."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return rows.view(kinds.get(rows.dtype.itemsize, torch.int64))
 
 
 def count_experts(ids: torch.Tensor, out: torch.Tensor) -> None:
@@ -404,7 +475,9 @@ def expanded_rows(ids: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor)
 
 
 def with_weights(scope: Any, payload: Payload, topk_weights: torch.Tensor | None) -> Payload:
-    """The payload, with weights as columns behind its scales: both have elements of 4 bytes.
+    """The payload of a cached dispatch, with weights as columns behind its scales: both have elements of 4 bytes.
+
+    Without a handle weights travel in the records, which a cached dispatch does not have.
 
     Args:
         scope: The scope of the call, which launches the concatenation of the columns.
@@ -437,6 +510,9 @@ def fold_rows(out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
         x: [X, H].
         rows: [N, K] int32; -1: none. One row alone is forwarded as it is.
     """
+    if not x.is_cuda:
+        reduce_columns(out, [x], torch.zeros_like(rows), rows, [0], zero=-0.0)
+        return
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     total = torch.full(out.shape, -0.0, dtype=wide, device=out.device)  # to which -0.0 may be added
     if x.shape[0]:

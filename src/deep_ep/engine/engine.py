@@ -63,6 +63,7 @@ class Engine(ABC):
         low_latency: Low-latency calls; None: the buffer has no memory for them, or they cannot be made.
         why_no_low_latency: Why they cannot be made. Empty: they can be made, or were not requested.
         counts_peers: `stats` has the bytes and the waits of each peer; else kernels move and wait, and they are zeros.
+        puts_expanded: Whether dispatches take an `Expansion`.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class Engine(ABC):
     low_latency: LowLatencyEngine | None = None
     why_no_low_latency = ""
     counts_peers = False
+    puts_expanded = False
 
     # Calls -----------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ taken apart on arrival.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,16 +20,62 @@ from .protocol import Agreement
 
 
 @dataclass(slots=True)
+class SendPlan:
+    """Which rows of expanded results this rank's selections take.
+
+    A dispatch fills it while it runs, and cached ones follow it.
+
+    Attributes:
+        token_idx: For each expert, the tokens that select it, ascending int64.
+        first_rows: For each expert, the row of the first of them at the rank of the expert.
+        num_rows: Rows of the expanded result of each rank.
+        rows_to: Selections that go to each rank.
+        rows_from: Selections that come from each rank.
+    """
+
+    token_idx: list[torch.Tensor] = field(default_factory=list)
+    first_rows: list[int] = field(default_factory=list)
+    num_rows: list[int] = field(default_factory=list)
+    rows_to: list[int] = field(default_factory=list)
+    rows_from: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Expansion:
+    """That rows of a dispatch should be put straight into an expanded result, if there is memory for it.
+
+    Attributes:
+        alignment: To which the rows of each expert are rounded up.
+        num_rows: X, if it is known before the counts are; else 0.
+        plan: Filled by a dispatch with routing, followed by a cached one.
+        peer_rows: [T, K] int32, filled by a dispatch with routing: the row of each selection at its rank; -1: none.
+        weights: [T, K] float32, which travel with a cached dispatch; None: there are none.
+        received_weights: [n, K] float32, what comes of them, by compact row.
+        is_straight: Set by the steps when they allocate memory: received rows and scales are an expanded result.
+    """
+
+    alignment: int
+    num_rows: int
+    plan: SendPlan
+    peer_rows: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    received_weights: torch.Tensor | None = None
+    is_straight: bool = False
+
+
+@dataclass(slots=True)
 class Payload:
     """What travels.
 
     Attributes:
         x: [T, H] any dtype, contiguous.
         scales: [T, S] any dtype and strides, or None.
+        expansion: Only for engines that put expanded rows; None: one row travels for each (token, rank).
     """
 
     x: torch.Tensor
     scales: torch.Tensor | None = None
+    expansion: Expansion | None = None
 
 
 @dataclass(slots=True)
@@ -45,6 +91,7 @@ class Routing:
         num_tokens_per_node: [nodes] int32; None on one node.
         max_tokens: Most tokens of a rank, which must be the same on all ranks; 0: it was not given.
         has_known_ids: The ids are those of which the buffer has made the layout.
+        keeps_weights: Received weights are those that were sent, also of experts of other ranks; otherwise these are 0.
     """
 
     num_tokens_per_rank: torch.Tensor
@@ -55,6 +102,7 @@ class Routing:
     num_tokens_per_node: torch.Tensor | None = None
     max_tokens: int = 0
     has_known_ids: bool = False
+    keeps_weights: bool = False
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All tensors of the routing that are not None."""
@@ -245,7 +293,13 @@ def _pack_records(routing: Routing, num_tokens: int) -> torch.Tensor:
 
 
 def unpack_records(
-    records: torch.Tensor, num_rows: int, source_idx: torch.Tensor, unpacked: Unpacked, rank: int, num_local: int
+    records: torch.Tensor,
+    num_rows: int,
+    source_idx: torch.Tensor,
+    unpacked: Unpacked,
+    rank: int,
+    num_local: int,
+    keeps_weights: bool = False,
 ) -> None:
     """Take records apart: source indices, ids and weights, which are made local.
 
@@ -256,6 +310,7 @@ def unpack_records(
         unpacked: Its ids and weights are filled.
         rank: This rank.
         num_local: Experts of a rank.
+        keeps_weights: See `Routing`.
     """
     records = records[:num_rows]
     source_idx[:num_rows].copy_(records[:, -1])
@@ -265,11 +320,11 @@ def unpack_records(
     num_topk, id_words = ids.size(1), ids.size(1) * ids.element_size() // 4
     ids[:num_rows].copy_(records.view(ids.dtype)[:, :num_topk])
     weights[:num_rows].copy_(records.view(torch.float32)[:, id_words : id_words + num_topk])
-    make_local(unpacked, num_rows, rank, num_local)
+    make_local(unpacked, num_rows, rank, num_local, keeps_weights)
 
 
-def make_local(unpacked: Unpacked, num_rows: int, rank: int, num_local: int) -> None:
-    """Make ids local: ids of experts of other ranks become -1, and their weights 0.
+def make_local(unpacked: Unpacked, num_rows: int, rank: int, num_local: int, keeps_weights: bool = False) -> None:
+    """Make ids local: ids of experts of other ranks become -1, and their weights 0, unless they are kept.
 
     The arguments are those of `unpack_records`.
     """
@@ -282,4 +337,5 @@ def make_local(unpacked: Unpacked, num_rows: int, rank: int, num_local: int) -> 
     ids.sub_(rank * num_local)
     is_foreign = ids != ids.clamp(0, num_local - 1)
     ids.masked_fill_(is_foreign, -1)
-    weights.masked_fill_(is_foreign, 0.0)
+    if not keeps_weights:
+        weights.masked_fill_(is_foreign, 0.0)

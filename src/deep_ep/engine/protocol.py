@@ -72,6 +72,7 @@ class Agreement(NamedTuple):
         idx_dtype: Type of the expert ids.
         max_tokens: Most tokens of a rank (low latency).
         handle: Checksum of the handle's counts, so that a handle of another dispatch is noticed.
+        alignment: To which the rows of an expert are rounded up, if rows are put into an expanded result.
     """
 
     operation: str
@@ -84,6 +85,7 @@ class Agreement(NamedTuple):
     idx_dtype: torch.dtype | None = None
     max_tokens: int = 0
     handle: int = 0
+    alignment: int = 0
 
     def words(self) -> list[int]:
         """Encode the agreement as words of a header."""
@@ -118,6 +120,7 @@ _ARGUMENTS = {  # where the items of an agreement come from, as the caller knows
     "scale_dtype": "dtype of the scales",
     "idx_dtype": "dtype of `topk_idx`",
     "max_tokens": "most tokens of a rank",
+    "alignment": "`do_expand` and `expert_alignment`",
 }
 
 
@@ -174,15 +177,17 @@ class Offer(NamedTuple):
         num_rows: Rows that fit there.
         is_staged: The memory is staging, of which every source has a part; it is used in rounds.
         bases: The base of each section; None for one without bytes.
+        is_expanded: Rows go to their place in an expanded result, one for each selection; records are compact.
     """
 
     num_rows: int
     is_staged: bool
     bases: tuple[Base | None, ...]
+    is_expanded: bool = False
 
     def words(self) -> list[int]:
         """Encode the offer as words of the board."""
-        words = [self.num_rows, int(self.is_staged), len(self.bases)]
+        words = [self.num_rows, int(self.is_staged) + 2 * int(self.is_expanded), len(self.bases)]
         for base in self.bases:
             words += base.words() if base is not None else _NO_BASE
         return words
@@ -190,9 +195,10 @@ class Offer(NamedTuple):
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Offer:
         """Decode an offer from words of the board."""
-        num_rows, is_staged, num_bases = words[:3]
+        num_rows, flags, num_bases = words[:3]
         parts = [words[3 + 3 * i : 6 + 3 * i] for i in range(num_bases)]
-        return cls(num_rows, bool(is_staged), tuple(Base.from_words(part) if any(part) else None for part in parts))
+        bases = tuple(Base.from_words(part) if any(part) else None for part in parts)
+        return cls(num_rows, bool(flags & 1), bases, bool(flags & 2))
 
     def rows_per_source(self, num_ranks: int) -> int:
         """Return the rows of staging that each source has."""

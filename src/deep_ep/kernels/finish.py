@@ -88,6 +88,7 @@ class FinishDispatch:
             rows.num_topk,
             num_local_experts,
             4 * record_words(rows.num_topk) if rows.has_records else 0,
+            int(rows.keeps_weights),
         )
         constants = {"LANES": num_lanes(context)}
         types = (torch.int32, torch.int32, *(None,) * 11)
@@ -228,6 +229,7 @@ def _finish_rows_kernel(
     num_topk: tl.int32,
     num_local: tl.int32,
     record_bytes: tl.int64,
+    keeps_weights: tl.int32,
     LANES: tl.constexpr,
 ):
     """Signal and wait; with staged ranks, send before every other signal and copy out after it.
@@ -249,7 +251,7 @@ def _finish_rows_kernel(
             tokens = _send(
                 table, slots, prefix, tokens, num_ranks, rank, turn // 2, num_tokens, x, row_bytes, scales,
                 scale_stride_t, scale_stride_s, num_scales, scale_bytes, topk_idx, idx_words, topk_weights, num_topk,
-                num_local, record_bytes, LANES,
+                num_local, record_bytes, keeps_weights, LANES,
             )  # fmt: skip
         is_well = signal_and_wait(
             windows, own_boards, state, host, num_ranks, rank, first_rank, ranks_per_node, epoch, step + turn,
@@ -287,7 +289,7 @@ def _num_rounds(table, prefix, num_ranks, LANES: tl.constexpr):
 def _send(
     table, slots, prefix, tokens, num_ranks, rank, index, num_tokens, x, row_bytes, scales, scale_stride_t,
     scale_stride_s, num_scales, scale_bytes, topk_idx, idx_words, topk_weights, num_topk, num_local, record_bytes,
-    LANES: tl.constexpr,
+    keeps_weights, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write this rank's rows of a round into its part of staging at every staged peer.
 
@@ -322,6 +324,7 @@ def _send(
                             tl.load(table + 2 * num_ranks + peer) + row_idx * record_bytes, token,
                             topk_idx + source * num_topk * idx_words * 4, idx_words,
                             topk_weights + source * num_topk * 4, num_topk, peer * num_local, num_local, num_ranks,
+                            keeps_weights,
                         )  # fmt: skip
                 is_later = (slot >= 0) & (row >= rows_per_source)
                 token += tl.where(is_later, 0, 1)
@@ -342,7 +345,7 @@ def _lay_scales(target, source, stride, num_scales, scale_bytes):
 
 
 @triton.jit
-def _lay_record(target, token, ids, idx_words, weights, num_topk, first_expert, num_local, num_ranks):
+def _lay_record(target, token, ids, idx_words, weights, num_topk, first_expert, num_local, num_ranks, keeps_weights):
     """Write a token's record, as `put.py` describes it. Ids of 8 bytes are read as two words."""
     record = _at(target, tl.int32)
     tl.store(record, token)
@@ -357,7 +360,7 @@ def _lay_record(target, token, ids, idx_words, weights, num_topk, first_expert, 
         is_local = (local >= 0) & (local < num_local)
         bits = tl.load(_at(weights, tl.int32) + columns, mask=is_column, other=0)
         tl.store(record + 1 + columns, tl.where(is_local, local, -1).to(tl.int32), mask=is_column)
-        tl.store(record + 1 + num_topk + columns, tl.where(is_local, bits, 0), mask=is_column)
+        tl.store(record + 1 + num_topk + columns, tl.where(is_local | (keeps_weights != 0), bits, 0), mask=is_column)
 
 
 @triton.jit

@@ -4,7 +4,8 @@ Shape letters: T tokens, K selections of a token, R ranks, n rows received, W wo
 `rows.put_rows` with `engine.payload`'s records.
 
 A *record* goes with each row of a dispatch with routing: W = 1 + 2 K words of 4 bytes, rounded up to 4: the token's
-index at its source, its expert ids as the receiver counts them (-1: another rank's), its weights (0 there).
+index at its source, its expert ids as the receiver counts them (-1: another rank's), its weights (0 there, unless the
+call keeps them).
 
 No kernel here waits or signals; all of them do nothing once the buffer has failed, or while a call is held.
 """
@@ -84,6 +85,7 @@ class RowSpec(NamedTuple):
         has_records: Records travel.
         num_topk: K; 0: ids and weights do not travel.
         idx_dtype: Type of the ids, where they do.
+        keeps_weights: Records have all weights of a token, also those of experts of other ranks.
     """
 
     row_bytes: int
@@ -94,6 +96,7 @@ class RowSpec(NamedTuple):
     has_records: bool = False
     num_topk: int = 0
     idx_dtype: torch.dtype = torch.int32
+    keeps_weights: bool = False
 
 
 class Put:
@@ -127,6 +130,7 @@ class Put:
             "HAS_RECORDS": rows.has_records,
             "HAS_TOPK": rows.num_topk > 0,
             "TOPK": next_power_of_2(rows.num_topk),
+            "KEEPS_WEIGHTS": rows.keeps_weights,
             "LANES": next_power_of_2(context.num_ranks),
             "IS_WHOLE": row_words <= block,
         }
@@ -212,6 +216,7 @@ def dispatch_rows_kernel(
     HAS_RECORDS: tl.constexpr,
     HAS_TOPK: tl.constexpr,
     TOPK: tl.constexpr,
+    KEEPS_WEIGHTS: tl.constexpr,
     LANES: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
@@ -263,7 +268,7 @@ def dispatch_rows_kernel(
                         record = (record_bases + target_rows * num_record_words * 4).to(tl.pointer_type(tl.int32))
                         tl.store(record, token, mask=goes)
                     if HAS_TOPK:
-                        put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK)
+                        put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK, KEEPS_WEIGHTS)
 
 
 @triton.jit
@@ -352,8 +357,13 @@ def _load_columns(matrix, token, num_tokens, stride_t, stride_c, num_columns, CO
 
 
 @triton.jit
-def put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK: tl.constexpr):
-    """Write a token's ids and weights into its records at the peers `lanes`, each as that peer counts them."""
+def put_topk(
+    ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK: tl.constexpr, KEEPS_WEIGHTS: tl.constexpr
+):
+    """Write a token's ids and weights into its records at the peers `lanes`, each as that peer counts them.
+
+    Weights of experts of other ranks become 0, unless they are kept.
+    """
     columns = tl.arange(0, TOPK)
     ids = tl.where((ids >= 0) & (ids < num_local * num_ranks), ids, -1).to(tl.int32)  # before any bits are cut off
     local = tl.where(ids[None, :] >= 0, ids[None, :] - lanes[:, None] * num_local, -1)
@@ -361,7 +371,10 @@ def put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, 
     is_cell = goes[:, None] & (columns < num_topk)[None, :]
     cells = record[:, None] + 1 + columns[None, :]
     tl.store(cells, tl.where(is_local, local, -1), mask=is_cell)
-    bits = tl.where(is_local, weights[None, :], 0.0).to(tl.int32, bitcast=True)
+    is_kept = is_local
+    if KEEPS_WEIGHTS:
+        is_kept = is_cell
+    bits = tl.where(is_kept, weights[None, :], 0.0).to(tl.int32, bitcast=True)
     tl.store(cells + num_topk, bits, mask=is_cell)
 
 

@@ -65,6 +65,7 @@ def reduce_columns(
     slots: torch.Tensor,
     shifts: Sequence[int],
     biases: Sequence[torch.Tensor] = (),
+    zero: float = 0.0,
 ) -> None:
     """Sum each token's rows in the order of its columns.
 
@@ -77,6 +78,7 @@ def reduce_columns(
         slots: [T, K] int32; -1 where a column has no row.
         shifts: What to add to the slots of each peer.
         biases: Tensors [T, H] of out's dtype, added first and in order.
+        zero: What a sum without biases begins with, 0.0 or -0.0.
 
     Raises:
         EPError: A peer has no such rows.
@@ -86,13 +88,13 @@ def reduce_columns(
     """
     if not out.numel():
         return
-    has_row = slots >= 0
+    slots, owners = _without_gaps(slots, owners)
     token_idx: list[torch.Tensor] = []
     row_idx: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for column in range(slots.size(1)):
         for peer, rows in enumerate(peers):
-            tokens = (has_row[:, column] & (owners[:, column] == peer)).nonzero()[:, 0]
+            tokens = ((slots[:, column] >= 0) & (owners[:, column] == peer)).nonzero()[:, 0]
             if not tokens.numel():
                 continue
             wanted = slots[tokens, column].long() + shifts[peer]
@@ -104,17 +106,24 @@ def reduce_columns(
             token_idx.append(tokens)
             row_idx.append(wanted)
             sources.append(rows)
-    accumulate, tile = _accumulator(out), tile_tokens(out)
-    bounds = tile_bounds(token_idx, out.size(0), tile) if token_idx else []
-    for index, start in enumerate(range(0, out.size(0), tile)):
-        stop = min(start + tile, out.size(0))
-        total = _sum_biases(out[start:stop], [bias[start:stop] for bias in biases], accumulate)
-        for tokens, wanted, rows, bound in zip(token_idx, row_idx, sources, bounds, strict=True):
-            first, last = bound[index], bound[index + 1]
-            if first < last:
-                found = rows.index_select(0, wanted[first:last]).to(accumulate)
-                total.index_add_(0, tokens[first:last] - start, found)
-        out[start:stop].copy_(total)
+    tile = min(out.size(0), tile_tokens(out))
+    bounds = tile_bounds(token_idx, out.size(0), tile)
+    total = out.new_empty((tile, out.size(1)), dtype=_accumulator(out))
+    _sum_column_tiles(out, sources, row_idx, [one % tile for one in token_idx], bounds, list(biases), zero, total)
+
+
+def _without_gaps(slots: torch.Tensor, owners: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns of each token that have rows, side by side and in their order: [T, most of a token].
+
+    Example:
+        Slots `[[-1, 4, -1], [2, -1, 3]]` become `[[4, -1], [2, 3]]`.
+    """
+    has_row = slots >= 0
+    most = int(has_row.sum(1).amax())
+    if most == slots.size(1):
+        return slots, owners
+    order = (~has_row).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+    return slots.gather(1, order), owners.gather(1, order)
 
 
 class Scratch:
@@ -345,4 +354,46 @@ def _sum_tiles(
             first, last = bounds[peer][index], bounds[peer][index + 1]
             if first < last:
                 part.index_add_(0, tile_idx[peer][first:last], wide[: last - first].copy_(blocks[peer][first:last]))
+        out[start:stop].copy_(part)
+
+
+@Scripted
+def _sum_column_tiles(
+    out: torch.Tensor,
+    sources: list[torch.Tensor],
+    row_idx: list[torch.Tensor],
+    tile_idx: list[torch.Tensor],
+    bounds: list[list[int]],
+    biases: list[torch.Tensor],
+    zero: float,
+    total: torch.Tensor,
+) -> None:
+    """Tile by tile: sum biases and blocks in `total`, round into `out`. A block has each token once.
+
+    Args:
+        out: [T, H].
+        sources: For each block, the rows that it takes some of.
+        row_idx: For each block, which ones, int64.
+        tile_idx: For each block, the index in its tile of each row's token, int64.
+        bounds: For each block, the first row of each tile, and the number of rows.
+        biases: [T, H] each.
+        zero: What a sum without biases begins with.
+        total: [tile, H] scratch, the accumulators.
+    """
+    tile = total.size(0)
+    for index in range((out.size(0) + tile - 1) // tile):
+        start = index * tile
+        stop = min(start + tile, out.size(0))
+        part = total[: stop - start]
+        if len(biases) > 0:
+            part.copy_(biases[0][start:stop])
+        else:
+            part.fill_(zero)
+        for number in range(1, len(biases)):
+            part.add_(biases[number][start:stop].to(total.dtype))
+        for block in range(len(sources)):
+            first, last = bounds[block][index], bounds[block][index + 1]
+            if first < last:
+                found = torch.index_select(sources[block], 0, row_idx[block][first:last])
+                part.index_add_(0, tile_idx[block][first:last], found.to(total.dtype))
         out[start:stop].copy_(part)

@@ -407,4 +407,4 @@ def _write_arrived(
                 record = (record_bases + target_rows * num_record_words * 4).to(tl.pointer_type(tl.int32))
                 tl.store(record, token, mask=goes)
             if HAS_TOPK:
-                put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, first_rank + lanes, TOPK)
+                put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, first_rank + lanes, TOPK, False)

@@ -19,6 +19,8 @@ from .script import Scripted
 
 _TILE_BYTES = 1 << 19  # of rows: read once from memory, then from a core's cache for every further peer
 
+_LEAST_BLOCK_ROWS = 8  # of a tile, on average, where there are many blocks
+
 
 class Section(NamedTuple):
     """One kind of rows of a call.
@@ -65,6 +67,26 @@ def put_rows(sections: Sequence[Section], slots: torch.Tensor, ranges: Sequence[
         of peer 1.
     """
     _put_rows_torch(sections, slots, ranges, first_peer)
+
+
+def put_blocks(rows: torch.Tensor, targets: Sequence[torch.Tensor], token_idx: Sequence[torch.Tensor]) -> None:
+    """Write rows of tokens side by side into blocks of the peers' memory, of which there may be many.
+
+    Args:
+        rows: [T, columns], this rank's rows.
+        targets: For each block [m, columns], where its rows go.
+        token_idx: For each block [m] int64, the tokens of its rows, ascending.
+
+    Example:
+        Rows `[[5], [6]]`, and a block with tokens `[0, 0, 1]`: it becomes `[[5], [5], [6]]`.
+    """
+    num_tokens, num_rows = rows.size(0), sum(tokens.numel() for tokens in token_idx)
+    if not num_rows:
+        return
+    # A tile with few rows of each block would be more overhead than copying.
+    least = _LEAST_BLOCK_ROWS * len(targets) * num_tokens // num_rows
+    tile = max(1, least, _TILE_BYTES // row_bytes(rows))
+    _put_tiles(rows, list(targets), list(token_idx), tile_bounds(token_idx, num_tokens, tile))
 
 
 def lay_rows(

@@ -6,7 +6,10 @@ import torch
 
 from ...handle import ColumnHandle
 from ...kernels.reduce import reduce_columns, reduce_rows
+from ...kernels.rows import as_bytes, row_bytes
 from ..protocol import Offer
+from ..staging import Staging
+from .call import Call
 from .combine import CpuCombine
 
 
@@ -25,7 +28,7 @@ class ColumnCombine(CpuCombine):
         return super()._is_refused(handle.compact)
 
     def _num_given(self) -> int:
-        return super()._num_given() if self._handle.has_compact_rows else self._handle.num_rows
+        return super()._num_given() if self._handle.expanded_rows is None else self._handle.num_rows
 
     def _can_post(self, num_rows: int) -> bool:
         del num_rows
@@ -36,9 +39,61 @@ class ColumnCombine(CpuCombine):
         handle, stop = self._handle, min(start + range_tokens, self._handle.num_tokens)
         if start >= stop:
             return
-        shifts = self._shifts(offers, start, range_tokens)
+        slots, owners, shifts = handle.slots[start:stop], handle.owners[start:stop], [0] * len(offers)
+        compact_shifts = self._shifts(offers, start, range_tokens)
+        if handle.expanded_rows is None:
+            shifts = compact_shifts
+        else:
+            slots = self._in_cells(offers, slots, owners, range_tokens)
         biases = [bias[start:stop] for bias in self._biases]
-        out, owners, slots = self._sums[0][start:stop], handle.owners[start:stop], handle.slots[start:stop]
-        reduce_columns(out, tables[0], owners, slots, shifts, biases)
+        reduce_columns(self._sums[0][start:stop], tables[0], owners, slots, shifts, biases)
         for weights, table in zip(self._sums[1:], tables[1:], strict=True):
-            reduce_rows(weights[start:stop], table, handle.send_head[start:stop], shifts)
+            reduce_rows(weights[start:stop], table, handle.send_head[start:stop], compact_shifts)
+
+    # Expanded rows through staging: a token has K cells, one for each column, of which those of other ranks stay empty.
+    # Its weights are given once, as those of compact rows.
+
+    def _make_staging(self) -> Staging:
+        if self._handle.expanded_rows is None:
+            return super()._make_staging()
+        first, *others = self._widths()
+        return Staging(self._window, [self._num_cells() * first, *others])
+
+    def _num_cells(self) -> int:
+        return max(1, self._handle.slots.size(1))
+
+    def _tables(self, call: Call, offers: list[Offer]) -> list[list[torch.Tensor]]:
+        tables = super()._tables(call, offers)
+        if self._handle.expanded_rows is not None and any(offer.is_staged for offer in offers):
+            num_cells = self._num_cells()
+            wide = [one._replace(num_rows=num_cells * one.num_rows) if one.is_staged else one for one in offers]
+            tables[0] = call.peer_rows(wide, 0, self._x.size(1), self._x.dtype)
+        return tables
+
+    def _copy_block(self, staging: Staging, source: int, first: int, last: int, start: int, range_tokens: int) -> None:
+        if self._handle.expanded_rows is None:
+            super()._copy_block(staging, source, first, last, start, range_tokens)
+            return
+        num_cells = self._num_cells()
+        tokens = self._handle.recv_src_idx[first:last].long() - start + source * range_tokens
+        rows = self._handle.expanded_rows[first:last]
+        cells = tokens[:, None] * num_cells + torch.arange(rows.size(1))
+        has_row = rows >= 0
+        staged = staging.sections[0].view(-1, row_bytes(self._x))
+        staged.index_copy_(0, cells[has_row], as_bytes(self._x).index_select(0, rows[has_row]))
+        if self._topk_weights is not None:
+            begin = source * range_tokens
+            staging.sections[1][begin : begin + last - first] = as_bytes(self._topk_weights[first:last])
+
+    def _in_cells(
+        self, offers: list[Offer], slots: torch.Tensor, owners: torch.Tensor, range_tokens: int
+    ) -> torch.Tensor:
+        """Return the slots of a range of tokens, with those at staged ranks replaced by the cells of staging."""
+        is_staged = torch.tensor([offer.is_staged for offer in offers])
+        if not bool(is_staged.any()):
+            return slots
+        num_cells = self._num_cells()
+        tokens = torch.arange(slots.size(0), dtype=torch.int32)[:, None] + self._window.rank * range_tokens
+        cells = tokens * num_cells + torch.arange(slots.size(1), dtype=torch.int32)
+        is_in_cell = (slots >= 0) & is_staged[owners.clamp(min=0).long()]
+        return torch.where(is_in_cell, cells, slots)

@@ -160,13 +160,21 @@ class CpuCombine:
             region = arena.allocate(section.shape, section.dtype)
             if region is None:
                 self._chain.warn_staged("combine")
-                staging = Staging(self._window, [row_bytes(part) for part in self._sections()])
+                staging = self._make_staging()
                 return CpuCombineSource("staged", staging.offer, (), staging)
             region[:num_rows].copy_(section[:num_rows])
             regions.append(region)
         path = "pulled" if regions[0] is self._x else "copied_in"
         bases = tuple(arena.base_of(region) if region.numel() else None for region in regions)
         return CpuCombineSource(path, Offer(self._x.size(0), False, bases), tuple(regions), None)
+
+    def _make_staging(self) -> Staging:
+        return Staging(self._window, self._widths())
+
+    def _tables(self, call: Call, offers: list[Offer]) -> list[list[torch.Tensor]]:
+        """Return the rows of all ranks, for each section."""
+        parts = enumerate(self._sections())
+        return [call.peer_rows(offers, index, part.size(1), part.dtype) for index, part in parts]
 
     def _sum_posted(self, call: Call) -> None:
         """Sum the rows that all ranks have posted.
@@ -191,8 +199,7 @@ class CpuCombine:
         most_tokens = max(header.num_tokens for header in headers)
         staged_rows = [offer.rows_per_source(len(offers)) for offer in offers if offer.is_staged]
         range_tokens = min(staged_rows, default=max(1, most_tokens))
-        parts = enumerate(self._sections())
-        tables = [call.peer_rows(offers, index, part.size(1), part.dtype) for index, part in parts]
+        tables = self._tables(call, offers)
         num_rounds = max(1, -(-most_tokens // range_tokens))
         for index in range(num_rounds):
             start = index * range_tokens
@@ -216,9 +223,13 @@ class CpuCombine:
         for source, (begin, end) in enumerate(pairwise(ends)):
             # The rows of a source are in the order of its tokens, so those of a range lie side by side.
             first, last = torch.searchsorted(self._handle.recv_src_idx[begin:end], limits).tolist()
-            for part, staged in zip(self._sections(), staging.sections, strict=True):
-                rows = as_bytes(part[begin + first : begin + last])
-                staged[source * range_tokens : source * range_tokens + rows.size(0)] = rows
+            self._copy_block(staging, source, begin + first, begin + last, start, range_tokens)
+
+    def _copy_block(self, staging: Staging, source: int, first: int, last: int, start: int, range_tokens: int) -> None:
+        """Copy rows `[first, last)`, of tokens of one source from `start` on, into the part of that source."""
+        del start
+        for part, staged in zip(self._sections(), staging.sections, strict=True):
+            staged[source * range_tokens : source * range_tokens + last - first] = as_bytes(part[first:last])
 
     def _sum_range(self, offers: list[Offer], tables: list[list[torch.Tensor]], start: int, range_tokens: int) -> None:
         """Sum this rank's tokens `[start, start + range_tokens)`."""

@@ -18,7 +18,7 @@ import torch
 from ... import layout
 from ...errors import EPOverflow
 from ...handle import check_rows, is_refused, mark_refused, require_filled
-from ...kernels.rows import Section, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
+from ...kernels.rows import Section, SlotRange, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
 from ...trace import RECEIVE, SEND
 from ...transport import ordinary_tensor
 from ..ops import NO_SECTIONS, Counts, Sections, received_of
@@ -37,7 +37,7 @@ from ..payload import (
     section_columns,
     unpack_records,
 )
-from ..protocol import ANNOUNCED, OFFERED, READY, TAKEN, Header, Offer, checksum
+from ..protocol import ANNOUNCED, OFFERED, READY, TAKEN, Agreement, Header, Offer, checksum
 from ..staging import Blocks, Staging, num_dispatch_rounds, round_slots, rows_per_source, token_blocks
 from .call import Call, Chain
 from .posted import Block, fetch_rows, post_rows, section_starts
@@ -99,7 +99,7 @@ class CpuDispatch:
     def memory(self, scope: CpuScope, num_rows: int) -> Sections:
         """Memory for the rows: in the arena, or elsewhere if it cannot hold them. Posted rows need no records."""
         del scope
-        columns = section_columns(self._payload, None if self._is_posted else self._routing)
+        columns = self._columns()
         arena = self._window.arena
         parts = [arena.allocate((num_rows, count), dtype) for count, dtype in columns]
         source_rows = 0
@@ -172,6 +172,21 @@ class CpuDispatch:
         del routes, told
         return received_of(sections, num_rows, unpacked.topk_idx, unpacked.topk_weights, unpacked.handle)
 
+    def _columns(self) -> list[tuple[int, torch.dtype]]:
+        """Return columns and dtype of each section. Posted rows need no records."""
+        return section_columns(self._payload, None if self._is_posted else self._routing)
+
+    def _outgoing(self) -> list[torch.Tensor]:
+        """Return the rows of each section that this rank sends."""
+        return outgoing_parts(self._payload, self._routing)
+
+    def _agreement(self, number: int) -> Agreement:
+        return agreement_of(self._operation, self._payload, self._routing, number)
+
+    def _can_post(self, num_rows: int, parts: Sequence[torch.Tensor]) -> bool:
+        """Return whether this rank's rows are few enough to be posted on its board."""
+        return section_starts(num_rows, [row_bytes(part) for part in parts])[-1] <= self._chain.posted_bytes
+
     def _check_rows(self, handle: Any) -> None:
         check_rows(handle, self._window.rank, "dispatch")
 
@@ -205,7 +220,7 @@ class CpuDispatch:
         call, outgoing = scope.call, []
         if not self._is_posted:
             with call.slice("prepare rows", SEND):
-                outgoing = outgoing_parts(self._payload, self._routing)  # while the peers make their offers
+                outgoing = self._outgoing()  # while the peers make their offers
             call.wait(OFFERED)
         if not self._is_full:
             self._agree(call)
@@ -233,9 +248,9 @@ class CpuDispatch:
             is_sent = handle.send_head >= 0
         else:
             is_sent = routing.is_token_in_rank
-        agreement = agreement_of(self._operation, self._payload, routing, number)
+        agreement = self._agreement(number)
         parts, num_sent = posted_parts(self._payload, routing), sum(self._counts)
-        is_posted = section_starts(num_sent, [row_bytes(part) for part in parts])[-1] <= self._chain.posted_bytes
+        is_posted = self._can_post(num_sent, parts)
         max_tokens = routing.max_tokens if routing is not None else 0
         call = scope.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens, is_posted, max_tokens))
         if is_posted:
@@ -348,7 +363,7 @@ class CpuDispatch:
         Returns:
             The number of rounds.
         """
-        slots, staging = self._handle.send_head, self._staging
+        staging = self._staging
         if staging is not None:
             self._chain.warn_staged("dispatch")
         offers = call.offers()
@@ -360,7 +375,7 @@ class CpuDispatch:
                 round_slots(offer, blocks[rank][peer], index, rank, num_ranks) for peer, offer in enumerate(offers)
             ]
             with call.slice("put rows", SEND, rows=[one.end - one.begin for one in ranges]):
-                put_rows(rows, slots, ranges, first_peer=rank)
+                self._put_round(offers, rows, ranges, index)
             call.signal(READY + 2 * index)
             call.wait(READY + 2 * index)
             if staging is not None:
@@ -371,6 +386,11 @@ class CpuDispatch:
                 call.signal(TAKEN + 2 * index)
                 call.wait(TAKEN + 2 * index)
         return num_rounds
+
+    def _put_round(self, offers: list[Offer], rows: list[Section], ranges: list[SlotRange], index: int) -> None:
+        """Put what is due in round `index`."""
+        del offers, index
+        put_rows(rows, self._handle.send_head, ranges, first_peer=self._window.rank)
 
     def _rows(self, call: Call, offers: list[Offer], index: int, part: torch.Tensor) -> Section:
         """One kind of rows, and where the peers take them, in the widest elements that fit."""
@@ -394,13 +414,13 @@ class CpuDispatch:
         assert self._routing is not None
         assert self._unpacked is not None
         rank, num_local = self._window.rank, self._routing.num_experts // len(self._window.peers)
-        num_rows = self._ends[-1][rank]
+        num_rows, keeps_weights = self._ends[-1][rank], self._routing.keeps_weights
         if self._is_posted:
-            make_local(self._unpacked, num_rows, rank, num_local)
+            make_local(self._unpacked, num_rows, rank, num_local, keeps_weights)
         elif sections.records is not None:
             with scope.call.slice("unpack", RECEIVE):
                 source_idx = self._handle.recv_src_idx
-                unpack_records(sections.records, num_rows, source_idx, self._unpacked, rank, num_local)
+                unpack_records(sections.records, num_rows, source_idx, self._unpacked, rank, num_local, keeps_weights)
         self._count(sections)
 
     def _count(self, sections: Sections) -> None:

@@ -27,6 +27,7 @@ from .call import Chain
 from .columns import ColumnCombine
 from .combine import CpuCombine
 from .dispatch import CpuDispatch
+from .expanded import ExpandedDispatch
 from .scope import CpuScope
 
 
@@ -40,6 +41,7 @@ class CpuEngine(Engine):
 
     low_latency: CpuLowLatency | None = None
     counts_peers = True
+    puts_expanded = True
 
     def __init__(self, window: Window, stream: CommStream):
         self.rank = window.rank
@@ -175,6 +177,8 @@ class CpuEngine(Engine):
     ) -> CpuDispatch:
         """Return the steps of one dispatch. `num_sms` has an effect on GPUs only."""
         del num_sms
+        if payload.expansion is not None:
+            return ExpandedDispatch(self.chain, operation, payload, routing, payload.expansion)
         return CpuDispatch(self.chain, operation, payload, routing)
 
     def _combine_steps(

@@ -31,7 +31,7 @@ def pack(agreement: Agreement) -> tuple[int, int]:
 
 def unpack(first: int, second: int, handle: int) -> Agreement:
     """Decode the two words of `pack`."""
-    values = {"handle": handle}
+    values = {"handle": handle, "alignment": 0}  # kernels lay rows out by themselves: ranks need not agree in it
     for bits, word in zip(_BITS, (first, second), strict=True):
         for name, width in bits.items():
             values[name] = word & ((1 << width) - 1)

@@ -149,7 +149,7 @@ class Memory:
         Raises:
             EPTransportError: There is no staging, or it cannot hold a row of every rank.
         """
-        self._require_staging("dispatch")
+        self._require_staging("dispatch", self._can_stage)
         hidden, dtype, num_scales, scale_dtype, record_words = columns
         source_rows, bases = self._cut_staging(columns.widths())
         device = self._window.device
@@ -191,9 +191,12 @@ class Memory:
         base = self._arena.base_of(region) if region.numel() else None
         return -1 if base is None else base[0] << SEGMENT_BITS | base[1]
 
-    def source(self, parts: Sequence[torch.Tensor], num_tokens: int) -> CombineSource:
+    def source(self, parts: Sequence[torch.Tensor], num_tokens: int, can_stage: bool = True) -> CombineSource:
         """Return how rows are given: where they lie in the arena, as a copy in it, or, if it has no memory left,
         through staging.
+
+        Raises:
+            EPTransportError: The arena has no memory left, and they cannot be staged.
         """
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         bases = [-1, -1, -1]
@@ -203,7 +206,8 @@ class Memory:
             if bases[section] % VECTOR_BYTES and part.numel():
                 region = self.region(part.shape, part.dtype)
                 if region is None:
-                    return self._staged_source(parts, [taken for taken, _ in copies], num_tokens)
+                    taken = [region for region, _ in copies]
+                    return self._staged_source(parts, taken, num_tokens, can_stage and self._can_stage)
                 copies.append((region, part))
                 bases[section] = self.base(region)
         path = "combine/copied_in" if copies and copies[0][1] is parts[0] else "combine/pulled"
@@ -211,27 +215,28 @@ class Memory:
         return _make_source((path, post, copies))
 
     def _staged_source(
-        self, parts: Sequence[torch.Tensor], taken: list[torch.Tensor], num_tokens: int
+        self, parts: Sequence[torch.Tensor], taken: list[torch.Tensor], num_tokens: int, can_stage: bool
     ) -> CombineSource:
         """Give all parts through staging. Regions that were allocated for some of them are released."""
-        self._require_staging("combine")
+        self._require_staging("combine", can_stage)
         for region in taken:
             self._arena.give_up(region)
         source_rows, bases = self._cut_staging([part.shape[1] * part.element_size() for part in parts])
         return CombineSource("combine/staged", Post(parts[0].shape[0], source_rows, num_tokens, bases=bases), [])
 
-    def _require_staging(self, operation: str) -> None:
+    def _require_staging(self, operation: str, can_stage: bool) -> None:
         """Check that there is staging, and warn once that calls through it are slower.
 
         Raises:
-            EPTransportError: Across nodes there is no staging.
+            EPTransportError: There is none: across nodes, and for sums in the order of columns.
         """
         sizes, rank, num_ranks = self._arena.num_bytes(), self._window.rank, self._window.num_ranks
-        if not self._can_stage:
+        if not can_stage:
             raise EPTransportError(
                 f"{operation}: the arena has no room for the rows ({sizes['used']} of {sizes['reserved']} bytes are in "
-                f"use, rank {rank}/{num_ranks}). Drop received tensors, or make the buffer "
-                "with a larger num_nvl_bytes; it grows by itself only in a dispatch without handle or num_worst_tokens"
+                f"use, rank {rank}/{num_ranks}). Drop received tensors, or make the buffer with a larger "
+                "num_nvl_bytes (of an ElasticBuffer: num_bytes); it grows by itself only in a dispatch without handle "
+                "or num_worst_tokens"
             )
         if not self._has_warned:
             self._has_warned = True

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...handle import ColumnHandle
 from ...kernels.notify import Post, Terms, make_post
 from ...kernels.put import RowSpec, record_words, widest_word
 from ..ops import CombineSteps, Counts, DispatchSteps, Sections
@@ -40,6 +41,7 @@ class DispatchSignature(NamedTuple):
         idx_dtype: Type of the ids; None: there are none.
         num_experts: E; 0: there is a handle.
         max_tokens: Most tokens of a rank, which must be the same on all ranks; 0: it was not given.
+        keeps_weights: Weights of experts of other ranks travel as they are, see `payload.Routing`.
         num_sms: Most blocks of a kernel; None: nothing bounds them.
     """
 
@@ -53,6 +55,7 @@ class DispatchSignature(NamedTuple):
     idx_dtype: torch.dtype | None
     num_experts: int
     max_tokens: int
+    keeps_weights: bool
     num_sms: int | None
 
 
@@ -114,8 +117,9 @@ def rows_of(signature: DispatchSignature) -> RowSpec:
     has_records = signature.num_experts > 0
     idx_dtype = signature.idx_dtype or torch.int32
     return RowSpec(
-        row_bytes, word, is_aligned, signature.num_scales, scale_bytes, has_records, signature.num_topk, idx_dtype
-    )
+        row_bytes, word, is_aligned, signature.num_scales, scale_bytes, has_records, signature.num_topk, idx_dtype,
+        signature.keeps_weights,
+    )  # fmt: skip
 
 
 def columns_of(signature: DispatchSignature) -> Columns:
@@ -126,7 +130,7 @@ def columns_of(signature: DispatchSignature) -> Columns:
 
 def terms_of(signature: DispatchSignature, step: int, num_ranks: int) -> Terms:
     """Return what a rank posts in all dispatches of a signature."""
-    operation, hidden, dtype, _, num_scales, scale_dtype, num_topk, idx_dtype, num_experts, max_tokens, _ = signature
+    operation, hidden, dtype, _, num_scales, scale_dtype, num_topk, idx_dtype, num_experts, max_tokens, *_ = signature
     agreement = Agreement(
         operation, num_experts, num_topk, hidden, dtype, num_scales, scale_dtype, idx_dtype, max_tokens
     )
@@ -244,7 +248,8 @@ class DeviceCombine(ABC):
 
     def notify(self, scope: CudaScope, parts: Sequence[torch.Tensor], handle: Any) -> CombineSource:
         """Copy rows into the window where that is needed, and exchange offers."""
-        source = self._memory.source(parts, handle.num_tokens)
+        # The kernel that sums staged rows adds them in the order of ranks.
+        source = self._memory.source(parts, handle.num_tokens, can_stage=not isinstance(handle, ColumnHandle))
         scope.path = source.path
         self._notify(scope, source, handle)
         if self._signals.marks is not None:

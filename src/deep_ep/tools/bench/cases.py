@@ -17,7 +17,7 @@ Shape letters: T tokens, H hidden, K top-k, E experts, R ranks, n rows received,
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -167,7 +167,12 @@ class Note(NamedTuple):
 
 
 def run_cases(
-    rank: int, num_ranks: int, setting: Setting, names: Sequence[str], news: Connection
+    rank: int,
+    num_ranks: int,
+    setting: Setting,
+    names: Sequence[str],
+    news: Connection,
+    cases: Mapping[str, tuple[str, Callable[[Inputs, Buffer], Case]]] = CASES,
 ) -> list[RankMeasured]:
     """Check and time cases, one after the other. Runs on every rank.
 
@@ -175,14 +180,15 @@ def run_cases(
         rank: This rank.
         num_ranks: R.
         setting: The setting.
-        names: Keys of `CASES`.
+        names: Keys of `cases`.
         news: Where rank 0 sends a `Note` when a case begins and after each round.
+        cases: By name, as `CASES` has them.
     """
     tell = teller(rank, news)
     results = []
     for name in names:
         tell(Note(num_ranks, name, 0))
-        results.append(_run_case(rank, num_ranks, setting, name, tell))
+        results.append(_run_case(rank, num_ranks, setting, name, cases[name][1], tell))
         gc.collect()  # hundreds of megabytes that the next case would come on top of
     return results
 
@@ -193,10 +199,17 @@ def join_cases(name: str, parts: Sequence[RankMeasured]) -> Measured:
     return Measured(name, len(parts), [part.num_bytes for part in parts], times)
 
 
-def _run_case(rank: int, num_ranks: int, setting: Setting, name: str, tell: Callable[[Note], object]) -> RankMeasured:
+def _run_case(
+    rank: int,
+    num_ranks: int,
+    setting: Setting,
+    name: str,
+    make: Callable[[Inputs, Buffer], Case],
+    tell: Callable[[Note], object],
+) -> RankMeasured:
     buffer = make_buffer(setting, num_ranks)
     try:
-        case = CASES[name][1](make_inputs(setting, rank, num_ranks, buffer), buffer)
+        case = make(make_inputs(setting, rank, num_ranks, buffer), buffer)
         check_outputs(case, name, rank, num_ranks)
         times = time_rounds(
             case.variants,

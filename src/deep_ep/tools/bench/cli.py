@@ -1,4 +1,4 @@
-"""`python -m deep_ep bench normal | low-latency | internode | layer | tune | readme`: arguments, and what follows."""
+"""`python -m deep_ep bench normal | elastic | low-latency | internode | layer | tune | readme`: arguments, and work."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ...buffers.engines import NVSHMEM
 from ...transport import MESSAGE
 from ..plotting import require_matplotlib
 from ..terminal import require_folder
-from . import internode, low_latency, normal, results
+from . import elastic, internode, low_latency, normal, results
 from . import report as reports
 from .cases import CASES
+from .elastic_cases import ELASTIC_CASES, ELASTIC_GPU_CASES
 from .gpu_cases import GPU_CASES
 from .hop_cases import HOP_CASES
 from .inputs import Setting
@@ -63,6 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     normal = modes.add_parser("normal", help="measure dispatch and combine of normal mode")
     _add_bench_arguments(normal, _ON_GPU, [*CASES, *GPU_CASES], "`bench normal` or `bench gpu`")
     _add_sms(normal, _ON_GPU)
+    v2 = modes.add_parser(elastic.NAME, help="measure dispatch and combine of ElasticBuffer, DeepEP V2's interface")
+    v2_cases = [*ELASTIC_CASES, *ELASTIC_GPU_CASES]
+    _add_bench_arguments(v2, _ON_GPU, v2_cases, "`bench elastic` or `bench elastic gpu`")
+    _add_sms(v2, _ON_GPU)
     decode = modes.add_parser(
         "low-latency", help="measure low-latency dispatch and combine, their halves, and CUDA graphs of them"
     )
@@ -236,7 +241,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: The arguments cannot be met.
         EPError: The run failed, or there is no such device.
     """
-    if args.mode in (normal.NAME, low_latency.NAME):
+    if args.mode in (normal.NAME, elastic.NAME, low_latency.NAME):
         _run_bench(args)
     elif args.mode == internode.NAME:
         _run_internode(args)
@@ -255,6 +260,9 @@ def _run_bench(args: argparse.Namespace) -> None:
     if args.mode == normal.NAME:
         setting = find_setting(args, _ON_GPU if args.device == "cuda" else {})
         titles, measure = normal.titles_of(setting), normal.measure
+    elif args.mode == elastic.NAME:
+        setting = find_setting(args, _ON_GPU if args.device == "cuda" else {})
+        titles, measure = elastic.titles_of(setting), elastic.measure
     else:
         base = _LOW_LATENCY_ON_GPU if args.device == "cuda" else _LOW_LATENCY
         setting = find_setting(args, base, _LOW_LATENCY_QUICK)

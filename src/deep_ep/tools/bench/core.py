@@ -21,9 +21,10 @@ GLOO = "gloo_preallocated"
 GLOO_AS_WRITTEN = "gloo_as_written"
 PRODUCT_BF16 = "deep_ep_bf16"
 ONE_HOP = "one_hop"
+BUFFER = "buffer"
 ADD = "add"
 
-PEERS = (GLOO, GLOO_AS_WRITTEN, PRODUCT_BF16)
+PEERS = (GLOO, GLOO_AS_WRITTEN, PRODUCT_BF16, BUFFER)
 
 HOST = "host"
 IN_A_ROW = "in_a_row"

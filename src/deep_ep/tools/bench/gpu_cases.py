@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -289,6 +289,7 @@ def run_gpu_cases(
     names: Sequence[str],
     news: Connection,
     copy_bytes: int = COPY_BYTES,
+    lines: Mapping[str, GpuLine] = GPU_CASES,
 ) -> list[GpuMeasured]:
     """Check and time cases, one after the other. Runs on every rank.
 
@@ -296,9 +297,10 @@ def run_gpu_cases(
         rank: This rank.
         num_ranks: R.
         setting: The setting.
-        names: Keys of `GPU_CASES`.
+        names: Keys of `lines`.
         news: Where rank 0 sends a `Note` when a case begins and after each round.
         copy_bytes: Size of the copy that bandwidth is measured with.
+        lines: The cases, as `GPU_CASES` has them.
     """
     tell = teller(rank, news)
     gpu = enter_device(rank, setting.device)
@@ -308,10 +310,10 @@ def run_gpu_cases(
         results = []
         for name in names:
             tell(Note(num_ranks, name, 0))
-            case = GPU_CASES[name].make(work)
+            case = lines[name].make(work)
             check_case(case, name, work)
             variants = [
-                *variants_of(case, work, GPU_CASES[name].in_script_loop),
+                *variants_of(case, work, lines[name].in_script_loop),
                 *([floor] if case.memory_bytes else []),
             ]
             times = time_case(name, variants, device_stopwatch(buffer), work, tell)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..plotting import new_figure, write_png
 from ..terminal import counted
-from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, ONE_HOP, PRODUCT, PRODUCT_BF16, Measured, summarise
+from .core import BUFFER, FLOOR, GLOO, GLOO_AS_WRITTEN, ONE_HOP, PRODUCT, PRODUCT_BF16, Measured, summarise
 from .figures import Unit, three_digits
 from .report import LABELS, BenchReport
 
@@ -18,6 +18,7 @@ _COLOURS = {
     PRODUCT: "#1f6f8b",
     PRODUCT_BF16: "#8fbcc9",
     ONE_HOP: "#7aa974",
+    BUFFER: "#b58db6",
     GLOO: "#e0a458",
     GLOO_AS_WRITTEN: "#c8553d",
 }

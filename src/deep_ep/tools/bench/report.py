@@ -17,7 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from . import hops, traffic, waits
-from .core import FLOOR, GLOO, GLOO_AS_WRITTEN, ONE_HOP, PEERS, PRODUCT, PRODUCT_BF16, Measured, Summary, summarise
+from .core import (
+    BUFFER,
+    FLOOR,
+    GLOO,
+    GLOO_AS_WRITTEN,
+    ONE_HOP,
+    PEERS,
+    PRODUCT,
+    PRODUCT_BF16,
+    Measured,
+    Summary,
+    summarise,
+)
 from .figures import DASH, MS, US, Unit, three_digits, with_quartiles
 
 LABELS = {
@@ -27,6 +39,7 @@ LABELS = {
     GLOO_AS_WRITTEN: "gloo, as users write it",
     PRODUCT_BF16: "deep_ep in BF16",
     ONE_HOP: "deep_ep, one hop",
+    BUFFER: "Buffer and torch",
 }
 _NORMAL = "normal"
 _GPU_CAPTION = (

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 
 from ... import env
+from ...buffers.elastic import ElasticBuffer, EPHandle
 from ...buffers.legacy import Buffer
 from ...errors import EPError
 from ...event import EventHandle, EventOverlap
 from .checks import Mismatch, held, left_since, same
 from .faults import Fault
 from .low_latency import check_packed
-from .plans import HANG_SECS, POINT_NAMES, FaultPlan
+from .plans import ELASTIC_OPERATIONS, HANG_SECS, POINT_NAMES, FaultPlan
 
 _TOKENS, _HIDDEN, _TOPK, _EXPERTS_PER_RANK = 8, 256, 2, 2
 _GROWTH_HIDDEN = 1 << 16  # a call receives more than a segment of the arena holds, and the program keeps it
@@ -113,7 +114,7 @@ class FaultProgram:
         self._rank, self._num_ranks = buffer.rank, buffer.group_size
         self._hidden = _GROWTH_HIDDEN if op == "growth" else _HIDDEN
         self._routing = routing_of(self._rank, self._num_ranks)
-        self._handle: tuple | None = None
+        self._handle: Any = None  # a tuple, or an EPHandle
         self._rows: torch.Tensor | None = None  # in the window, for a combine
         self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
@@ -130,15 +131,20 @@ class FaultProgram:
         if self._op.startswith("ll-"):
             return self._low_latency_step(step)
         if step == 0:
-            return self._dispatch(0, {})
+            return self._expanded_dispatch(0) if self._op in ELASTIC_OPERATIONS else self._dispatch(0, {})
         if self._handle is None:
             raise LostResultError
         checks = []
         if self._is_queued and not done:
-            checks.append(self._combine(step, {"async_finish": True, "previous_event": self._gate()}))
+            combine = self._expanded_combine if self._op in ELASTIC_OPERATIONS else self._combine
+            checks.append(combine(step, {"async_finish": True, "previous_event": self._gate()}))
         after: dict[str, Any] = {"async_finish": self._way in ("async", "queued")}
         if self._op == "combine":
             checks.append(self._combine(step, after))
+        elif self._op == "expanded":
+            checks.append(self._expanded_dispatch(step, after["async_finish"]))
+        elif self._op == "expanded-combine":
+            checks.append(self._expanded_combine(step, after))
         elif self._op == "cached":
             x = tokens_of(self._rank, step, self._hidden)
             recv_x, *_, event = self._buffer.dispatch(x, handle=self._handle, **after)
@@ -244,6 +250,59 @@ class FaultProgram:
         masks = [routing_of(source, self._num_ranks).is_token_in_rank[:, self._rank] for source in sources]
         return torch.cat(
             [tokens_of(source, step, self._hidden)[mask] for source, mask in zip(sources, masks, strict=True)]
+        )
+
+    def _expanded_dispatch(self, step: int, is_async: bool = False) -> Callable[[], None]:
+        """A dispatch of an `ElasticBuffer` over the same buffer, with a row for each selection."""
+        recv_x, _, _, handle, event = ElasticBuffer.from_buffer(self._buffer, _TOKENS).dispatch(
+            tokens_of(self._rank, step, self._hidden),
+            self._routing.topk_idx,
+            torch.ones(_TOKENS, _TOPK),
+            num_experts=self._routing.num_experts,
+            do_expand=True,
+            async_with_compute_stream=is_async,
+        )
+        assert isinstance(recv_x, torch.Tensor)
+        if step == 0:
+            self._handle, self._rows = handle, recv_x
+
+        def check() -> None:
+            _wait(event)
+            same(f"recv_x of step {step}", recv_x, self._expanded_rows(step))
+            if recv_x is not self._rows:
+                self._kept.append((f"recv_x of step {step}", recv_x, recv_x.clone()))
+
+        return check
+
+    def _expanded_combine(self, step: int, after: dict[str, Any]) -> Callable[[], None]:
+        assert self._rows is not None
+        assert isinstance(self._handle, EPHandle)
+        rows = self._rows.copy_(self._expanded_rows(step))
+        sums, _, event = ElasticBuffer.from_buffer(self._buffer, _TOKENS).combine(
+            rows,
+            self._handle,
+            previous_event=after.get("previous_event"),
+            async_with_compute_stream=after["async_finish"],
+        )
+
+        def check() -> None:
+            _wait(event)
+            same(f"combined_x of step {step}", sums, tokens_of(self._rank, step, self._hidden) * _TOPK)
+            self._kept.append((f"combined_x of step {step}", sums, sums.clone()))
+
+        return check
+
+    def _expanded_rows(self, step: int) -> torch.Tensor:
+        """By expert of this rank, by source, by token."""
+        sources = range(self._num_ranks)
+        ids = [routing_of(source, self._num_ranks).topk_idx for source in sources]
+        first = self._rank * _EXPERTS_PER_RANK
+        return torch.cat(
+            [
+                tokens_of(source, step, self._hidden)[(ids[source] == expert).any(1)]
+                for expert in range(first, first + _EXPERTS_PER_RANK)
+                for source in sources
+            ]
         )
 
     def _low_latency_step(self, step: int) -> Callable[[], None]:

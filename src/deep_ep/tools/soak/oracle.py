@@ -129,6 +129,89 @@ def combined(
     return total.to(dtype)
 
 
+# DeepEP V2 -----------------------------------------------------------------------------------------------------------
+
+
+class Expanded(NamedTuple):
+    """Which selection each row of an expanded result belongs to; -1 everywhere in padding.
+
+    Attributes:
+        sources: [X] int64, source ranks.
+        tokens: [X] int64, tokens there.
+        columns: [X] int64, columns of the tokens.
+        counts: Selections of each local expert.
+    """
+
+    sources: torch.Tensor
+    tokens: torch.Tensor
+    columns: torch.Tensor
+    counts: list[int]
+
+
+def expanded(ids: Sequence[torch.Tensor], rank: int, num_local: int, alignment: int) -> Expanded:
+    """The rows of a rank: by expert, source rank, token, column; then padding up to the alignment."""
+    parts, counts = [], []
+    for expert in range(rank * num_local, (rank + 1) * num_local):
+        found = [
+            torch.cat([torch.full((pairs.size(0), 1), source), pairs], 1)
+            for source, pairs in ((source, (one == expert).nonzero()) for source, one in enumerate(ids))
+        ]
+        rows = torch.cat(found)
+        counts.append(rows.size(0))
+        parts += [rows, torch.full((-rows.size(0) % alignment, 3), -1)]
+    every = torch.cat(parts)
+    return Expanded(every[:, 0], every[:, 1], every[:, 2], counts)
+
+
+def owners(ids: torch.Tensor, num_experts: int, num_ranks: int) -> torch.Tensor:
+    """[T, K] int64: the rank of each selection; -1: it selects nothing."""
+    is_valid = (ids >= 0) & (ids < num_experts)
+    return torch.where(is_valid, torch.where(is_valid, ids, 0).long() // (num_experts // num_ranks), -1)
+
+
+def sums_of_columns(
+    columns: Sequence[torch.Tensor], is_given: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """[T, H]: biases, and then what each column gives, ascending, rounded once.
+
+    Args:
+        columns: For each column [T, H].
+        is_given: For each column [T] bool.
+        biases: [T, H] each.
+    """
+    dtype = columns[0].dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    total = torch.zeros(columns[0].shape, dtype=wide)
+    for index, bias in enumerate(biases):
+        total = total + bias.to(wide) if index else bias.to(wide)
+    for values, given in zip(columns, is_given, strict=True):
+        total = torch.where(given.unsqueeze(1), total + values.to(wide), total)
+    return total.to(dtype)
+
+
+def summed_by_rank(columns: Sequence[torch.Tensor], owner: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Columns with what the columns of one rank give summed, and rounded, into the highest of them.
+
+    Args:
+        columns: For each column [T, H].
+        owner: [T, K], ranks; -1: the column gives nothing.
+
+    Returns:
+        For each column [T, H]; and [T, K] bool, whether it is the highest of its rank.
+    """
+    dtype = columns[0].dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    later = owner.unsqueeze(1) == owner.unsqueeze(2)  # [T, k, j]: columns k and j are of one rank
+    is_highest = (owner >= 0) & ~torch.triu(later, 1).any(2)
+    sums = []
+    for k in range(len(columns)):
+        total = torch.full(columns[0].shape, -0.0, dtype=wide)
+        for j in range(k + 1):
+            total = torch.where(later[:, k, j].unsqueeze(1), total + columns[j].to(wide), total)
+        sums.append(total.to(dtype))
+    return sums, is_highest
+
+
 # Low latency ---------------------------------------------------------------------------------------------------------
 
 

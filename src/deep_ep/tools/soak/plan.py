@@ -31,6 +31,7 @@ _INTERPRETED_LIMITS = (
 )
 _UNEVEN = (0, 4096, 16384, 65536)
 _ARENAS = ("free", "tiny", "one page", "uneven")
+_ELASTIC_BYTES = 64 << 20  # of the window, where kernels make calls of an ElasticBuffer
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class PlanSegment:
         has_masks: Ranks may be masked in low-latency calls.
         delay_share: How many of the fault points are delayed.
         posted_limits: Most bytes of rows that each rank posts.
+        has_elastic: Calls of `ElasticBuffer` are among them.
     """
 
     number: int
@@ -60,6 +62,7 @@ class PlanSegment:
     has_masks: bool
     delay_share: float
     posted_limits: tuple[int, ...]
+    has_elastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ def plan_segment(goal: Goal, number: int) -> PlanSegment:
         "one page": [4096] * goal.num_ranks,
         "uneven": [draw.choice(_UNEVEN) for _ in range(goal.num_ranks)],
     }[arena]
+    # Kernels cannot stage the sums of an ElasticBuffer: with too little memory they raise.
+    has_elastic = not goal.ranks_per_node and (goal.is_cpu or (arena == "free" and number % 8 < 4))
     sizes = {"cpu": _LIMITS, "cuda": _GPU_LIMITS, "interpreter": _INTERPRETED_LIMITS}[goal.device]
     return PlanSegment(
         number=number,
@@ -141,11 +146,12 @@ def plan_segment(goal: Goal, number: int) -> PlanSegment:
         num_calls=num_calls,
         arena=arena,
         arena_limits=tuple(limits),
-        num_nvl_bytes=draw.choice((0, 0, 1 << 20)),
+        num_nvl_bytes=draw.choice((0, 0, 1 << 20)) if goal.is_cpu or not has_elastic else _ELASTIC_BYTES,
         limits=replace(draw.choice(sizes), palette=Palette.draw(goal.seed) if goal.device == "cuda" else None),
         has_masks=draw.random() < 0.5,
         delay_share=draw.choice((0.0, 0.02, 0.1)),
         posted_limits=_draw_posted(draw, goal.num_ranks),
+        has_elastic=has_elastic,
     )
 
 
@@ -161,6 +167,7 @@ def plan_calls(goal: Goal, segment: PlanSegment, num_calls: int) -> list[Program
         has_normal=not goal.only_low_latency,
         has_low_latency=goal.has_low_latency,
         has_masks=segment.has_masks,
+        has_elastic=segment.has_elastic,
         survives_mistakes=goal.is_cpu,
         has_exceptions=goal.is_cpu,
     )

@@ -20,6 +20,7 @@ from .plan import mixed
 SIGNALS = ("KILL", "TERM", "STOP", "PAUSE", "INT", "RAISE")
 PHASES = {"make": "construction", "call": "a call", "calls": "a stretch of calls", "destroy": "destroy"}
 OPERATIONS = ("dispatch", "cached", "worst-case", "combine", "growth")
+ELASTIC_OPERATIONS = ("expanded", "expanded-combine")  # of an ElasticBuffer, inside one node
 LOW_LATENCY_OPERATIONS = ("ll-dispatch", "ll-combine")
 WAYS = ("sync", "async", "queued", "behind")
 LOW_LATENCY_WAYS = ("sync", "async", "hook")
@@ -33,12 +34,16 @@ _STEPS = {
     "cached": ("offered", "ready"),
     "worst-case": ("offered", "ready"),
     "combine": ("ready", "taken"),
+    "expanded": ("announced", "offered", "ready"),
+    "expanded-combine": ("ready", "taken"),
 }
 _LOW_LATENCY_POINTS = ("before-sent", "local-sent", "after-sent", "before-receive")
 POINT_NAMES = {  # as `Window.fault` is told of the operations
     "growth": "dispatch",
     "cached": "cached dispatch",
     "worst-case": "worst-case dispatch",
+    "expanded": "dispatch",
+    "expanded-combine": "combine",
     "ll-dispatch": "low-latency dispatch",
     "ll-combine": "low-latency combine",
 }
@@ -107,7 +112,7 @@ class FaultPlan:
             `INT`, which the program catches as `KeyboardInterrupt`; `RAISE`, an exception at a fault point.
         rank: The rank that gets it.
         at: The moment; see `Moment`.
-        op: The operation that the program makes: one of `OPERATIONS` or `LOW_LATENCY_OPERATIONS`.
+        op: The operation that the program makes: one of `OPERATIONS`, `ELASTIC_OPERATIONS` or `LOW_LATENCY_OPERATIONS`.
         way: `sync`; `async`; `queued`, asynchronous behind a queued call; `behind`, synchronous behind one; `hook`.
         path: Whether rows go straight into the peers' memory, are posted, or are staged.
         call: The call, from 1, of a moment that is a fault point of a call.
@@ -130,7 +135,7 @@ class FaultPlan:
         is_low_latency = self.op in LOW_LATENCY_OPERATIONS
         for name, value, choices in (
             ("signal", self.signal, SIGNALS),
-            ("op", self.op, OPERATIONS + LOW_LATENCY_OPERATIONS),
+            ("op", self.op, OPERATIONS + ELASTIC_OPERATIONS + LOW_LATENCY_OPERATIONS),
             ("way", self.way, LOW_LATENCY_WAYS if is_low_latency else WAYS),
             ("path", self.path, PATHS),
             ("rank", self.rank, range(self.ranks)),
@@ -140,6 +145,8 @@ class FaultPlan:
                 raise ValueError(f"`{name}` must be one of {', '.join(map(str, choices))}, got {value}")
         if self.ranks < 2 or self.per_node < 0 or (self.per_node and self.ranks % self.per_node):
             raise ValueError(f"`per_node` must divide the ranks, of which there are 2 or more, got {self}")
+        if self.per_node and self.op in ELASTIC_OPERATIONS:
+            raise ValueError(f"op={self.op} is for one node, got per_node={self.per_node}")
         if self.signal == "RAISE" and not (moment.point and moment.phase in ("make", "call")):
             raise ValueError(f"RAISE needs a fault point of construction or of a call, got at={self.at}")
         if moment.phase == "call" and moment.point not in points_of(self.op, self.path):
@@ -245,7 +252,7 @@ def points_of(op: str, path: str) -> list[str]:
     steps = _STEPS[op]
     if path == "posted":
         steps = steps[:1]
-    elif path == "staged" and op == "combine":
+    elif path == "staged" and op in ("combine", "expanded-combine"):
         steps = ("offered", *steps)
     return [f"{side}-{step}" for step in steps for side in ("before", "after")]
 
@@ -278,7 +285,11 @@ def _draw_plan(
     draw: random.Random, signal: str, phase: str, topologies: Sequence[tuple[int, int]], only_low_latency: bool
 ) -> FaultPlan:
     ranks, per_node = draw.choice(topologies)
-    ops = LOW_LATENCY_OPERATIONS if only_low_latency else OPERATIONS[:-1]
+    ops: tuple[str, ...] = OPERATIONS[:-1]
+    if only_low_latency:
+        ops = LOW_LATENCY_OPERATIONS
+    elif not per_node:
+        ops += ELASTIC_OPERATIONS
     op = "growth" if phase == "growth" and not only_low_latency else draw.choice(ops)
     way = draw.choice(LOW_LATENCY_WAYS if only_low_latency else WAYS)
     if signal == "INT" and phase == "calls" and not only_low_latency:

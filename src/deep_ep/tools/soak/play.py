@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ...buffers.legacy import Buffer
-from . import low_latency, mistakes, normal
+from . import elastic, low_latency, mistakes, normal
 from .checks import Mismatch
 from .data import Limits, Palette
-from .program import CACHED, COMBINE, Features, ProgramCall, draw_program
+from .program import FOLLOWERS, Features, ProgramCall, draw_program
 from .state import SoakReport, State, is_direct
 
 _PLAYERS: dict[str, Callable[[State, ProgramCall], None]] = {
     **normal.PLAYERS,
+    **elastic.PLAYERS,
     **mistakes.PLAYERS,
     **low_latency.PLAYERS,
 }
@@ -26,11 +27,14 @@ def features_of(buffer: Buffer, has_exceptions: bool = False) -> Features:
         buffer: The buffer.
         has_exceptions: Leave calls by exceptions, each of which costs a buffer.
     """
+    num_nodes = buffer.runtime.get_num_rdma_ranks() if buffer.runtime is not None else 1
     return Features(
         has_low_latency=buffer.low_latency_mode,
         has_masks=buffer.enable_shrink,
         survives_mistakes=is_direct(buffer),
         has_exceptions=has_exceptions and is_direct(buffer),
+        # Kernels cannot stage the sums of an ElasticBuffer: with too little memory they raise.
+        has_elastic=is_direct(buffer) and num_nodes == 1,
     )
 
 
@@ -46,7 +50,7 @@ def play_calls(state: State, calls: list[ProgramCall]) -> Iterator[ProgramCall]:
         needed = {source for source, last in last_uses.items() if last >= call.number}
         try:
             state.go_on(call, needed)
-            if call.kind in (CACHED, COMBINE) and call.source not in state.known:
+            if call.kind in FOLLOWERS and call.source not in state.known and call.source not in state.known_elastic:
                 continue  # its dispatch overflowed, or was left
             _PLAYERS[call.kind](state, call)
         except Mismatch:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ...buffers.elastic import ElasticBuffer, EPHandle
 from ...buffers.legacy import Buffer
 from ...errors import EPError
 from ...event import EventOverlap
@@ -45,6 +46,27 @@ class KnownDispatch:
     sent: torch.Tensor
     recv_x: torch.Tensor | None
     is_settled: bool = False
+
+
+@dataclass
+class KnownElastic:
+    """A dispatch of an `ElasticBuffer` that later calls go back to.
+
+    Attributes:
+        handle: Its handle on this rank.
+        ids: By rank: [T, K].
+        num_experts: E.
+        alignment: To which the rows of an expert are rounded up.
+        is_expanded: A row for each selection.
+        num_rows: Rows that a combine takes: of the handle, worst-case room included.
+    """
+
+    handle: EPHandle
+    ids: list[torch.Tensor]
+    num_experts: int
+    alignment: int
+    is_expanded: bool
+    num_rows: int
 
 
 @dataclass
@@ -97,6 +119,7 @@ class State:
     Attributes:
         has_relays: Kernels relay rows between nodes.
         known: Dispatches by the number of their call.
+        known_elastic: Those of an `ElasticBuffer`, likewise.
         fault: Told of fault points of the soak's own.
         barrier: Waits until all ranks are there, outside of the buffer.
     """
@@ -111,6 +134,7 @@ class State:
         self.call = ProgramCall(0, "")
         self.report = SoakReport()
         self.known: dict[int, KnownDispatch] = {}
+        self.known_elastic: dict[int, KnownElastic] = {}
         self.fault: Callable[[str], None] = lambda point: None  # noqa: ARG005 - nothing happens unless asked for
         self.barrier: Callable[[], object] = dist.barrier
         self.make_buffer = make_buffer
@@ -121,6 +145,10 @@ class State:
     def data(self, call: ProgramCall) -> Data:
         """The data of a call."""
         return Data(self._seed, call.number, self.num_ranks, self.num_nodes, self.limits)
+
+    def elastic(self, has_multiple_reduction: bool = True) -> ElasticBuffer:
+        """An `ElasticBuffer` over the buffer."""
+        return ElasticBuffer.from_buffer(self.buffer, allow_multiple_reduction=has_multiple_reduction)
 
     # Streams and events ----------------------------------------------------------------------------------------------
 
@@ -195,8 +223,8 @@ class State:
         self.settle(call.number)
         self.call = call
         self._look_at_watched(call.number)
-        for number in [number for number in self.known if number not in needed]:
-            del self.known[number]
+        self.known = {number: one for number, one in self.known.items() if number in needed}
+        self.known_elastic = {number: one for number, one in self.known_elastic.items() if number in needed}
         if self.data(call).draw.random() < 0.02:
             self.buffer.trim()
 
@@ -214,6 +242,7 @@ class State:
         self._pending.clear()
         self._look_at_watched()
         self.known.clear()
+        self.known_elastic.clear()
         self.buffer.destroy()
         self.buffer = self.make_buffer()
 
@@ -222,6 +251,7 @@ class State:
         self.settle()
         self._look_at_watched()
         self.known.clear()
+        self.known_elastic.clear()
         deadline = time.monotonic() + _TIMEOUT_SECS
         while True:
             gc.collect()

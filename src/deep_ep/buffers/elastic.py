@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,7 @@ from ..elastic_sizing import SIZE_UNIT_BYTES, Domains, Rates, elastic_buffer_byt
 from ..engine.elastic import Arrived, Extras, Form, Layout, Unfold, fold_rows, fold_weights, own_columns, with_weights
 from ..engine.engine import Around
 from ..engine.ops import CallOrder
-from ..engine.payload import Routing
+from ..engine.payload import Expansion, Routing, SendPlan
 from ..errors import EPUnsupported
 from ..event import EventHandle, EventOverlap, event_of
 from ..handle import ColumnHandle
@@ -28,6 +29,7 @@ from ..sizing import align
 from ..topology import find_topology
 from . import checks
 from .calling import call
+from .elastic_families import UnsupportedFamilies
 from .engines import find_device, forced_ranks_per_node
 from .legacy import Buffer
 
@@ -127,7 +129,7 @@ class EPHandle:
         return handle
 
 
-class ElasticBuffer:
+class ElasticBuffer(UnsupportedFamilies):
     """The communication buffer of one rank, in the interface of DeepEP V2.
 
     All ranks of the group construct it together, and then make the same calls in the same order. It works inside one
@@ -135,9 +137,9 @@ class ElasticBuffer:
     fixed order: by source rank, then by token.
 
     Args:
-        group: The process group, of any kind.
+        group: The process group, of any kind; None: the default one.
         num_bytes: Size of the window; None: as `num_max_tokens_per_rank` and `hidden` say.
-        num_cpu_bytes: Accepted for DeepEP's callers.
+        num_cpu_bytes: Accepted for DeepEP's callers; at most `num_bytes`.
         num_max_tokens_per_rank: M, which is also the default of dispatches.
         hidden: H.
         num_topk: K; 0: not known.
@@ -154,11 +156,28 @@ class ElasticBuffer:
         explicitly_destroy: The caller may call `destroy()`. Without it the buffer goes with its last reference.
         device: Where tensors live; default `DEEP_EP_DEVICE`, else the current GPU, else the CPU.
         trace: A folder in which this rank records its calls; default `DEEP_EP_TRACE`.
+
+    Attributes:
+        group: See the argument.
+        rank_idx: This rank.
+        num_ranks: R.
+        num_bytes: Size of the window, a multiple of 2 MiB.
+        num_max_tokens_per_rank: M.
+        num_rdma_ranks: Nodes.
+        num_nvlink_ranks: Ranks of a node.
+        num_scaleout_ranks: Nodes, as calls see them.
+        num_scaleup_ranks: Ranks of a node, likewise.
+        scaleout_rank_idx: This rank's node.
+        scaleup_rank_idx: This rank's index inside of it.
+        nccl_comm_handle: None.
     """
+
+    group: dist.ProcessGroup | None
+    _last_rows: tuple[int, torch.dtype] | None = None  # hidden size and dtype of the last dispatch
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         num_bytes: int | None = None,
         num_cpu_bytes: int = 0,
         num_max_tokens_per_rank: int = 0,
@@ -178,10 +197,11 @@ class ElasticBuffer:
         device: torch.device | str | None = None,
         trace: str | os.PathLike[str] | None = None,
     ):
-        del num_cpu_bytes, sl_idx
+        del sl_idx
         where, most = "ElasticBuffer", checks.MOST_ROWS
         for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("hidden", hidden)):
             checks.check_int(where, name, value, 0, most)
+        checks.check_int(where, "num_cpu_bytes", num_cpu_bytes, 0, num_bytes)
         if num_bytes is None and not (num_max_tokens_per_rank and hidden):
             raise ValueError(f"{where}: pass `num_bytes`, or `num_max_tokens_per_rank` and `hidden`")
         self.group = group
@@ -199,15 +219,50 @@ class ElasticBuffer:
         self.num_bytes = align(checks.check_int(where, "num_bytes", num_bytes, 1), SIZE_UNIT_BYTES)
         self._buffer = Buffer(
             group,
-            self.num_bytes,
+            2 * self.num_bytes,  # rows that came, and rows that go back, may be there at once
             device=device,
             num_cpu_timeout_secs=num_cpu_timeout_secs,
             num_gpu_timeout_secs=num_gpu_timeout_secs,
             trace=trace,
         )
+        if self._buffer._topology.num_nodes > 1:
+            self._buffer._close()
+        self._find_domains()
+
+    @classmethod
+    def from_buffer(
+        cls, buffer: Buffer, num_max_tokens_per_rank: int = 0, allow_multiple_reduction: bool = True
+    ) -> ElasticBuffer:
+        """Return an `ElasticBuffer` over the window of a `Buffer`, for programs that make calls of both.
+
+        All calls of both belong to one order, which must be the same on all ranks. Closing one closes the other.
+
+        Args:
+            buffer: The buffer, inside one node.
+            num_max_tokens_per_rank: M, the default of dispatches.
+            allow_multiple_reduction: See `ElasticBuffer`.
+        """
+        made = cls.__new__(cls)
+        made.group = buffer.group
+        made.num_max_tokens_per_rank = checks.check_int(
+            "ElasticBuffer.from_buffer", "num_max_tokens_per_rank", num_max_tokens_per_rank, 0, checks.MOST_ROWS
+        )
+        made.deterministic, made.allow_hybrid_mode, made.prefer_overlap_with_compute = False, True, True
+        made.allow_multiple_reduction = bool(allow_multiple_reduction)
+        made.num_allocated_qps, made.nccl_comm_handle = _QPS_HYBRID, None
+        made.explicitly_destroy, made.num_bytes = buffer.explicitly_destroy, buffer.num_nvl_bytes
+        made._buffer = buffer
+        made._find_domains()
+        return made
+
+    def _find_domains(self) -> None:
+        """Find how the ranks are grouped.
+
+        Raises:
+            EPUnsupported: They are on several nodes.
+        """
         topology = self._buffer._topology
         if topology.num_nodes > 1:
-            self._buffer._close()
             raise EPUnsupported(_ONE_NODE.format(num=f"{topology.num_nodes} nodes"))
         self.rank_idx, self.num_ranks = self._buffer.rank, self._buffer.group_size
         self._domains = Domains(self.num_ranks, topology.ranks_per_node, self.allow_hybrid_mode)
@@ -216,8 +271,22 @@ class ElasticBuffer:
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self._known_sms: dict[tuple, int] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ElasticBuffer:
+        """The same buffer: a copy of a model shares it with the model."""
+        return self
+
     def __repr__(self) -> str:
         return f"Elastic{self._buffer!r}"
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors live."""
+        return self._buffer.device
+
+    @property
+    def transport(self) -> str:
+        """How rows travel, in words."""
+        return self._buffer.transport
 
     @property
     def runtime(self) -> Any:
@@ -241,7 +310,7 @@ class ElasticBuffer:
 
     @staticmethod
     def get_buffer_size_hint(
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         num_max_tokens_per_rank: int,
         hidden: int,
         num_topk: int = 0,
@@ -367,6 +436,58 @@ class ElasticBuffer:
         wanted = 16 * num_sms + 1 if self.allow_hybrid_mode else min(num_sms, _DIRECT_QPS_PER_CALL)
         return min(wanted, self.num_allocated_qps)
 
+    # Memory and statistics -------------------------------------------------------------------------------------------
+
+    def get_combine_buffer(
+        self, handle: EPHandle, hidden: int | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Window memory for the experts to write into, so that combine of compact rows need not copy.
+
+        Args:
+            handle: Of the dispatch whose rows will be combined.
+            hidden: H; default that of the last dispatch.
+            dtype: Default that of the last dispatch, BF16 if that cannot be combined (FP8).
+
+        Returns:
+            [n, H], of an expanded dispatch [X, H]; uninitialised. Ordinary memory where the window has none left.
+        """
+        where = "get_combine_buffer"
+        self._check_handle(where, handle)
+        if hidden is None and self._last_rows is None:
+            raise ValueError(f"{where}: `hidden` must be given where no dispatch came before")
+        last_hidden, last_dtype = self._last_rows or (0, torch.bfloat16)
+        hidden = last_hidden if hidden is None else checks.check_int(where, "hidden", hidden, 1, checks.MOST_ROWS)
+        dtype = dtype or (last_dtype if last_dtype in checks.COMBINE_DTYPES else torch.bfloat16)
+        if dtype not in checks.COMBINE_DTYPES:
+            raise ValueError(f"{where}: `dtype` must be one that combine takes, got {dtype}")
+        num_rows = handle.num_expanded_tokens if handle.do_expand else handle.recv_src_metadata.shape[0]
+        with self._lock:
+            return self._buffer._require_engine(where).allocate((num_rows, hidden), dtype)
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Say that another stream works with a tensor of the window, see `Buffer.record_stream`."""
+        self._buffer.record_stream(tensor, stream)
+
+    def check(self) -> None:
+        """Wait for everything that was launched, and raise what has gone wrong. On a GPU errors come late otherwise."""
+        self._buffer.check()
+
+    def stats(self) -> dict[str, Any]:
+        """What this buffer has done so far, see `Buffer.stats`."""
+        return self._buffer.stats()
+
+    def trim(self) -> int:
+        """Give unused memory back to the system. Returns the bytes given back."""
+        return self._buffer.trim()
+
+    def release_graphs(self) -> None:
+        """Let go of the window memory that captured CUDA graphs use. They must not be replayed any more."""
+        self._buffer.release_graphs()
+
+    def set_fault_hook(self, hook: Callable[[str], None] | None) -> None:
+        """Have a function called at the steps of every call, see `Buffer.set_fault_hook`."""
+        self._buffer.set_fault_hook(hook)
+
     # Dispatch --------------------------------------------------------------------------------------------------------
 
     @call
@@ -460,24 +581,36 @@ class ElasticBuffer:
             )  # fmt: skip
         extras = Extras(bool(do_zero_padding), bool(use_tma_aligned_col_major_sf), stats, after)
         scale_dtype = payload.scales.dtype if payload.scales is not None else None
-        prepare = partial(with_weights, payload=payload, topk_weights=topk_weights)
+        self._last_rows = (payload.x.shape[1], payload.x.dtype)
         has_weights, ranks = topk_weights is not None, (self.num_ranks, self.rank_idx)
         if handle is not None:
-            unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras)
             layout = handle._layout
+            prepare = None
+            if layout.plan is not None:
+                payload.expansion = Expansion(form.alignment, layout.num_expanded, layout.plan, weights=topk_weights)
+            else:
+                prepare = partial(with_weights, payload=payload, topk_weights=topk_weights)
+            unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras, payload.expansion)
             around = Around(prepare, lambda scope, received, _: unfold.again(scope, received, layout))
             arrived, event = engine.cached_dispatch(payload, layout.compact, order, num_sms, around)
             return *_results(arrived), handle, EventOverlap(event)
         assert num_experts is not None
-        unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras)
-        around = Around(prepare, partial(unfold.new, is_topk_copied=bool(do_handle_copy)))
-        counts, _ = engine.layout(selected, num_experts, 1, order)
+        is_synchronised = do_cpu_sync or do_cpu_sync is None
+        if form.is_expanded and engine.puts_expanded:
+            num_expanded = 0 if is_synchronised else form.most_expanded(self.num_ranks)
+            peer_rows = selected.new_empty(selected.shape, dtype=torch.int32)
+            payload.expansion = Expansion(form.alignment, num_expanded, SendPlan(), peer_rows)
+        unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras, payload.expansion)
+        around = Around(finish=partial(unfold.new, is_topk_copied=bool(do_handle_copy)))
+        counts, counted = engine.layout(selected, num_experts, 1, order)
+        if order.after is not None and counted is not None:  # perhaps the layout still waits for it
+            order = CallOrder(counted, order.is_async)
         weights = topk_weights if topk_weights is not None else selected.new_empty(selected.shape, dtype=torch.float32)
         routing = Routing(
             counts.num_tokens_per_rank, counts.num_tokens_per_expert, counts.is_token_in_rank, selected, weights,
-            max_tokens=form.max_tokens, has_known_ids=True,
+            max_tokens=form.max_tokens, has_known_ids=True, keeps_weights=True,
         )  # fmt: skip
-        if do_cpu_sync or do_cpu_sync is None:
+        if is_synchronised:
             arrived, _, event = engine.dispatch(payload, routing, 1, order, num_sms, around)
         else:
             num_rows = max(1, self.num_ranks * form.max_tokens)
@@ -607,18 +740,21 @@ class ElasticBuffer:
         if handle.do_expand and not self.allow_multiple_reduction:
             slots, is_compact = self._remote_rows(handle, order), False
         num_given = sources.shape[0] if is_compact else x.shape[0]
-        given = ColumnHandle(layout.compact, layout.owners, slots, num_given, is_compact)
+        expanded_rows = None if is_compact else sources[:, 2:]
+        given = ColumnHandle(layout.compact, layout.owners, slots, num_given, expanded_rows)
         prepare = partial(_prepare, engine, layout, sources, x, topk_weights, is_compact, handle.do_expand, after)
         combined, event = engine.combine(x, given, topk_weights, biases, order, num_sms, Around(prepare))
         return combined.x, combined.topk_weights, EventOverlap(event)
 
     def _remote_rows(self, handle: EPHandle, order: CallOrder) -> torch.Tensor:
         """[T, K] int32: the expanded row of each selection at its rank, exchanged by a combine; -1: none."""
+        layout = handle._layout
+        if layout.peer_rows is not None:
+            return layout.peer_rows
         if handle._remote_rows is None:
-            layout = handle._layout
             # As a combine of numbers: every rank gives those of its own columns, counted from 1, and 0 in others.
             rows = (layout.sources[:, 2:] + 1).to(torch.float64)
-            given = ColumnHandle(layout.compact, layout.owners, layout.slots, rows.shape[0], True)
+            given = ColumnHandle(layout.compact, layout.owners, layout.slots, rows.shape[0])
             around = Around(lambda _: (rows, None))
             sums, _ = self._engine.combine(rows, given, None, [], CallOrder(order.after, False), None, around)
             handle._remote_rows = (sums.x - 1).to(torch.int32)
@@ -672,8 +808,9 @@ def _order(where: str, previous_event: Any, is_async: bool) -> CallOrder:
     return CallOrder(_event(where, "previous_event", previous_event), bool(is_async))
 
 
-def _ranks_per_node(group: dist.ProcessGroup) -> int:
+def _ranks_per_node(group: dist.ProcessGroup | None) -> int:
     """Ranks of a node. The first time for a group, all its ranks call it together."""
+    group = dist.group.WORLD if group is None else group
     known = _domains_of.get(group)
     if known is None:
         control = Control(group, None, checks.check_secs("ElasticBuffer", "num_cpu_timeout_secs", None))
