@@ -11,6 +11,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ class Case:
         two_buffers: Two layers, each on a buffer of its own, in a row and side by side.
         is_fixed: Whether the layer works on the worst case of rows.
         is_fp8: Whether rows travel as FP8.
+        is_expanded: Whether rows come grouped by expert.
     """
 
     options: GateOptions = PLAIN
@@ -56,6 +58,7 @@ class Case:
     two_buffers: bool = False
     is_fixed: bool = False
     is_fp8: bool = False
+    is_expanded: bool = False
 
 
 GROUPED = GateOptions(num_groups=4, topk_groups=2, scale=1.5, balance_loss=0.3)
@@ -72,6 +75,10 @@ CASES = {
     "two buffers, checkpointed": Case(two_buffers=True, unloved=True, is_checkpointed=True),
     "worst case": Case(DROPPING, shared=8, empty_rank=0, is_fixed=True),
     "worst case, checkpointed, no rows": Case(GROUPED, unloved=True, is_checkpointed=True, is_fixed=True),
+    "expanded": Case(GROUPED, shared=8, is_expanded=True),
+    "expanded, dropping, empty rank": Case(DROPPING, empty_rank=0, is_expanded=True),
+    "expanded, checkpointed, no rows": Case(empty_rank=1, unloved=True, is_checkpointed=True, is_expanded=True),
+    "expanded, worst case": Case(DROPPING, shared=8, empty_rank=1, is_fixed=True, is_expanded=True),
 }
 FP8_CASES = {
     "fp8": Case(GROUPED, shared=8, is_fp8=True),
@@ -89,6 +96,7 @@ def inputs(case: Case, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 def make_layers(case: Case, buffers: list[deep_ep.Buffer], dtype: torch.dtype) -> torch.nn.ModuleList:
     torch.manual_seed(5 + buffers[0].rank)  # the first rank's counts
     how = {"shared_intermediate": case.shared, "options": case.options, "dtype": dtype, "is_fp8": case.is_fp8}
+    how["expanded"] = case.is_expanded
     if case.is_fixed:
         how["num_worst_tokens"] = T * buffers[0].group_size
     layers = torch.nn.ModuleList(MoELayer(H, INNER, E, K, buffer=buffer, **how) for buffer in buffers)
@@ -211,7 +219,7 @@ def test_layer_equals_the_dense_one(device: str, trained: Any, num_ranks: int) -
 
 
 def test_layer_in_bf16_and_with_fp8_on_the_way(device: str, trained: Any) -> None:
-    names, dtypes = ["plain", "checkpointed"], (torch.bfloat16, torch.float32)
+    names, dtypes = ["plain", "checkpointed", "expanded"], (torch.bfloat16, torch.float32)
     results = run_ranks(train, 2, [*names, *FP8_CASES], *dtypes)
     for name in names:
         output, input_grad, grads, _ = results[0][name, torch.bfloat16]
@@ -227,21 +235,29 @@ def test_layer_in_bf16_and_with_fp8_on_the_way(device: str, trained: Any) -> Non
 # The operations ------------------------------------------------------------------------------------------------------
 
 
-def experts_that_look_away(rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def experts_that_look_away(
+    rank: int, num_ranks: int, is_expanded: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Odd ranks' experts return constants, and their tokens need no gradients; the others must not wait for them."""
     buffer = new_buffer()
     x = torch.ones(4, H, requires_grad=rank % 2 == 0)
     topk_idx = torch.arange(num_ranks).expand(4, -1)
     weights = torch.full((4, num_ranks), 0.5)
-    received = moe.dispatch(buffer, x, topk_idx, weights, num_ranks)
+    if is_expanded:
+        elastic = deep_ep.ElasticBuffer.from_buffer(buffer)
+        dispatch, combine = partial(moe.dispatch_expanded, elastic), partial(moe.combine_expanded, elastic)
+    else:
+        dispatch, combine = partial(moe.dispatch, buffer), partial(moe.combine, buffer)
+    received = dispatch(x, topk_idx, weights, num_ranks)
     y = torch.zeros(received.x.shape) if rank % 2 else received.x * 3
-    combined = moe.combine(buffer, y, received)
+    combined = combine(y, received)
     combined.sum().backward()
     return combined.detach(), x.grad
 
 
-def test_backward_is_made_by_all_ranks(device: str) -> None:
-    for rank, (combined, grad) in enumerate(run_ranks(experts_that_look_away, 3)):
+@pytest.mark.parametrize("is_expanded", [False, True])
+def test_backward_is_made_by_all_ranks(device: str, is_expanded: bool) -> None:
+    for rank, (combined, grad) in enumerate(run_ranks(experts_that_look_away, 3, is_expanded)):
         assert torch.equal(combined, torch.full((4, H), 6.0))
         assert grad is None if rank % 2 else torch.equal(grad, torch.full((4, H), 6.0))
 

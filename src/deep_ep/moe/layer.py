@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..buffers.elastic import ElasticBuffer
 from ..buffers.legacy import Buffer
 from ..placement import Placement, even_placement, move_experts, sum_over_copies
 from . import ops
+from .expanded import combine_expanded, dispatch_expanded
 from .experts import Experts, Reduction, SwiGLU, cast_as_autocast, draw
 from .gate import Gate, GateOptions, Routes, count_ids
 
@@ -64,6 +66,9 @@ class MoELayer(nn.Module):
             as many rows as come, which is less work; in a compiled graph the exchange is then a graph break.
         is_fp8: Tokens, and in the backward pass gradients of sums, travel as FP8. Sums travel as they are.
         placement: Which rank has which experts, perhaps several times; None: E / R on each, in order.
+        expanded: Rows come grouped by expert (`ElasticBuffer`), so that nothing is permuted around the experts. Inside
+            one node, without FP8, and a graph break under `torch.compile`. `num_worst_tokens` is then the ranks times
+            the most tokens of any of them.
 
     Attributes:
         gate: `Gate`, replicated.
@@ -91,9 +96,13 @@ class MoELayer(nn.Module):
         num_worst_tokens: int = 0,
         is_fp8: bool = False,
         placement: Placement | None = None,
+        expanded: bool = False,
     ):
         super().__init__()
         self.buffer = buffer = _find_buffer(group, buffer, mesh)
+        if expanded and is_fp8:
+            raise ValueError("MoELayer: `expanded` and `is_fp8` exclude each other. Pass one of them")
+        self._elastic = ElasticBuffer.from_buffer(buffer) if expanded else None
         if placement is None and num_experts % buffer.group_size:
             raise ValueError(
                 f"MoELayer: `num_experts` must be a multiple of the {buffer.group_size} ranks, got {num_experts}"
@@ -156,7 +165,10 @@ class MoELayer(nn.Module):
         routes = self.gate(tokens, num_sequences)
         tokens = cast_as_autocast(tokens)  # before they travel: the experts would cast them
         is_opaque = torch.compiler.is_compiling() and not self.num_worst_tokens
-        combined = (self._exchange_untraced if is_opaque else self._exchange)(tokens, routes)
+        if self._elastic is not None:
+            combined = self._exchange_expanded(self._elastic, tokens, routes)
+        else:
+            combined = (self._exchange_untraced if is_opaque else self._exchange)(tokens, routes)
         # Not a view where none is needed: FSDP2 warns of views that leave a module.
         return MoEOutput(combined if x.dim() == 2 else combined.view_as(x), routes.balance_loss)
 
@@ -180,6 +192,16 @@ class MoELayer(nn.Module):
     @ops.untraced
     def _exchange_untraced(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
         return self._exchange(tokens, routes)
+
+    def _exchange_expanded(self, buffer: ElasticBuffer, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """The same with rows that come grouped by expert: the experts take them as they are."""
+        max_tokens = self.num_worst_tokens // self.buffer.group_size
+        idx, weights = routes.topk_idx, routes.topk_weights
+        received = dispatch_expanded(buffer, tokens, idx, weights, self.num_experts, max_tokens)
+        outputs = self.experts(received.x, received.num_rows)
+        weighted = (outputs * received.weights.unsqueeze(1)).to(outputs.dtype)
+        combined = combine_expanded(buffer, weighted, received)
+        return combined if self.shared is None else combined + self.shared(tokens)
 
     def _run_experts(self, received: ops.Received) -> torch.Tensor:
         """[n, H], each row the weighted sum of what this rank's experts make of it; in the window."""
