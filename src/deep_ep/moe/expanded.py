@@ -87,7 +87,7 @@ class _Call:
     """The arguments of a dispatch, and the handle that it leaves."""
 
     def __init__(self, buffer: ElasticBuffer, topk_idx: torch.Tensor, num_experts: int, max_tokens: int):
-        self.buffer, self.topk_idx = buffer, topk_idx
+        self.buffer, self.topk_idx = buffer, topk_idx.contiguous()
         self.num_experts, self.max_tokens = num_experts, max_tokens
         self.handle: EPHandle | None = None
 
