@@ -31,6 +31,9 @@ class Page(str):
 
     __slots__ = ()
 
+    def __repr__(self) -> str:
+        return f"Page({len(self):,} characters)"  # all of them are too many for a console
+
     def _repr_html_(self) -> str:
         style = "width: 100%; height: 900px; border: 0"
         return f'<iframe srcdoc="{html.escape(self)}" style="{style}" title="deep_ep report"></iframe>'
