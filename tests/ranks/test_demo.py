@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import importlib.util
 import subprocess
 import sys
@@ -70,6 +71,11 @@ def test_demo_says_so_where_the_result_is_wrong(
     argv = ["demo", "--ranks", "2", "--tokens", "16", "--hidden", "24", "--experts", "8", "--topk", "3"]
     assert cli.main(argv) == 1
     assert "not OK" in capsys.readouterr().out
+    assert cli.main([*argv, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is False
+    assert told["ranks"][1]["num_tokens_to"] == [8, 8]
+    assert told["ranks"][0]["median_secs"]["cached_dispatch"] == 0.1
 
 
 @pytest.mark.parametrize("wrong", [0.01, float("nan"), float("inf")])
