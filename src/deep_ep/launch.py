@@ -10,6 +10,7 @@ module by `%%writefile` and to reload it after every change, is what users forge
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.forkserver
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -167,9 +169,8 @@ def _encode(name: str, value: Any) -> bytes:
     """Pickle something for the ranks: by name if they can import it, else by value."""
     reason = "ranks cannot import it from a notebook, a console or `python -c`"
     try:
-        data = pickle.dumps(value)
-        if _has_main() or b"__main__" not in data:
-            return data
+        if _has_main() or not _is_of_main(value):
+            return pickle.dumps(value)
     except Exception as error:
         reason = str(error) or type(error).__name__
     dumps = _dumps_by_value()
@@ -189,10 +190,29 @@ def _encode(name: str, value: Any) -> bytes:
 def _encode_args(args: tuple[Any, ...]) -> bytes | None:
     """Pickle the arguments if that has to be by value. None: they go as they are, as pipes and the like must."""
     try:
-        needs_value = b"__main__" in pickle.dumps(args)
+        needs_value = _is_of_main(args)
     except Exception:
         needs_value = False
     return _encode("args", args) if needs_value else None
+
+
+class _MainFinder(pickle.Pickler):
+    """Finds whether anything that is pickled is defined in the main module."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.has_found = False
+
+    def persistent_id(self, value: Any) -> None:
+        """Look at what is pickled next; called for everything, classes of objects included."""
+        is_named = isinstance(value, (type, FunctionType))
+        self.has_found = self.has_found or (is_named and value.__module__ == "__main__")
+
+
+def _is_of_main(value: Any) -> bool:
+    finder = _MainFinder()
+    finder.dump(value)
+    return finder.has_found
 
 
 def _dumps_by_value() -> Callable[[Any], bytes] | None:

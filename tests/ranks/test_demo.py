@@ -172,6 +172,14 @@ def test_errors_are_one_line(
     assert capsys.readouterr().err == said
 
 
+def test_a_gpu_that_is_not_there_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    for argv in (["demo"], ["bench", "layer"]):
+        assert cli.main([*argv, "--device", "cuda"]) == 2
+        assert "--device cuda needs a GPU, and torch sees none here. Pass --device cpu" in capsys.readouterr().err
+
+
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])

@@ -174,7 +174,7 @@ def test_a_program_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
 
 
 CONSOLE = """
-import dataclasses, sys
+import dataclasses, functools, sys
 from deep_ep.launch import run_ranks
 @dataclasses.dataclass
 class Point:
@@ -188,6 +188,8 @@ try:
     run_ranks(main, 2, Point(10))
 except TypeError as error:
     print(error)
+print(run_ranks(max, 2, 7, len("__main__")))
+print(run_ranks(functools.partial(str.format, "{0} of {1}, not {2}"), 2, "__main__"))
 del sys.modules["cloudpickle"]
 print(run_ranks(main, 2, Point(10)) == [Point(10), Point(12)])
 """
@@ -197,7 +199,8 @@ def test_a_console_sends_its_functions_and_classes_by_value() -> None:
     pytest.importorskip("cloudpickle")
     assert run_program(CONSOLE, "-") == (
         "run_ranks: `function` cannot be sent to the ranks: ranks cannot import it from a notebook, a console or "
-        "`python -c`. Define it at the top level of a module that ranks can import, or install cloudpickle\nTrue\n"
+        "`python -c`. Define it at the top level of a module that ranks can import, or install cloudpickle\n"
+        "[8, 8]\n['0 of 2, not __main__', '1 of 2, not __main__']\nTrue\n"
     )
 
 

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -98,6 +99,16 @@ def require_folder(command: str, path: Path) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"{command}: there is no folder {folder} to write {path.name} into")
+
+
+def require_device(command: str, device: str | None) -> None:
+    """Fail before anything runs if ranks are to run on GPUs and there is none.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{command}: --device cuda needs a GPU, and torch sees none here. Pass --device cpu")
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from ...launch import run_ranks
 from ...moe import MoELayer, Routes
 from ...moe.ops import Received
 from ..mps import shared_gpu
+from ..terminal import require_device
 from .gpu import enter_device
 
 _WARM_UP = 3
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure, and print it."""
     sizes = (args.hidden, args.intermediate, args.shared, args.experts, args.topk, args.rounds)
     setting = LayerSetting(args.device, args.ranks, args.tokens, *sizes)
+    require_device("bench layer", setting.device)
     is_cuda = setting.device == "cuda"
     with tempfile.TemporaryDirectory() as folder, shared_gpu(args.ranks) if is_cuda else contextlib.nullcontext():
         ranks = run_ranks(_measure_rank, setting.num_ranks, setting, folder, limit_secs=600.0)

@@ -19,7 +19,7 @@ from rich.console import Console
 from ... import env
 from ..mps import shared_gpu
 from ..plotting import require_matplotlib
-from ..terminal import require_folder
+from ..terminal import require_device, require_folder
 from . import show
 from .layer import Shape
 from .plot import write_plot
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         EPError: The ranks could not run.
     """
     shape = _shape_of(args)
+    require_device("demo", shape.device)
     plot_path: Path | None = getattr(args, "plot", None)
     if plot_path is not None:
         _require_plot(plot_path)
