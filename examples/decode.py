@@ -21,6 +21,7 @@ import torch.distributed as dist
 from deep_ep import Buffer
 from deep_ep.launch import run_ranks
 from deep_ep.tools.mps import shared_gpu
+from deep_ep.tools.needs import require
 
 VOCABULARY, EXPERTS_PER_RANK, TOPK = 256, 4, 2
 
@@ -199,6 +200,7 @@ def main() -> None:
         default = getattr(Options, name)
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}")
     args = vars(parser.parse_args())
+    require("decode", device=args["device"])
     num_ranks = args.pop("ranks")
     if args["device"] == "cuda":
         with shared_gpu(num_ranks):

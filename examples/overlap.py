@@ -31,7 +31,8 @@ import torch.distributed as dist
 from deep_ep import Buffer
 from deep_ep.launch import run_ranks
 from deep_ep.tools.mps import shared_gpu
-from deep_ep.tools.plotting import new_figure, require_matplotlib, write_png
+from deep_ep.tools.needs import require
+from deep_ep.tools.plotting import new_figure, write_png
 
 EXPERTS_PER_RANK, TOKENS, HIDDEN, TOPK = 4, 32, 512, 2
 STAGES = 4  # of a layer: lines of the table above
@@ -310,8 +311,7 @@ def main() -> None:
     parser.add_argument("--ms", type=float, help="milliseconds of a computation (default: 8, on a GPU 2)")
     parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw the timeline (needs matplotlib)")
     args = parser.parse_args()
-    if args.plot is not None:
-        require_matplotlib("overlap")
+    require("overlap", device=args.device, plot=args.plot)
     options = Options(args.device, args.layers, args.ms or (2.0 if args.device == "cuda" else 8.0))
     if args.device == "cuda":
         with shared_gpu(args.ranks):

@@ -36,8 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from deep_ep import Buffer, moe
 from deep_ep.launch import run_ranks
 from deep_ep.moe import GateOptions, MoELayer
-from deep_ep.tools.plotting import require_matplotlib
-from deep_ep.tools.terminal import require_folder
+from deep_ep.tools.needs import require
 from train_moe_gloo import GlooMoELayer, Shape, measure_exchange
 from train_moe_plot import write_plot
 
@@ -380,9 +379,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parse()
-    if given.plot is not None:
-        require_matplotlib("train_moe")
-        require_folder("train_moe", given.plot)
+    require("train_moe", device=given.device, plot=given.plot)
     options = Options(
         given.steps,
         given.sequences,

@@ -19,11 +19,15 @@ import torch
 import torch.distributed as dist
 
 from deep_ep import Buffer
+from deep_ep.tools.needs import require
 
 TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 64, 512, 4, 8
 
 
 def main() -> None:
+    require(
+        "two_nodes", torchrun="DEEP_EP_RANKS_PER_NODE=2 torchrun --standalone --nproc-per-node 4 examples/two_nodes.py"
+    )
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     buffer = Buffer(dist.group.WORLD, num_nvl_bytes=1 << 20, explicitly_destroy=True, device="cpu")

@@ -6,6 +6,7 @@ from .buffers.legacy import Buffer, topk_idx_t
 from .config import Config
 from .errors import EPClosed, EPError, EPOverflow, EPPeerFailed, EPTimeout, EPTransportError, EPUnsupported
 from .event import EventHandle, EventOverlap
+from .launch import RankFailed
 from .topology import get_logical_domain_size, get_physical_domain_size
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "RankFailed",
     "__version__",
     "check_nccl_so",
     "find_cuda_home",

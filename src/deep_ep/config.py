@@ -171,6 +171,9 @@ def _default_config(where: str, num_ranks: int, num_sms: int, tuning_file: str) 
 
 def _integer(where: str, name: str, value: object) -> int:
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{where}: {name} must be an integer, got {value!r} ({type(value).__name__})") from None
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{where}: {name} must be an integer, got {value!r} ({type(value).__name__})")
+    return number

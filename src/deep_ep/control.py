@@ -589,6 +589,16 @@ class Control:
         return f"rank {self.rank}/{self.num_ranks}"
 
 
+def group_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...] | None:
+    """Return the global ranks of a group in its order; None where torch does not know them."""
+    if group is None:
+        return None
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError, TypeError, AttributeError):  # a group that torch has not registered
+        return None
+
+
 _DOCTOR = "`python -m deep_ep doctor` shows what this host allows"
 
 

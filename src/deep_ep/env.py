@@ -173,14 +173,23 @@ VARIABLES: tuple[Variable, ...] = (
 )
 
 
+def unknown() -> dict[str, str]:
+    """Return the variables that look like ours and are none, with what may have been meant, as a sentence."""
+    known = [variable.name for variable in VARIABLES]
+    found = {}
+    for name in sorted(os.environ):
+        if name.startswith(_PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            all_of_them = "`python -m deep_ep doctor --env` lists those that there are"
+            found[name] = f"Did you mean {close[0]}?" if close else all_of_them
+    return found
+
+
 def warn_of_unknown() -> None:
     """Warn once of each variable that looks like one of ours and is none: a name with a mistake has no effect."""
-    known = [variable.name for variable in VARIABLES]
-    for name in sorted(os.environ):
-        if name.startswith(_PREFIX) and name not in known and name not in _warned:
+    for name, meant in unknown().items():
+        if name not in _warned:
             _warned.add(name)
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = f"Did you mean {close[0]}?" if close else "`python -m deep_ep doctor` lists those that there are"
             warnings.warn(f"{name}: there is no such variable, so it has no effect. {meant}", stacklevel=3)
 
 

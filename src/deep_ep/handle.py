@@ -143,6 +143,28 @@ class RailHandle(NamedTuple):
         return self.recv_src_meta.view(torch.int32)[:, 1]
 
 
+def require_same_ranks(where: str, marked: torch.Tensor, ranks: tuple[int, ...] | None) -> None:
+    """Refuse a handle of a buffer of other ranks. One of another buffer of the same ranks is as good as an own one.
+
+    A dispatch writes the ranks of its group to the attribute `_deep_ep_ranks` of one tensor of the handle. A copy of
+    that tensor has no such attribute, and neither have handles of groups whose ranks are not known: they are accepted.
+
+    Args:
+        where: The method.
+        marked: The tensor of the handle that has the attribute.
+        ranks: The ranks of the buffer's group; None: they are not known.
+
+    Raises:
+        ValueError: The handle was made by other ranks.
+    """
+    made_by = getattr(marked, "_deep_ep_ranks", ranks)
+    if made_by is not ranks and made_by is not None and ranks is not None and made_by != ranks:
+        raise ValueError(
+            f"{where}: `handle` was made by a buffer of ranks {list(made_by)}, this one has ranks {list(ranks)}. "
+            "Pass the handle of a dispatch on this buffer"
+        )
+
+
 _ITEMS = [f"handle[{index}]" for index in range(len(RailHandle._fields))]  # as messages name them
 
 

@@ -72,7 +72,28 @@ class Closing:
             close(self._is_quiet or _is_failing)
 
 
-_handed_over: queue.SimpleQueue[Closing | None] = queue.SimpleQueue()
+class _Errand:
+    """Something that a finalizer has left to the reaper."""
+
+    def __init__(self, work: Callable[[], None]):
+        self._work = work
+
+    def run(self) -> None:
+        """Do it. Only the reaper calls it."""
+        if not _is_failing:
+            self._work()
+
+
+def hand_over(work: Callable[[], None]) -> None:
+    """Have the reaper's thread do what a finalizer must not do itself, unless the process ends by an exception.
+
+    Args:
+        work: Called soon, in the order in which things were handed over; not at all if the thread has ended.
+    """
+    _handed_over.put(_Errand(work))
+
+
+_handed_over: queue.SimpleQueue[Closing | _Errand | None] = queue.SimpleQueue()
 _open: dict[int, Closing] = {}
 _start_lock = threading.Lock()  # for the thread alone: no finalizer takes it
 _thread: threading.Thread | None = None
@@ -118,13 +139,13 @@ def _start() -> None:
             multiprocessing.util.Finalize(None, close_all, exitpriority=_EXIT_PRIORITY)
 
 
-def _run(handed_over: queue.SimpleQueue[Closing | None]) -> None:
+def _run(handed_over: queue.SimpleQueue[Closing | _Errand | None]) -> None:
     while (closing := handed_over.get()) is not None:
         try:
             _relax_captures()
             closing.run()
         except BaseException:
-            _log.exception("deep_ep: a forgotten buffer or trace could not be closed")
+            _log.exception("deep_ep: what was forgotten could not be closed")
         del closing  # its memory goes now, not when the next one comes
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import queue
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from common import OneRank
-from deep_ep import Buffer, EPError, env
+from deep_ep import Buffer, Config, EPError, env, errors, launch, moe, reaper
 from deep_ep.engine.protocol import Agreement, disagreement
 from deep_ep.topology import arrange
 
+LOW_LATENCY = Agreement("low-latency dispatch", num_experts=8, dtype=torch.bfloat16, max_tokens=4)
 MINE = Agreement("dispatch", num_experts=8, num_topk=2, hidden=16, dtype=torch.bfloat16, idx_dtype=torch.int64)
 
 
@@ -20,7 +25,7 @@ MINE = Agreement("dispatch", num_experts=8, num_topk=2, hidden=16, dtype=torch.b
     ("theirs", "remedy"),
     [
         (MINE._replace(hidden=32), "Pass the same hidden size of `x` on all ranks"),
-        (MINE._replace(num_experts=4, num_topk=3), "Pass the same number of experts, the same number of columns"),
+        (MINE._replace(num_experts=4, num_topk=3), "Pass the same `num_experts`, the same number of columns"),
         (MINE._replace(dtype=torch.float32), "Pass the same dtype of `x` on all ranks"),
         (MINE._replace(operation="combine"), "Make the calls in the same order on all ranks"),
         (MINE._replace(operation="combine", hidden=8), "Make the calls in the same order on all ranks"),
@@ -32,6 +37,32 @@ def test_the_remedy_fits_the_difference(theirs: Agreement, remedy: str) -> None:
     text = str(disagreement("dispatch (call 3)", "rank 0/2", [("rank 1", MINE, theirs)]))
     assert text.startswith("dispatch (call 3): all ranks must make the same call, but rank 1 has ")
     assert remedy in text
+
+
+@pytest.mark.parametrize(
+    ("operation", "change", "argument"),
+    [
+        ("dispatch", {"dtype": torch.float8_e4m3fn, "scale_dtype": torch.float32}, "`use_fp8`"),
+        ("dispatch", {"scale_dtype": torch.int32}, "`use_ue8m0`"),
+        ("dispatch", {"num_scales": 1}, "`round_scale`"),
+        ("dispatch", {"max_tokens": 8}, "`num_max_dispatch_tokens_per_rank`"),
+        ("dispatch", {"num_experts": 16}, "`num_experts`"),
+        ("combine", {"num_scales": 1}, "`use_logfmt`"),
+    ],
+)
+def test_the_remedy_names_the_argument_of_a_low_latency_call(operation: str, change: dict, argument: str) -> None:
+    mine = LOW_LATENCY._replace(operation=f"low-latency {operation}")
+    text = str(disagreement("call 3", "rank 0/2", [("rank 1", mine, mine._replace(**change))]))
+    assert text.endswith(f". Pass the same {argument} on all ranks")
+
+
+def test_every_error_can_be_imported_from_the_package() -> None:
+    import deep_ep
+
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, EPError)]
+    for kind in (*kinds, launch.RankFailed):
+        assert getattr(deep_ep, kind.__name__) is kind
+        assert kind.__name__ in deep_ep.__all__
 
 
 def test_ranks_that_do_not_divide() -> None:
@@ -56,10 +87,13 @@ def test_a_wrong_dtype_has_a_remedy() -> None:
 
 def test_ids_of_another_batch_are_noticed() -> None:
     with make() as buffer:
-        per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(torch.tensor([[0, 1], [1, -1]]), 2)
-        others, weights = torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, 2)
-        with pytest.raises(ValueError, match=r"`topk_idx` selects 4 experts, `num_tokens_per_expert` counts 3"):
-            buffer.dispatch(torch.zeros(2, 4), None, per_rank, None, mask, per_expert, others, weights)
+        topk_idx = torch.tensor([[0, 1], [1, -1]])
+        per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, 2)
+        for others, num_zeros in ((torch.tensor([[0, 1], [1, 0]]), 2), (torch.tensor([[-1, 1], [1, 1]]), 0)):
+            text = f"`topk_idx` selects expert 0 {num_zeros} times, `num_tokens_per_expert` counts 1"
+            with pytest.raises(ValueError, match=text):
+                buffer.dispatch(torch.zeros(2, 4), None, per_rank, None, mask, per_expert, others, torch.zeros(2, 2))
+        buffer.dispatch(torch.zeros(2, 4), None, per_rank, None, mask, per_expert, topk_idx.clone(), torch.zeros(2, 2))
 
 
 def test_a_variable_with_a_mistake_in_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +111,126 @@ def test_a_variable_with_a_mistake_in_its_name(monkeypatch: pytest.MonkeyPatch) 
 def test_a_process_outside_the_group() -> None:
     with pytest.raises(ValueError, match=r"this process is no member of `group`"):
         Buffer(dist.GroupMember.NON_GROUP_MEMBER, device="cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "text"),
+    [
+        (torch.zeros(3, 9), ValueError, r"`x` must have shape \[\.\.\., 8\].* it has \[3, 9\]"),
+        (torch.zeros(()), ValueError, r"`x` must have shape \[\.\.\., 8\].* it has \[\]"),
+        (torch.zeros(3, 8, dtype=torch.float64), ValueError, r"`x` must be float32 .* Pass `x.to\(torch.float32\)`"),
+        (torch.zeros(3, 8, dtype=torch.int64), ValueError, r"`x` must be float32 .* it is int64"),
+        ([[0.0] * 8], TypeError, r"`x` must be a tensor, got list"),
+    ],
+)
+def test_a_layer_refuses_before_anything_is_sent(x: Any, error: type[Exception], text: str) -> None:
+    with make() as buffer:
+        layer = moe.MoELayer(8, 4, 2, 1, buffer=buffer)
+        with pytest.raises(error, match=f"MoELayer: {text}"):
+            layer(x)
+        assert not buffer.stats()["calls"]
+        layer(torch.zeros(3, 8))
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(torch.zeros(3, 8).half())
+
+
+# A float where an integer belongs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [20.0, True, "20", None])
+@pytest.mark.parametrize("name", Config.__dataclass_fields__)
+def test_a_config_takes_integers_alone(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be an integer"):
+        Config(**{name: value})
+
+
+def test_a_number_of_queue_pairs_is_an_integer() -> None:
+    with pytest.raises(TypeError, match=r"`num_qps_per_rank` must be an integer, got 24.0"):
+        Buffer(None, num_qps_per_rank=24.0, comm=OneRank(), device="cpu")  # type: ignore[arg-type]
+
+
+class LowLatency:
+    """A buffer of one rank and its low-latency calls."""
+
+    def __init__(self, **more: Any) -> None:
+        hint = Buffer.get_low_latency_rdma_size_hint(4, 128, 1, 4)
+        self.buffer = Buffer(None, 0, hint, low_latency_mode=True, comm=OneRank(), device="cpu", **more)
+        self.ids, self.weights = torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2)
+
+    def dispatch(self, max_tokens: Any = 4, num_experts: Any = 4, **more: Any) -> tuple:
+        x = torch.ones(2, 128, dtype=torch.bfloat16)
+        return self.buffer.low_latency_dispatch(x, self.ids, max_tokens, num_experts, use_fp8=False, **more)
+
+
+def test_a_known_low_latency_call_takes_integers_alone() -> None:
+    kit = LowLatency()
+    rows, _, handle, _, _ = kit.dispatch()
+    kit.buffer.low_latency_combine(rows, kit.ids, kit.weights, handle)
+    with pytest.raises(TypeError, match=r"`num_max_dispatch_tokens_per_rank` must be an integer, got 4.0"):
+        kit.dispatch(4.0)
+    with pytest.raises(TypeError, match=r"`num_experts` must be an integer, got 4.0"):
+        kit.dispatch(4, 4.0)
+    for item, name in ((2, "num_max_dispatch_tokens_per_rank"), (3, "hidden"), (4, "num_experts")):
+        wrong = tuple(float(value) if index == item else value for index, value in enumerate(handle))
+        with pytest.raises(TypeError, match=f"`{name}` must be an integer"):
+            kit.buffer.low_latency_combine(rows, kit.ids, kit.weights, wrong)
+
+
+# A hook that is dropped ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said() -> Iterator[list[warnings.WarningMessage]]:
+    gc.collect()  # what earlier tests have left
+    wait_for_reaper()
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        yield record
+
+
+def wait_for_reaper() -> None:
+    done: queue.SimpleQueue[None] = queue.SimpleQueue()
+    reaper.hand_over(lambda: done.put(None))
+    done.get(timeout=60)
+
+
+def test_a_hook_that_is_dropped_is_told(said: list[warnings.WarningMessage]) -> None:
+    kit = LowLatency()
+    hook = kit.dispatch(return_recv_hook=True)[-1]
+    assert callable(hook)
+    assert not said
+    del hook
+    wait_for_reaper()
+    assert [one.category for one in said] == [RuntimeWarning]
+    assert str(said[0].message).startswith("low_latency_dispatch: the hook that it returned was dropped without ")
+    kit = LowLatency()  # the other one has no room for further calls
+    rows, _, handle, _, _ = kit.dispatch()
+    kit.buffer.low_latency_combine(rows, kit.ids, kit.weights, handle, return_recv_hook=True)
+    wait_for_reaper()
+    assert str(said[1].message).startswith("low_latency_combine: the hook")
+    assert len(said) == 2
+
+
+def test_no_hook_is_told_of_that_nobody_can_call_any_more(said: list[warnings.WarningMessage]) -> None:
+    kit = LowLatency(enable_shrink=True)
+    *_, hook = kit.dispatch(return_recv_hook=True)
+    hook()
+    kit.dispatch(async_finish=True)[3].current_stream_wait()
+    del hook
+    *_, hook = kit.dispatch(return_recv_hook=True)
+    kit.buffer.clean_low_latency_buffer(4, 128, 4)
+    del hook
+    *_, hook = kit.dispatch(return_recv_hook=True)
+    del kit, hook  # the buffer goes with it
+    kit = LowLatency()
+    with kit.buffer:
+        *_, hook = kit.dispatch(return_recv_hook=True)
+    del hook
+    kit = LowLatency()
+    *_, hook = kit.dispatch(return_recv_hook=True)
+    try:
+        raise KeyError
+    except KeyError:
+        del hook  # as an exception drops what it passes
+    wait_for_reaper()
+    assert not said, [str(one.message) for one in said]

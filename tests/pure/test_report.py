@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from deep_ep.tools.cli import main
+from deep_ep.tools.report import make_page
 from deep_ep.tools.report.figures import count
 from deep_ep.tools.report.load import load
 from deep_ep.tools.report.page import render
@@ -238,6 +239,49 @@ def test_the_page_holds_everything(tmp_path, capsys):
     assert sum(event["ph"] == "B" for event in events) == sum(event["ph"] == "E" for event in events) == 2
     assert main(["report", str(tmp_path), "-o", str(output), "--perfetto", str(tmp_path / "all.json.gz")]) == 0
     assert json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))["traceEvents"] == events
+
+
+def test_two_runs_are_compared(tmp_path, capsys):
+    for name, factor in (("slow", 2.0), ("fast", 1.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        for rank in range(2):
+            write(folder, rank, [facts(rank), begin(rank, 0.0), end(rank, 1000.0 * factor, path="direct")])
+    write(tmp_path / "slow", 1, [facts(1), begin(1, 0.0, "combine"), end(1, 4000.0)])
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "slow"), "--against", str(tmp_path / "fast"), "-o", str(page)]) == 0
+    text = page.read_text()
+    check(text)
+    section = text[text.index("Against another run") :]
+    for cells in (
+        ("of the run", "slow", "fast", "change"),
+        ("dispatch, direct", "1 / 2", "2.00 ms", "1.00 ms", "2.00x"),
+        ("combine", "1 / -", "4.00 ms", "-", "-"),
+    ):
+        assert re.search("".join(f"<t[dh]>{cell}</t[dh]>" for cell in cells), section), cells
+    assert "Against another run" not in make_page(tmp_path / "slow")
+    with pytest.raises(ValueError, match="none"):
+        make_page(tmp_path / "slow", against=tmp_path / "none")
+
+
+def test_figures_as_json(tmp_path, capsys, monkeypatch):
+    write_two(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(tmp_path), "--against", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["rows_to"] == [[1, 2], [3, 4]]
+    assert told["calls"][0]["times"] == 2
+    assert told["against"]["rows_to"] == told["rows_to"]
+    assert not (tmp_path / "report.html").exists()  # nobody asked for a page
+    assert main(["report", str(tmp_path), "--json", "-o", "page.html"]) == 0
+    check((tmp_path / "page.html").read_text())
+
+
+def test_a_notebook_shows_the_page_in_a_frame(tmp_path):
+    write_two(tmp_path)
+    frame = make_page(tmp_path)._repr_html_()
+    assert frame.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+    assert frame.count("<") == 2  # the page itself is escaped
 
 
 def test_a_page_of_nothing(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deep_ep.errors import EPError, EPUnsupported
-from deep_ep.tools.bench import cli
+from deep_ep.tools.bench import cli, layer
 from deep_ep.tools.bench.cases import Case, check_outputs
 from deep_ep.tools.bench.core import GLOO, PRODUCT, BenchVariant
 from deep_ep.tools.bench.inputs import Setting
@@ -118,3 +118,11 @@ def test_an_moe_layer_beside_one_process(capsys: pytest.CaptureFixture[str], dev
     assert "16 tokens a rank, hidden 64, top-2 of 8 experts of 16" in out
     assert "communication adds" in out
     assert ("dispatch kernels of rank 0" in out) == (device == "cuda")
+
+
+def test_figures_of_a_layer_as_json() -> None:
+    setting = layer.LayerSetting("cpu", 2, 16, 64, 16, 32, 8, 2, 3)
+    ranks = [layer.Timing([1.0, 5.0, 3.0], [0.0]), layer.Timing([2.0, 1.0, 4.0], [0.0])]
+    told = json.loads(layer._as_json(setting, ranks, layer.Timing([1.0, 2.0, 3.0], [0.0]), []))
+    assert told["median_secs"] == {"ranks": 4.0, "one_process": 2.0}
+    assert told["setting"]["hidden"] == 64

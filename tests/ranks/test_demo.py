@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,11 @@ def test_demo_says_so_where_the_result_is_wrong(
     argv = ["demo", "--ranks", "2", "--tokens", "16", "--hidden", "24", "--experts", "8", "--topk", "3"]
     assert cli.main(argv) == 1
     assert "not OK" in capsys.readouterr().out
+    assert cli.main([*argv, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is False
+    assert told["ranks"][1]["num_tokens_to"] == [8, 8]
+    assert told["ranks"][0]["median_secs"]["cached_dispatch"] == 0.1
 
 
 @pytest.mark.parametrize("wrong", [0.01, float("nan"), float("inf")])
@@ -164,6 +170,14 @@ def test_errors_are_one_line(
     monkeypatch.setattr(ranks, "run_ranks", fail)
     assert cli.main(["demo"]) == status
     assert capsys.readouterr().err == said
+
+
+def test_a_gpu_that_is_not_there_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    for argv in (["demo"], ["bench", "layer"]):
+        assert cli.main([*argv, "--device", "cuda"]) == 2
+        assert "--device cuda needs a GPU, and torch sees none here. Pass --device cpu" in capsys.readouterr().err
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

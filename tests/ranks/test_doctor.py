@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -39,13 +40,21 @@ def _reason(report: dict[str, Any], name: str) -> str:
 
 
 def test_doctor_as_a_process() -> None:
-    done = subprocess.run([sys.executable, "-m", "deep_ep", "doctor"], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "deep_ep", "doctor", "--env"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "80", "DEEP_EP_HOTS": "a"}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     for word in ("Python", "torch", "triton", "CUDA", "CPU cores", "memory", "memfd", "/proc/<pid>/fd", "pidfd"):
         assert word in done.stdout
     for variable in env.VARIABLES:
         assert variable.name in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "…" not in done.stdout
+    assert re.search(
+        r"What to do\n(.*\n)*note +DEEP_EP_HOTS +Did you mean DEEP_EP_HOST\?(.*\n)*\nRound trip", done.stdout
+    )
     assert "CPU ranks of one host" in done.stdout
     assert "ok  dispatch" in done.stdout
 
@@ -115,7 +124,8 @@ def test_what_is_missing_is_shown_with_what_to_do(
     monkeypatch.setattr(round_trip, "run_ranks", _raise)
     assert cli.main(["doctor"]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "DEEP_EP_ARENA_BYTES: cannot read 'plenty'" in out
+    assert "What to do problem DEEP_EP_ARENA_BYTES DEEP_EP_ARENA_BYTES: cannot read 'plenty'" in out
+    assert "DEEP_EP_TIMEOUT_SECS" not in out  # it is not set: only --env lists it
     assert "pip install triton" in out
     assert "problem EPTransportError: no memory" in out
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from common import run_ranks
 from deep_ep import Buffer
+from deep_ep.tools import plotting
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -29,6 +30,7 @@ import serve_moe  # noqa: E402
 import train_moe  # noqa: E402
 import train_moe_gloo  # noqa: E402
 import training_step  # noqa: E402
+import two_nodes  # noqa: E402
 
 
 def run(*command: str) -> str:
@@ -230,3 +232,21 @@ def test_serve_moe_survives_a_killed_rank(device: str, tmp_path: Path) -> None:
     assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         said_by(serve_moe, "--revive")
+
+
+@pytest.mark.cpu_only
+def test_examples_say_what_they_need(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    for program in (decode, overlap, train_moe):
+        with pytest.raises(SystemExit, match="--device cuda needs a GPU, and torch sees none here"):
+            said_by(program, "--device", "cuda")
+    for program in (overlap, train_moe):
+        with pytest.raises(SystemExit, match="there is no folder"):
+            said_by(program, "--plot", str(tmp_path / "none" / "picture.png"))
+    monkeypatch.setattr(plotting.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match="--plot needs matplotlib, which is not installed"):
+        said_by(overlap, "--plot", str(tmp_path / "picture.png"))
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="its ranks come from torchrun: DEEP_EP_RANKS_PER_NODE=2 torchrun"):
+        two_nodes.main()

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from .. import env
 from ..config import Config, combine_config, dispatch_config
-from ..control import Comm, Control
+from ..control import Comm, Control, group_ranks
 from ..engine.ops import CallOrder
 from ..errors import EPClosed, EPUnsupported, account
 from ..event import EventHandle, EventOverlap
 from ..generation import Generation
-from ..handle import parse_handle
+from ..handle import Handle, RailHandle, parse_handle, require_same_ranks
 from ..reaper import Closing, is_normal_end
 from ..sizing import low_latency_buffer_bytes
 from ..stream import CommStream
@@ -42,6 +42,7 @@ topk_idx_t = torch.int64
 
 _inherited: list[Engine] = []  # of a forked child's parent: their tensors are a GPU's, which a child must not free
 _AT_ONCE = CallOrder(None, False)  # of calls without events, which come again and again
+_MARKED = (Handle._fields.index("send_head"), RailHandle._fields.index("send_rdma_head"))  # on one node, on several
 _LEAST_SCRATCH_BYTES = 64 << 20  # reserved, not committed: staging needs a row of every rank to fit
 
 
@@ -138,7 +139,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         num_gpu_timeout_secs: float | None = None,
         trace: str | os.PathLike[str] | None = None,
     ):
-        del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
+        del allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
         env.warn_of_unknown()
         self._limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
         control = Control(group, comm, self._limit_secs)
@@ -146,6 +147,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         self.generation = control.generation
         self.rank = control.rank
         self.group_size = control.num_ranks
+        self._ranks = group_ranks(group)
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
@@ -157,6 +159,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         with control.joint("making the buffer"):
             self.num_nvl_bytes = checks.check_bytes("Buffer", "num_nvl_bytes", num_nvl_bytes)
             self.num_rdma_bytes = checks.check_bytes("Buffer", "num_rdma_bytes", num_rdma_bytes)
+            checks.check_int("Buffer", "num_qps_per_rank", num_qps_per_rank, 0)
             self._gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
             self.device = find_device(device)
             self._trace_folder = trace
@@ -363,7 +366,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             num_tokens_per_rdma_rank: [nodes] int32, or None on one node.
             is_token_in_rank: [T, R] bool; what is sent follows it.
             num_tokens_per_expert: [E] int32.
-            topk_idx: [T, K] int32 or int64 expert ids, or None.
+            topk_idx: [T, K] int32 or int64 expert ids, or None. They must be those of the layout, which is checked on
+                the CPU alone: on a GPU the host would have to wait for it.
             topk_weights: [T, K] float32, or None; both or neither.
             expert_alignment: The counts per expert are rounded up to a multiple of it, which is below 2**31.
             num_worst_tokens: Make room for this many rows, below 2**31, and do not wait for the counts; needs top-k.
@@ -439,6 +443,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         self._last_rows = (payload.x.shape[1], payload.x.dtype)
         if self._num_nodes == 1:
             self._known_head = ref(received.handle.send_head)
+        received.handle[_MARKED[self._num_nodes > 1]]._deep_ep_ranks = self._ranks  # see `require_same_ranks`
         return (
             received.x if received.scales is None else (received.x, received.scales),
             received.topk_idx,
@@ -791,7 +796,9 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
     def _parse(self, handle: Any, where: str) -> Any:
         known = self._known_head
         parsed = usual.handle(handle, self.group_size, self.device, known) if self._num_nodes == 1 else None
-        return parsed or parse_handle(handle, self.group_size, self.device, where, self._num_nodes)
+        parsed = parsed or parse_handle(handle, self.group_size, self.device, where, self._num_nodes)
+        require_same_ranks(where, handle[_MARKED[self._num_nodes > 1]], self._ranks)
+        return parsed
 
     def _require_nodes(self, where: str) -> None:
         if self._topology.num_nodes == 1:

@@ -13,11 +13,13 @@ from ..engine.low_latency.engine import LowLatencyEngine
 from ..engine.low_latency.geometry import MOST_TOKENS, Geometry, RowFormat
 from ..errors import EPUnsupported
 from ..event import EventOverlap
+from ..handle import require_same_ranks
 from ..tensors import is_lazy
 from ..trace import Trace
 from . import checks
 from .calling import call
 from .engines import Engine
+from .hooks import RecvHook
 from .registry import ForkedLock
 
 _MOST_TOPK = 32
@@ -43,6 +45,8 @@ class LowLatencyMethods:
     _known_dispatches: dict[tuple, Dispatching]
     _known_combines: dict[tuple, Combining]
     _trace: Trace | None
+    _num_cleans: int = 0  # calls of `clean_low_latency_buffer` that have given up what was in flight
+    _ranks: tuple[int, ...] | None
 
     def _require_engine(self, where: str) -> Engine:
         raise NotImplementedError
@@ -90,9 +94,10 @@ class LowLatencyMethods:
         # A decoding loop makes the same calls again and again: what was checked once is not checked again.
         try:
             key: tuple = (
-                num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0, async_finish,
-                return_recv_hook, type(x), x.shape, x.dtype, x.device, x.stride(), x.is_neg(), type(topk_idx),
-                topk_idx.shape, topk_idx.dtype, topk_idx.device, topk_idx.stride(), topk_idx.is_neg(),
+                num_max_dispatch_tokens_per_rank, num_experts, type(num_max_dispatch_tokens_per_rank),
+                type(num_experts), use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook, type(x), x.shape,
+                x.dtype, x.device, x.stride(), x.is_neg(), type(topk_idx), topk_idx.shape, topk_idx.dtype,
+                topk_idx.device, topk_idx.stride(), topk_idx.is_neg(),
                 recv_stats if recv_stats is None else _look_of(recv_stats),
                 wait_stats if wait_stats is None else _look_of(wait_stats),
             )  # fmt: skip
@@ -109,13 +114,14 @@ class LowLatencyMethods:
         engine = self._require_low_latency(_DISPATCH)
         packed, event, hook = engine.dispatch(known, x, topk_idx, recv_stats, wait_stats)
         recv_x, num_rows, src_info, layout_range, scales = packed
+        src_info._deep_ep_ranks = self._ranks  # type: ignore[attr-defined]  # see `require_same_ranks`
         _, num_experts, max_tokens, hidden, _ = known.geometry
         return (
             recv_x if scales is None else (recv_x, scales),
             num_rows,
             (src_info, layout_range, max_tokens, hidden, num_experts),
             EventOverlap(event, None if event is None else (x, topk_idx, recv_stats, wait_stats, *packed)),
-            hook if hook is None else self._locked(hook),
+            hook if hook is None else self._recv_hook(hook, _DISPATCH),
         )
 
     def _check_dispatch(
@@ -184,9 +190,10 @@ class LowLatencyMethods:
         try:
             src_info, layout_range, max_tokens, hidden, num_experts = handle
             key: tuple = (
-                use_logfmt, zero_copy, async_finish, return_recv_hook, max_tokens, hidden, num_experts, type(handle),
-                type(x), x.shape, x.dtype, x.device, x.stride(), x.is_neg(), type(topk_idx), topk_idx.shape,
-                topk_idx.dtype, topk_idx.device, topk_idx.stride(), topk_idx.is_neg(), type(topk_weights),
+                use_logfmt, zero_copy, async_finish, return_recv_hook, max_tokens, hidden, num_experts,
+                type(max_tokens), type(hidden), type(num_experts), type(handle), type(x), x.shape,
+                x.dtype, x.device, x.stride(), x.is_neg(), type(topk_idx), topk_idx.shape, topk_idx.dtype,
+                topk_idx.device, topk_idx.stride(), topk_idx.is_neg(), type(topk_weights),
                 topk_weights.shape, topk_weights.dtype, topk_weights.device, topk_weights.stride(),
                 topk_weights.is_neg(), type(src_info), src_info.shape, src_info.dtype, src_info.device,
                 src_info.stride(), src_info.is_neg(), type(layout_range), layout_range.shape, layout_range.dtype,
@@ -205,13 +212,14 @@ class LowLatencyMethods:
                 self._known_combines[key] = known
             src_info = handle[0]
             x, topk_idx, topk_weights, result, wait_stats = tensors
+        require_same_ranks(_COMBINE, src_info, self._ranks)
         engine = self._require_low_latency(_COMBINE)
         rows = CombineInputs(x, topk_idx, topk_weights, src_info, layout_range)
         combined, event, hook = engine.combine(known, rows, result, wait_stats)
         return (
             combined if out is None else out,
             EventOverlap(event, None if event is None else (*rows, combined)),
-            hook if hook is None else self._locked(hook),
+            hook if hook is None else self._recv_hook(hook, _COMBINE),
         )
 
     def _check_combine(
@@ -265,6 +273,7 @@ class LowLatencyMethods:
         """
         where = "get_next_low_latency_combine_buffer"
         src_info, _, geometry = self._parse_handle(where, handle, 0, 0)
+        require_same_ranks(where, src_info, self._ranks)
         with self._lock:
             return self._require_low_latency(where).combine_buffer(src_info, geometry)
 
@@ -287,6 +296,7 @@ class LowLatencyMethods:
         where = "clean_low_latency_buffer"
         self._geometry(where, num_max_dispatch_tokens_per_rank, hidden, num_experts, 0, 0)
         self._require_low_latency(where).clean()
+        self._num_cleans += self.enable_shrink
 
     # Rank masks ------------------------------------------------------------------------------------------------------
 
@@ -396,14 +406,9 @@ class LowLatencyMethods:
             return None
         return checks.check_tensor(where, name, stats, (size,), (dtype,), is_written=True, device=self.device)
 
-    def _locked(self, hook: Hook) -> Hook:
-        def receive() -> None:
-            lock, trace = self._lock, self._trace
-            # Where nothing is traced the lock is taken twice: of all blocks that do nothing, the quickest.
-            with lock, lock if trace is None else trace.caller_slice("receive hook"):
-                hook()
-
-        return receive
+    def _recv_hook(self, hook: Hook, method: str) -> Hook:
+        is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return RecvHook(self, hook, method, not is_captured)
 
 
 def _are_same(tensors: tuple, others: tuple) -> bool:

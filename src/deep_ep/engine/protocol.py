@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -112,16 +112,35 @@ class Agreement(NamedTuple):
 
 
 _ARGUMENTS = {  # where the items of an agreement come from, as the caller knows it
-    "num_experts": "number of experts",
+    "num_experts": "`num_experts`",
     "num_topk": "number of columns of `topk_idx` and `topk_weights`",
     "hidden": "hidden size of `x`",
     "dtype": "dtype of `x`",
     "num_scales": "number of columns of the scales",
     "scale_dtype": "dtype of the scales",
     "idx_dtype": "dtype of `topk_idx`",
-    "max_tokens": "most tokens of a rank",
+    "max_tokens": "`num_max_tokens_per_rank`",
     "alignment": "`do_expand` and `expert_alignment`",
 }
+_LOW_LATENCY_ARGUMENTS = {  # likewise, where a low-latency call has the item from another argument
+    "dtype": "`use_fp8`",
+    "num_scales": "`round_scale`",
+    "scale_dtype": "`use_ue8m0`",
+    "max_tokens": "`num_max_dispatch_tokens_per_rank`",
+}
+_LOW_LATENCY_COMBINE_ARGUMENTS = {"num_scales": "`use_logfmt`"}
+
+
+def _arguments(operation: str, items: Collection[str]) -> list[str]:
+    """Return the arguments that items of an agreement come from, as the caller of a method knows them."""
+    names = dict(_ARGUMENTS)
+    if operation.startswith(LOW_LATENCY):
+        names.update(_LOW_LATENCY_ARGUMENTS)
+        if operation.endswith("combine"):
+            names.update(_LOW_LATENCY_COMBINE_ARGUMENTS)
+        if "dtype" in items:  # rows of another dtype have other scales
+            items = [item for item in items if item not in ("num_scales", "scale_dtype")]
+    return [names[item] for item in items if item in names]
 
 
 def disagreement(where: str, me: str, clashes: Sequence[tuple[str, Agreement, Agreement]]) -> EPError:
@@ -134,7 +153,7 @@ def disagreement(where: str, me: str, clashes: Sequence[tuple[str, Agreement, Ag
     """
     said = "; ".join(f"{name} has {mine.differences(theirs)}" for name, mine, theirs in clashes)
     items = {item: None for _, mine, theirs in clashes for item in mine.differing(theirs)}
-    arguments = [_ARGUMENTS[item] for item in items if item in _ARGUMENTS]
+    arguments = _arguments(clashes[0][1].operation, items) if clashes else []
     remedy = "Make the calls in the same order on all ranks"
     if "operation" not in items and arguments:
         remedy = f"Pass the same {', the same '.join(arguments)} on all ranks"

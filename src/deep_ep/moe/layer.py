@@ -161,6 +161,7 @@ class MoELayer(nn.Module):
             x: [..., H] float; leading dimensions are tokens.
             num_sequences: How many sequences of equal length the tokens are; for the auxiliary loss.
         """
+        self._check(x)
         tokens = x.reshape(-1, x.size(-1))
         routes = self.gate(tokens, num_sequences)
         tokens = cast_as_autocast(tokens)  # before they travel: the experts would cast them
@@ -171,6 +172,25 @@ class MoELayer(nn.Module):
             combined = (self._exchange_untraced if is_opaque else self._exchange)(tokens, routes)
         # Not a view where none is needed: FSDP2 warns of views that leave a module.
         return MoEOutput(combined if x.dim() == 2 else combined.view_as(x), routes.balance_loss)
+
+    def _check(self, x: torch.Tensor) -> None:
+        """Refuse what is no input of this layer, before anything is sent."""
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"MoELayer: `x` must be a tensor, got {type(x).__name__}")
+        hidden = self.gate.weight.size(1)
+        if x.dim() == 0 or x.size(-1) != hidden:
+            raise ValueError(
+                f"MoELayer: `x` must have shape [..., {hidden}], the last dimension the layer's hidden size, "
+                f"it has {list(x.shape)}"
+            )
+        # Autocast casts both. FSDP2, which gives a module another class, may cast the experts when they are called.
+        is_cast = torch.is_autocast_enabled(x.device.type) or type(self.experts) is not Experts
+        if not x.is_floating_point() or (x.dtype != self.experts.up.dtype and not is_cast):
+            dtype, given = (str(tensor.dtype).removeprefix("torch.") for tensor in (self.experts.up, x))
+            raise ValueError(
+                f"MoELayer: `x` must be {dtype} as the experts are, it is {given}. Pass `x.to(torch.{dtype})`, or make "
+                "the layer with another `dtype`"
+            )
 
     def _exchange(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
         """[T, H], what the experts make of the tokens, and the shared one while they travel."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +19,65 @@ from rich.table import Table
 def plain_table(gap: int = 2, **options: Any) -> Table:
     """A table without lines, its columns `gap` characters apart."""
     return Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, **options)
+
+
+def table_console(plain_width: int) -> Console:
+    """A console for tables.
+
+    Args:
+        plain_width: Its width in a file or a pipe, unless `COLUMNS` says otherwise.
+    """
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=plain_width)
+
+
+def print_table(console: Console, table: Table, num_kept: int = 1) -> None:
+    """Print a table; one that is too wide in several below each other, so that no value is cut.
+
+    Args:
+        console: Where to.
+        table: What.
+        num_kept: Columns that all of them begin with.
+    """
+    if table_width(console, table) <= console.width:
+        console.print(table)
+        return
+    if table.title is not None:
+        console.print(table.title, style=table.title_style)
+    for number, part in enumerate(_parts(console, table, num_kept)):
+        if number:
+            console.print()
+        console.print(part)
+    if table.caption is not None:
+        console.print(table.caption, style=table.caption_style or "dim")
+
+
+def table_width(console: Console, table: Table) -> int:
+    """The width that a table would take if it could: `minimum` does not know that cells must not wrap."""
+    return console.measure(table, options=console.options.update(width=10_000)).maximum
+
+
+def _parts(console: Console, table: Table, num_kept: int) -> Iterator[Table]:
+    kept, rest = list(range(num_kept)), list(range(num_kept, len(table.columns)))
+    while rest:
+        num_taken = 1
+        while (
+            num_taken < len(rest) and table_width(console, _part(table, kept + rest[: num_taken + 1])) <= console.width
+        ):
+            num_taken += 1
+        yield _part(table, kept + rest[:num_taken])
+        rest = rest[num_taken:]
+
+
+def _part(table: Table, indices: Sequence[int]) -> Table:
+    """Some columns of a table. What is too wide even so is folded."""
+    columns = [table.columns[index] for index in indices]
+    part = Table(box=table.box, padding=table.padding, show_edge=table.show_edge, pad_edge=table.pad_edge)
+    for column in columns:
+        part.add_column(column.header, justify=column.justify, style=column.style, overflow="fold")
+    for row in zip(*(column.cells for column in columns), strict=True):
+        part.add_row(*row)
+    return part
 
 
 def counted(number: int, noun: str) -> str:
@@ -38,6 +99,16 @@ def require_folder(command: str, path: Path) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"{command}: there is no folder {folder} to write {path.name} into")
+
+
+def require_device(command: str, device: str | None) -> None:
+    """Fail before anything runs if ranks are to run on GPUs and there is none.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{command}: --device cuda needs a GPU, and torch sees none here. Pass --device cpu")
 
 
 @contextmanager

@@ -277,11 +277,15 @@ class CpuDispatch:
         if least < 0:
             raise ValueError(f"dispatch: `num_tokens_per_expert` must not be negative, it has a {least}")
         if topk_idx is not None and not self._routing.has_known_ids:
-            num_selected = int(((topk_idx >= 0) & (topk_idx < per_expert.numel())).sum())
-            if num_selected != int(per_expert.sum()):
+            num_experts = per_expert.numel()
+            selected = torch.bincount(topk_idx[(topk_idx >= 0) & (topk_idx < num_experts)], minlength=num_experts)
+            differing = (selected != per_expert).nonzero().flatten().tolist()
+            if differing:
+                first = differing[0]
                 raise ValueError(
-                    f"dispatch: `topk_idx` selects {num_selected} experts, `num_tokens_per_expert` counts "
-                    f"{int(per_expert.sum())}. Make the layout of these ids: `get_dispatch_layout(topk_idx, ...)`"
+                    f"dispatch: `topk_idx` selects expert {first} {int(selected[first])} times, "
+                    f"`num_tokens_per_expert` counts {int(per_expert[first])}. Make the layout of these ids: "
+                    "`get_dispatch_layout(topk_idx, ...)`"
                 )
         self._counts = told
 

@@ -153,6 +153,7 @@ def _add_layer_arguments(parser: argparse.ArgumentParser) -> None:
         ("rounds", 20, "timed rounds"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=f"{meaning} (default: {default})")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def _add_case_arguments(parser: argparse.ArgumentParser, cases: Sequence[str], markers: str) -> None:

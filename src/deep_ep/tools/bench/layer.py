@@ -13,7 +13,7 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from ...launch import run_ranks
 from ...moe import MoELayer, Routes
 from ...moe.ops import Received
 from ..mps import shared_gpu
+from ..terminal import require_device
 from .gpu import enter_device
 
 _WARM_UP = 3
@@ -63,15 +64,18 @@ def run(args: argparse.Namespace) -> None:
     """Measure, and print it."""
     sizes = (args.hidden, args.intermediate, args.shared, args.experts, args.topk, args.rounds)
     setting = LayerSetting(args.device, args.ranks, args.tokens, *sizes)
+    require_device("bench layer", setting.device)
     is_cuda = setting.device == "cuda"
     with tempfile.TemporaryDirectory() as folder, shared_gpu(args.ranks) if is_cuda else contextlib.nullcontext():
         ranks = run_ranks(_measure_rank, setting.num_ranks, setting, folder, limit_secs=600.0)
         (alone,) = run_ranks(_measure_alone, 1, setting, limit_secs=600.0)
         for rank, timing in enumerate(ranks):
             _check(rank, timing.checksums[0], alone.checksums[rank])
-        _show(setting, ranks, alone)
-        if is_cuda:
-            _show_overlap(Path(folder) / "step.json")
+        overlaps = _find_overlaps(Path(folder) / "step.json") if is_cuda else []
+        if args.json:
+            print(_as_json(setting, ranks, alone, overlaps))
+        else:
+            _show(setting, ranks, alone, overlaps)
 
 
 def _check(rank: int, seen: float, expected: float) -> None:
@@ -178,10 +182,34 @@ def _measure_alone(rank: int, num_ranks: int, setting: LayerSetting) -> Timing:
 # Showing -------------------------------------------------------------------------------------------------------------
 
 
-def _show(setting: LayerSetting, ranks: list[Timing], alone: Timing) -> None:
-    num_tokens = setting.num_tokens * setting.num_ranks
+class _Overlap(NamedTuple):
+    """Of rank 0's kernels of one operation: how long they ran, and which share beside kernels of other streams."""
+
+    operation: str
+    ms: float
+    share: float
+
+
+def _medians(ranks: list[Timing], alone: Timing) -> tuple[float, float]:
+    """Seconds of a step: on ranks, where the slowest one counts in each round, and in one process."""
     slowest = [max(times) for times in zip(*(timing.secs for timing in ranks), strict=True)]
-    many, one = statistics.median(slowest), statistics.median(alone.secs)
+    return statistics.median(slowest), statistics.median(alone.secs)
+
+
+def _as_json(setting: LayerSetting, ranks: list[Timing], alone: Timing, overlaps: list[_Overlap]) -> str:
+    many, one = _medians(ranks, alone)
+    figures = {
+        "setting": asdict(setting),
+        "median_secs": {"ranks": many, "one_process": one},
+        "secs": {"ranks": [timing.secs for timing in ranks], "one_process": alone.secs},
+        "overlaps": [overlap._asdict() for overlap in overlaps],
+    }
+    return json.dumps(figures)
+
+
+def _show(setting: LayerSetting, ranks: list[Timing], alone: Timing, overlaps: list[_Overlap]) -> None:
+    num_tokens = setting.num_tokens * setting.num_ranks
+    many, one = _medians(ranks, alone)
     kind = str(setting.dtype).removeprefix("torch.")
     print(
         f"MoE layer, forward and backward, {setting.device}, {kind}: {setting.num_tokens} tokens a rank, hidden "
@@ -191,6 +219,8 @@ def _show(setting: LayerSetting, ranks: list[Timing], alone: Timing) -> None:
     print(f"  {setting.num_ranks} ranks: {many * 1e3:9.2f} ms, {num_tokens / many:12,.0f} tokens/s")
     print(f"  1 process: {one * 1e3:7.2f} ms, {num_tokens / one:12,.0f} tokens/s, without communication")
     print(f"  communication adds {100 * (many - one) / many:.1f}% of the time on ranks ({(many - one) * 1e3:.2f} ms)")
+    for name, ms, share in overlaps:
+        print(f"  {name} kernels of rank 0: {ms:.2f} ms, {100 * share:.0f}% of it beside its own computation")
 
 
 class _Span(NamedTuple):
@@ -202,16 +232,17 @@ class _Span(NamedTuple):
     stop: float
 
 
-def _show_overlap(file: Path) -> None:
+def _find_overlaps(file: Path) -> list[_Overlap]:
     """How much of rank 0's communication kernels ran while kernels of its own ran on other streams."""
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("cat") == "kernel"]
     kernels = [_Span(e["name"], e["args"].get("stream", 0), e["ts"], e["ts"] + e["dur"]) for e in events]
+    overlaps = []
     for word in ("dispatch", "combine"):
         moving = [span for span in kernels if word in span.name]
         total = sum(span.stop - span.start for span in moving)
         beside = sum(_overlap(span, kernels) for span in moving)
-        share = 100 * beside / total if total else 0.0
-        print(f"  {word} kernels of rank 0: {total / 1e3:.2f} ms, {share:.0f}% of it beside its own computation")
+        overlaps.append(_Overlap(word, total / 1e3, beside / total if total else 0.0))
+    return overlaps
 
 
 def _overlap(span: _Span, kernels: list[_Span]) -> float:

@@ -7,10 +7,10 @@ import re
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from ..plotting import INSTALL, require_matplotlib
+from ..terminal import print_table, table_console
 from .plot import write_plot
 from .report import BenchReport, read_json, write_json, write_readme
 
@@ -69,10 +69,7 @@ def put_into_readme(results: Path, readme: Path, plot: Path | None) -> None:
 
 def show_table(table: Table) -> None:
     """Print a table."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PLAIN_WIDTH)
-    console.print(table)
+    print_table(table_console(_PLAIN_WIDTH), table)
 
 
 def tell(text: str) -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from ... import env
 from ..mps import shared_gpu
 from ..plotting import require_matplotlib
-from ..terminal import require_folder
+from ..terminal import require_device, require_folder
 from . import show
 from .layer import Shape
 from .plot import write_plot
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topk", type=int, default=8, help="experts that each token is sent to")
     parser.add_argument("--seed", type=int, default=0, help="for tokens, routes and experts")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks, which may share a GPU")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, and nothing else")
     parser.add_argument(
         "--plot", type=Path, default=argparse.SUPPRESS, metavar="PATH.png", help="write the traffic as a picture, too"
     )
@@ -57,10 +58,11 @@ def run(args: argparse.Namespace) -> int:
         EPError: The ranks could not run.
     """
     shape = _shape_of(args)
+    require_device("demo", shape.device)
     plot_path: Path | None = getattr(args, "plot", None)
     if plot_path is not None:
         _require_plot(plot_path)
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=args.json)
     show.show_title(console, shape)
     with shared_gpu(shape.num_ranks) if shape.device == "cuda" else nullcontext():
         results = show.run_with_progress(console, shape)
@@ -75,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(
             f"\nRecorded in {env.TRACE.get()}. See it: python -m deep_ep report {env.TRACE.get()}", soft_wrap=True
         )
+    if args.json:
+        print(show.as_json(shape, results, ok))
     return 0 if ok else 1
 
 

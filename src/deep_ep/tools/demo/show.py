@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from rich.color import Color
@@ -14,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ... import __version__
-from ..terminal import counted, only_on_terminal, plain_table
+from ..terminal import counted, only_on_terminal, plain_table, print_table, table_width
 from .layer import Shape, compare, dense_layer
 from .ranks import NUM_ROUNDS, STEPS, RankResult, run_layer
 from .traffic import RAMP, Matrix, ramp, shares, tokens_and_mb
@@ -61,11 +63,10 @@ def show_traffic(console: Console, shape: Shape, results: Sequence[RankResult]) 
     """The matrix of tokens: who sends how many to whom."""
     matrix = [result.num_tokens_to for result in results]
     table = _roomy_matrix(shape, matrix)
-    # Its own width, asked for in a very wide place: `minimum` does not know that cells must not wrap.
-    if console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
+    if table_width(console, table) > console.width:
         table = _narrow_matrix(matrix)
     console.print("\n[bold]Who sends what to whom[/]  [dim](tokens; at most one copy of each to a rank)[/]")
-    console.print(table)
+    print_table(console, table)
 
 
 def _roomy_matrix(shape: Shape, matrix: Matrix) -> Table:
@@ -117,7 +118,7 @@ def show_received(console: Console, shape: Shape, results: Sequence[RankResult])
     table.add_column("", style="bold", no_wrap=True)
     for header in ("rows", "MB", "min", "max"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("tokens per local expert", no_wrap=True, overflow="ellipsis")
+    table.add_column("tokens per local expert", overflow="fold")
     most = max(max(result.num_tokens_per_expert) for result in results)
     for rank, result in enumerate(results):
         counts = result.num_tokens_per_expert
@@ -151,6 +152,21 @@ def show_check(console: Console, shape: Shape, results: Sequence[RankResult]) ->
     )
     console.print(f"{_verdict(agrees)}  cached dispatch, and combine from inside and outside the window: same bits")
     return check.ok and agrees
+
+
+def as_json(shape: Shape, results: Sequence[RankResult], ok: bool) -> str:
+    """The figures of the demo as JSON."""
+    names = ("dispatch", "cached_dispatch", "combine_in_window", "combine_elsewhere")
+    ranks = [
+        {
+            "num_rows": result.num_rows,
+            "num_tokens_to": result.num_tokens_to,
+            "num_tokens_per_expert": result.num_tokens_per_expert,
+            "median_secs": dict(zip(names, result.median_secs, strict=True)),
+        }
+        for result in results
+    ]
+    return json.dumps({"version": __version__, "ok": ok, "shape": asdict(shape), "ranks": ranks})
 
 
 def _verdict(ok: bool) -> str:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ... import __version__
 from ..terminal import only_on_terminal
-from .checks import look_at_machine, look_at_software, look_at_variables
+from .checks import look_at_machine, look_at_names, look_at_software, look_at_variables
 from .hardware import look_at_hardware
 from .report import DoctorReport
 from .round_trip import try_round_trip
@@ -27,6 +27,7 @@ from .transports import look_at_transports
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `doctor`."""
+    parser.add_argument("--env", action="store_true", help="list all environment variables, with their meaning")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
 
 
@@ -43,13 +44,13 @@ def run(args: argparse.Namespace) -> int:
         console = Console(highlight=False)
         with only_on_terminal(console, console.status("looking around, and starting two ranks")):
             report = examine()
-        show_report(console, report)
+        show_report(console, report, args.env)
     return 0 if report.ok else 1
 
 
 def examine() -> DoctorReport:
     """Look at everything. The round trip takes a few seconds, most of it for starting processes."""
-    findings = [*look_at_software(), *look_at_machine(), *look_at_shared_memory()]
+    findings = [*look_at_software(), *look_at_machine(), *look_at_shared_memory(), *look_at_names()]
     gpus, nics = look_at_hardware()
     transports, round_trip = look_at_transports(), try_round_trip()
     return DoctorReport(__version__, round_trip.ok, findings, gpus, nics, look_at_variables(), transports, round_trip)

@@ -80,6 +80,11 @@ def settings() -> dict[str, str]:
     return {variable.name: text for variable in env.VARIABLES if (text := os.environ.get(variable.name, "").strip())}
 
 
+def look_at_names() -> list[Finding]:
+    """Variables with a mistake in their names, which have no effect."""
+    return [Finding(name, "there is no such variable", NOTE, advice) for name, advice in env.unknown().items()]
+
+
 def look_at_variables() -> list[VariableReport]:
     """Every environment variable of ours."""
     return [_variable(variable) for variable in env.VARIABLES]

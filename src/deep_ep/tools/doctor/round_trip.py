@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -39,12 +40,13 @@ def try_round_trip() -> RoundTrip:
 def _advice() -> str:
     if names := list(settings()):
         return f"Try without your settings: env {' '.join(f'-u {name}' for name in names)} python -m deep_ep doctor"
-    return "See the problems above; where there are none, please report this with `python -m deep_ep doctor --json`"
+    return "See the other problems; where there are none, please report this with `python -m deep_ep doctor --json`"
 
 
 def _run_rank(rank: int, num_ranks: int) -> dict[str, Any]:
     """One rank's part: what is wrong, and the times of the last of a few round trips."""
     xs, idxs, weights = zip(*(_inputs(peer) for peer in range(num_ranks)), strict=True)
+    warnings.filterwarnings("ignore", "DEEP_EP_.*: there is no such variable")  # doctor itself says it, once
     buffer = Buffer(dist.group.WORLD, 1 << 20, explicitly_destroy=True)
     try:
         per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(idxs[rank], _NUM_EXPERTS)

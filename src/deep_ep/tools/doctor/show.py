@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -16,19 +17,36 @@ from .report import NOTE, OK, PROBLEM, DoctorReport, RoundTrip, TransportReport,
 _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
 
 
-def show_report(console: Console, report: DoctorReport) -> None:
-    """Print all of it, and at the end what to do."""
+def show_report(console: Console, report: DoctorReport, has_variables: bool) -> None:
+    """Print all of it, what to do first.
+
+    Args:
+        console: Where to.
+        report: What was found.
+        has_variables: Whether to list all environment variables, not only those that are set.
+    """
     console.print(f"[bold]deep_ep {report.version} doctor[/]")
+    _show_advice(console, report)
+    console.print("\n[bold]Round trip[/]  [dim](dispatch and combine between two processes, checked bit by bit)[/]")
+    console.print(_round_trip_text(report.round_trip))
     console.print("\n[bold]What is here[/]")
     console.print(_table((_mark(finding.status), finding.name, Text(finding.value)) for finding in report.findings))
     show_hardware(console, report.gpus, report.nics)
-    console.print("\n[bold]Environment variables[/]  [dim](with the value in force)[/]")
-    console.print(_table(map(_variable_row, report.variables)))
     console.print("\n[bold]Transports[/]  [dim](whether they would be used here)[/]")
     console.print(_table(map(_transport_row, report.transports)))
-    console.print("\n[bold]Round trip[/]  [dim](dispatch and combine between two processes, checked bit by bit)[/]")
-    console.print(_round_trip_text(report.round_trip))
-    _show_advice(console, report)
+    _show_variables(console, report.variables, has_variables)
+
+
+def _show_variables(console: Console, variables: Sequence[VariableReport], are_all_shown: bool) -> None:
+    if are_all_shown:
+        console.print("\n[bold]Environment variables[/]  [dim](with the value in force)[/]")
+        for variable in variables:
+            console.print(_variable_text(variable), soft_wrap=False)
+            console.print(Padding(Text(variable.help, style="dim"), (0, 0, 0, 4)))
+        return
+    are_set = [variable for variable in variables if variable.is_set]
+    console.print("\n[bold]Environment variables[/]  [dim](--env lists all)[/]")
+    console.print(Text("none is set", style="dim") if not are_set else Text("\n").join(map(_variable_text, are_set)))
 
 
 def _table(rows: Iterable[tuple[Any, Any, Any]]) -> Table:
@@ -46,12 +64,11 @@ def _mark(status: str) -> Text:
     return Text(status, style=_STYLES[status])
 
 
-def _variable_row(variable: VariableReport) -> tuple[Text, str, Text]:
-    state = Text("set", style="cyan") if variable.is_set else Text("default", style="dim")
-    text = Text(variable.value or "(empty)", style=_STYLES[PROBLEM] if variable.status == PROBLEM else "")
-    if variable.status == OK:
-        text.append(f"  {variable.help}", style="dim")
-    return state, variable.name, text
+def _variable_text(variable: VariableReport) -> Text:
+    if variable.status == PROBLEM:
+        return Text.assemble((variable.name, "bold"), "  ", (variable.value, _STYLES[PROBLEM]))
+    state = "" if variable.is_set else "  (default)"
+    return Text.assemble((variable.name, "bold"), f"={variable.value}", (state, "dim"))
 
 
 def _transport_row(transport: TransportReport) -> tuple[Text, str, Text]:
@@ -71,7 +88,9 @@ def _round_trip_text(trip: RoundTrip) -> Text:
 
 
 def _show_advice(console: Console, report: DoctorReport) -> None:
+    """Print what to do: problems first, then what could be better."""
     advice = [(finding.status, finding.name, finding.advice) for finding in report.findings if finding.advice]
+    advice += [(PROBLEM, one.name, one.value) for one in report.variables if one.status == PROBLEM]
     if report.round_trip.advice:
         advice.append((PROBLEM, "round trip", report.round_trip.advice))
     if not advice:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table as RichTable
 
 from ...planner.calls import read_points
@@ -24,7 +23,7 @@ from ...planner.validate import KINDS, check_points, cross_validate, score_famil
 from ..plotting import require_matplotlib
 from ..report.figures import count
 from ..report.load import load
-from ..terminal import require_folder
+from ..terminal import print_table, require_folder, table_console
 from . import calibrate, show
 
 _PLAIN_WIDTH = 200  # of a table that goes into a file or a pipe
@@ -141,7 +140,7 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _print_plans(plans: Sequence[Plan], names: Sequence[str], args: argparse.Namespace) -> None:
-    console = _console()
+    console = table_console(_PLAIN_WIDTH)
     for plan, name in zip(plans, names, strict=True):
         question = plan.question
         console.print(
@@ -149,21 +148,16 @@ def _print_plans(plans: Sequence[Plan], names: Sequence[str], args: argparse.Nam
             f"micro-batches, {question.kernels} on {question.cluster.gpu}, nodes of {question.cluster.ranks_per_node}",
             markup=False,
         )
-        console.print(show.plan_table(plan))
+        print_table(console, show.plan_table(plan), num_kept=2)
         for line in show.recommendations(plan):
             console.print(line, markup=False, highlight=False)
         console.print()
     if args.compare:
-        console.print(show.compare_table(plans, ("first", "second")))
+        print_table(console, show.compare_table(plans, ("first", "second")))
     console.print(
         "Times of a call are of one micro-batch; * is recommended. MB: dispatch and combine of the busiest rank.",
         markup=False,
     )
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
 def _name(args: argparse.Namespace) -> str:
@@ -291,10 +285,10 @@ def _validate(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({title: show.scores_json(one) for title, one in scores.items()}, indent=1))
     else:
-        console = _console()
+        console = table_console(_PLAIN_WIDTH)
         for title, one in scores.items():
             console.print(title)
-            console.print(show.family_table(one))
+            print_table(console, show.family_table(one))
             console.print(show.summary_line(title, one), markup=False, highlight=False)
             console.print()
         num_bandwidths = len(figures.points) - len(points)
@@ -316,10 +310,10 @@ def _calibrate(args: argparse.Namespace) -> None:
     table: Table = calibrate.fit_machine(points, load_table(args.table))
     if args.output is not None:
         table.save(args.output)
-    console = _console()
+    console = table_console(_PLAIN_WIDTH)
     shown: RichTable = show.trial_table(trials)
     console.print("Each call predicted from the others, those with its tokens and ranks left out:")
-    console.print(shown)
+    print_table(console, shown)
     if trials:
         errors = [abs(one.us / one.point.latency_us - 1) for one in trials]
         print(f"median error {100 * float(np.median(errors)):.1f}%, {len(trials)} of {len(points)} calls")

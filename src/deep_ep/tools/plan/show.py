@@ -43,7 +43,7 @@ def _percent(value: float) -> str:
 def plan_table(plan: Plan) -> RichTable:
     """A line for each number of ranks and mode; the recommended mode has a star."""
     table = _columns(
-        "ranks", "mode", "SMs", "dispatch us [80%]", "bound", "combine us [80%]", "bound",
+        "ranks", "mode", "SMs", "dispatch us [80%]", "dispatch bound", "combine us [80%]", "combine bound",
         "link MB", "network MB", "layer us", "bound by", "tokens/s", left=2,
     )  # fmt: skip
     for size in plan.sizes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ...trace import CALL, WAIT
 from .load import LoadedSlice, LoadedTrace, RankFile, is_comm
@@ -115,6 +116,47 @@ class Figures:
     def num_bytes(self) -> float:
         """Bytes of rows between ranks."""
         return sum(map(sum, self.bytes_to))
+
+    @property
+    def call_us(self) -> float:
+        """Time in calls, of all ranks."""
+        return sum(one.call_us for one in self.ranks.values())
+
+    @property
+    def wait_share(self) -> float | None:
+        """The part of it that was spent waiting; None: there was no call."""
+        return sum(one.wait_us for one in self.ranks.values()) / self.call_us if self.call_us else None
+
+    @property
+    def peak(self) -> float | None:
+        """The busiest expert's tokens, over the mean of all; None: no call told."""
+        return self.load.peak if self.load is not None and self.load.peak else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as JSON has it, times in microseconds."""
+        return {
+            "num_ranks": self.num_ranks,
+            "num_calls": self.num_calls,
+            "span_us": self.span_us,
+            "num_bytes": self.num_bytes,
+            "wait_share": self.wait_share,
+            "bytes_to": self.bytes_to,
+            "rows_to": self.rows_to,
+            "waited_us": self.waited_us,
+            "ranks": [asdict(one) for _, one in sorted(self.ranks.items())],
+            "calls": [
+                {
+                    "name": kind.name,
+                    "times": len(kind.durations_us),
+                    "median_us": kind.median_us,
+                    "longest_us": max(kind.durations_us),
+                    "wait_us": kind.wait_us,
+                    "num_bytes": kind.num_bytes,
+                }
+                for kind in self.kinds
+            ],
+            "tokens_per_expert": None if self.load is None else self.load.totals,
+        }
 
 
 def count(trace: LoadedTrace) -> Figures:

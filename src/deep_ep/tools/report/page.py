@@ -10,6 +10,7 @@ from typing import Any
 
 from ... import __version__
 from ..terminal import counted
+from .compare import comparison
 from .experts import experts, load_data
 from .figures import Figures
 from .load import LoadedTrace
@@ -19,14 +20,24 @@ from .text import NOTHING, bytes_text, share_text, time_text
 from .timeline import timeline
 
 
-def render(trace: LoadedTrace, figures: Figures, most_slices: int) -> str:
-    """The page as HTML."""
+def render(
+    trace: LoadedTrace, figures: Figures, most_slices: int, other: tuple[LoadedTrace, Figures] | None = None
+) -> str:
+    """The page as HTML.
+
+    Args:
+        trace: What was read.
+        figures: What was counted in it.
+        most_slices: Of the timeline.
+        other: Another run, which it is compared with.
+    """
     drawn = timeline(trace, figures, most_slices)
     data = {"timeline": drawn, "load": load_data(figures.load)}
     body = [
         _header(trace, figures),
         _notes(trace, figures),
         _tiles(figures),
+        "" if other is None else comparison(figures, other[1], *_names(trace, other[0])),
         f'<div class="pair">{traffic(figures)}{waiting(figures)}</div>',
         experts(figures.load),
         _timeline_section(drawn),
@@ -43,6 +54,13 @@ def render(trace: LoadedTrace, figures: Figures, most_slices: int) -> str:
         f'<script type="application/json" id="data">{text}</script>\n<script>\n{_asset("page.js")}</script>\n'
         "</body>\n</html>\n"
     )
+
+
+def _names(trace: LoadedTrace, other: LoadedTrace) -> tuple[str, str]:
+    """What two runs are called: their folders, as much of the paths as tells them apart."""
+    if trace.path.name != other.path.name:
+        return trace.path.name, other.path.name
+    return str(trace.path), str(other.path)
 
 
 def _script_json(data: Any) -> str:
@@ -99,8 +117,8 @@ def _tiles(figures: Figures) -> str:
         (time_text(figures.span_us), "time span", "first call to last"),
         (share_text(wait_us, call_us), "waiting", "of the time in calls"),
     ]
-    if figures.load is not None and figures.load.peak:
-        tiles.append((f"{figures.load.peak:.2f}x", "busiest expert", "over the mean of all"))
+    if figures.peak is not None:
+        tiles.append((f"{figures.peak:.2f}x", "busiest expert", "over the mean of all"))
     cells = "".join(
         f'<div class="tile"><b>{html.escape(value)}</b><span>{name}</span><small>{remark}</small></div>'
         for value, name, remark in tiles

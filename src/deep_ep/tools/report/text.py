@@ -66,3 +66,8 @@ def time_text(us: float) -> str:
 def share_text(part: float, whole: float) -> str:
     """`37 %`."""
     return f"{100 * part / whole:.0f} %" if whole else NOTHING
+
+
+def change_text(value: float | None, other: float | None) -> str:
+    """`1.25x`, how large a value is beside another; nothing where one of them is missing."""
+    return f"{digits(value / other)}x" if value is not None and other else NOTHING

@@ -1,0 +1,80 @@
+"""The receive hooks of low-latency calls, and the warning of one that is dropped without having been called."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING
+from weakref import ReferenceType, ref
+
+from .. import reaper
+
+if TYPE_CHECKING:
+    from ..engine.low_latency.calls import Hook
+    from .low_latency import LowLatencyMethods
+
+
+class RecvHook:
+    """A function without arguments that receives what a call has sent. It is called once.
+
+    It keeps its buffer alive. A hook that is collected without having been called leaves a call in flight for ever,
+    which a warning says, unless the buffer went with it, was destroyed, has failed, or gave the call up.
+
+    Args:
+        buffer: The buffer of the call.
+        receive: The hook of the engine.
+        method: The method that returns the hook.
+        is_watched: Whether it should be called at all; those of a graph that is being captured need not be.
+    """
+
+    __slots__ = ("_buffer", "_forgotten", "_num_cleans", "_receive")
+
+    def __init__(self, buffer: LowLatencyMethods, receive: Hook, method: str, is_watched: bool):
+        self._buffer: LowLatencyMethods | None = buffer
+        self._receive = receive
+        self._num_cleans = buffer._num_cleans
+        self._forgotten = method if is_watched else ""  # empty once it has been called
+
+    def __call__(self) -> None:
+        """Receive."""
+        self._forgotten = ""
+        buffer = self._buffer
+        assert buffer is not None
+        lock, trace = buffer._lock, buffer._trace
+        # Where nothing is traced the lock is taken twice: of all blocks that do nothing, the quickest.
+        with lock, lock if trace is None else trace.caller_slice("receive hook"):
+            self._receive()
+
+    def __del__(self) -> None:
+        # As any finalizer it may run between any two instructions: it asks nothing and hands over, see `reaper.py`.
+        method = getattr(self, "_forgotten", "")
+        if not method or sys.is_finalizing() or sys.exc_info()[1] is not None:
+            return
+        assert self._buffer is not None
+        buffer, self._buffer = ref(self._buffer), None
+        if buffer() is not None:  # else the buffer has gone with its last hook
+            reaper.hand_over(_Dropped(buffer, method, self._num_cleans).warn)
+
+
+class _Dropped:
+    """A hook that was collected uncalled."""
+
+    __slots__ = ("_buffer", "_method", "_num_cleans")
+
+    def __init__(self, buffer: ReferenceType[LowLatencyMethods], method: str, num_cleans: int):
+        self._buffer, self._method, self._num_cleans = buffer, method, num_cleans
+
+    def warn(self) -> None:
+        """Warn, if the call could still be received. Runs on the reaper's thread."""
+        buffer = self._buffer()
+        if buffer is None or buffer.runtime is None or buffer._engine.has_failed():
+            return
+        if buffer._num_cleans != self._num_cleans:  # `clean_low_latency_buffer` gives up what is in flight
+            return
+        warnings.warn(
+            f"{self._method}: the hook that it returned was dropped without having been called, so its results never "
+            f"arrive and the call stays in flight (rank {buffer.rank}/{buffer.group_size}). Call each hook once; "
+            "without `return_recv_hook` the method receives by itself",
+            RuntimeWarning,
+            stacklevel=1,
+        )
