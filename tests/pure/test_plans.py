@@ -6,7 +6,7 @@ import pytest
 
 from deep_ep.tools.soak.fault_program import Account
 from deep_ep.tools.soak.fault_runs import PlanResult, accused, as_json, verdict
-from deep_ep.tools.soak.plans import TOPOLOGIES, FaultPlan, Moment, draw_plans
+from deep_ep.tools.soak.plans import ELASTIC_OPERATIONS, TOPOLOGIES, FaultPlan, Moment, draw_plans
 
 LINE = "KILL rank=2 at=call:before-offered op=dispatch way=sync path=direct call=3 ranks=4 per_node=2"
 KILL = FaultPlan.parse("KILL rank=2 at=call:before-offered")
@@ -57,7 +57,7 @@ def test_drawn_plans_come_from_the_seed_and_survive_their_text() -> None:
     assert draw_plans(20, seed=3) == plans[:20]
     assert draw_plans(20, seed=4) != plans[:20]
     assert {(plan.ranks, plan.per_node) for plan in plans} == set(TOPOLOGIES)
-    assert {plan.op for plan in plans} == {"dispatch", "cached", "worst-case", "combine", "growth"}
+    assert {plan.op for plan in plans} == {"dispatch", "cached", "worst-case", "combine", "growth", *ELASTIC_OPERATIONS}
     assert len({plan.kind for plan in plans}) == 28
     few = draw_plans(50, seed=3, topologies=[(2, 1)], only_low_latency=True)
     assert all(plan.is_low_latency and (plan.ranks, plan.per_node) == (2, 1) for plan in few)

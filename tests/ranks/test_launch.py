@@ -62,7 +62,8 @@ def is_running(pid: int) -> bool:
 
 
 PROGRAM = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path.insert(0, {folder!r})
 from test_launch import sleeping
 from deep_ep.launch import run_ranks
