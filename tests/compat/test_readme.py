@@ -20,6 +20,7 @@ COMMANDS = [
 NOT_RUN = {
     "pip install .": "it needs a network for what the wheel declares; the fixture installs the wheel without one",
     "python -m deep_ep demo": "the line that traces it runs the same",
+    "python -m deep_ep demo --device cuda": "it needs a GPU",
 }
 
 

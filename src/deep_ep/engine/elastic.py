@@ -2,10 +2,12 @@
 
 A V2 dispatch moves the rows of a *compact* dispatch, one for each (token, rank): the same as V1's. Everything else is
 local: the counts of each expert follow from the ids that came, and an *expanded* result, one row for each (token, local
-expert), is unfolded from the compact one. A V2 combine of expanded rows folds them first, and then sums compact rows.
+expert), is unfolded from the compact one, except where CPU ranks have put its rows straight to their places
+(`cpu/expanded.py`). A V2 combine of expanded rows folds them first, and then sums compact rows.
 
 Shape letters: T tokens of this rank, K top-k, R ranks, L experts of a rank, N rows that there is memory for, n of which
-came, X rows of an expanded result. Nothing here looks at a value on the host: all of it can be captured in a graph.
+came, X rows of an expanded result. On a GPU nothing here looks at a value on the host: all of it can be captured in a
+graph.
 """
 
 from __future__ import annotations
@@ -448,7 +450,7 @@ def count_experts(ids: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def expanded_rows(ids: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The row that each selection takes: experts ascending, then rows, then columns.
+    """The row that each selection takes: experts ascending, then rows, then columns. `cpu.expanded.fill_plan` agrees.
 
     Args:
         ids: [N, K] local ids; -1: none.

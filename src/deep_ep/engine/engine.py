@@ -158,6 +158,7 @@ class Engine(ABC):
                 routes = steps.route(scope, routing, num_channels, num_rows)
             sections = steps.guess() if is_full else steps.memory(scope, num_rows)
             steps.notify(scope, payload, routing, routes, sections)
+            # On a GPU a full dispatch moves rows into what `notify` has offered; the CPU has offered nothing yet.
             steps.move(scope, payload, routing, routes, NO_SECTIONS if is_full else sections)
             unpacked = None
             if routing is not None and sections.x is not None:  # all that needs no counts, before they are waited for

@@ -4,7 +4,7 @@
 
 Shape letters: R ranks, E experts, L = E / R. All words are int64. One block of a kernel waits, and it must not occupy
 an SM that others need: it is the only block of its kernel, or the last one of it that still runs. `wait` describes what
-a block of several warps needs. No block moves rows once it has waited; `staging.py` has the one exception.
+a block of several warps needs. No block moves rows once it has waited; `finish.py` has the one exception.
 
 A *board* is the first part of a rank's window. Peers write it, each its own part, and its owner polls it:
 

@@ -1,13 +1,14 @@
 """Putting rows into the peers' slots, and splitting the records where they arrive. On the device.
 
-Shape letters: T tokens, K selections of a token, R ranks, n rows received, W words of a row. The twins are
-`rows.put_rows` with `engine.payload`'s records.
+Shape letters: T tokens, K selections of a token, R ranks, n rows received, W words of a row. The twin is
+`rows.put_rows`; records on the CPU have another layout (`engine.payload`), since they never meet those of a GPU.
 
 A *record* goes with each row of a dispatch with routing: W = 1 + 2 K words of 4 bytes, rounded up to 4: the token's
 index at its source, its expert ids as the receiver counts them (-1: another rank's), its weights (0 there, unless the
 call keeps them).
 
-No kernel here waits or signals; all of them do nothing once the buffer has failed, or while a call is held.
+No kernel here waits or signals. All of them do nothing once the buffer has failed, and none puts rows while a call is
+held. (Records are split then, too; nothing uses the result.)
 """
 
 from __future__ import annotations
@@ -254,8 +255,8 @@ def dispatch_rows_kernel(
             words = piece * BLOCK + tl.arange(0, BLOCK)
             target_rows = tl.where(slot >= 0, slot + starts, -1)
             goes = (target_rows >= 0) & (target_rows < capacities)
-            numbers = tl.where(goes, target_rows + 1, 0).to(tl.int32)
-            write_row(row, words, row_words, numbers, bases, rank, num_ranks, WORD_BYTES, VECTOR)
+            rows_from_1 = tl.where(goes, target_rows + 1, 0).to(tl.int32)
+            write_row(row, words, row_words, rows_from_1, bases, rank, num_ranks, WORD_BYTES, VECTOR)
             if HAS_SCALES or HAS_RECORDS:
                 if piece == 0:
                     if HAS_SCALES:
@@ -272,7 +273,9 @@ def dispatch_rows_kernel(
 
 
 @triton.jit
-def write_row(row, words, row_words, numbers, bases, rank, num_ranks, WORD_BYTES: tl.constexpr, VECTOR: tl.constexpr):
+def write_row(
+    row, words, row_words, rows_from_1, bases, rank, num_ranks, WORD_BYTES: tl.constexpr, VECTOR: tl.constexpr
+):
     """Write a piece of a row to all peers that take it, beginning behind this rank: not all to the same one at once.
 
     A block has so little to do for a piece that its address arithmetic costs as much as its stores.
@@ -281,35 +284,35 @@ def write_row(row, words, row_words, numbers, bases, rank, num_ranks, WORD_BYTES
         row: [BLOCK], the piece.
         words: [BLOCK], where it is in the row.
         row_words: Words of a row.
-        numbers: [LANES] int32, its row at each peer, from 1 on; 0: it does not go there.
+        rows_from_1: [LANES] int32, its row at each peer, from 1 on; 0: it does not go there.
         bases: [LANES] int64, where the rows of each peer begin.
         rank: This rank, among the peers.
         num_ranks: The peers.
         WORD_BYTES: Of a word.
         VECTOR: Bytes that rows are aligned to.
     """
-    lanes = tl.arange(0, numbers.shape[0])
-    if numbers.shape[0] <= _MOST_UNROLLED:
-        for turn in tl.static_range(numbers.shape[0]):
+    lanes = tl.arange(0, rows_from_1.shape[0])
+    if rows_from_1.shape[0] <= _MOST_UNROLLED:
+        for turn in tl.static_range(rows_from_1.shape[0]):
             peer = rank + 1 + turn
             is_peer = lanes == tl.where(peer >= num_ranks, peer - num_ranks, peer)
-            _write_to(row, words, row_words, numbers, bases, is_peer & (turn < num_ranks), WORD_BYTES, VECTOR)
+            _write_to(row, words, row_words, rows_from_1, bases, is_peer & (turn < num_ranks), WORD_BYTES, VECTOR)
     else:
         for turn in range(num_ranks):
             peer = rank + 1 + turn
             is_peer = lanes == tl.where(peer >= num_ranks, peer - num_ranks, peer)
-            if tl.sum(tl.where(is_peer, numbers, 0)) > 0:
-                _write_to(row, words, row_words, numbers, bases, is_peer, WORD_BYTES, VECTOR)
+            if tl.sum(tl.where(is_peer, rows_from_1, 0)) > 0:
+                _write_to(row, words, row_words, rows_from_1, bases, is_peer, WORD_BYTES, VECTOR)
 
 
 @triton.jit
-def _write_to(row, words, row_words, numbers, bases, is_peer, WORD_BYTES: tl.constexpr, VECTOR: tl.constexpr):
+def _write_to(row, words, row_words, rows_from_1, bases, is_peer, WORD_BYTES: tl.constexpr, VECTOR: tl.constexpr):
     """Write a piece of a row to one peer, if it takes it."""
-    number = tl.sum(tl.where(is_peer, numbers, 0))
+    row_from_1 = tl.sum(tl.where(is_peer, rows_from_1, 0))
     base = tl.sum(tl.where(is_peer, bases, 0))  # the same in every iteration, so it is hoisted
-    address = base + (number - 1).to(tl.int64) * (row_words * WORD_BYTES)
+    address = base + (row_from_1 - 1).to(tl.int64) * (row_words * WORD_BYTES)
     pointer = tl.multiple_of(address.to(tl.pointer_type(row.dtype)), VECTOR)
-    tl.store(pointer + words, row, mask=words < tl.where(number > 0, row_words, 0))
+    tl.store(pointer + words, row, mask=words < tl.where(row_from_1 > 0, row_words, 0))
 
 
 @triton.jit

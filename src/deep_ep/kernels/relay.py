@@ -389,9 +389,9 @@ def _write_arrived(
     piece = item % num_pieces
     goes = (slot >= 0) & (slot < capacities)
     target_rows = slot.to(tl.int64)
-    words, numbers = piece * BLOCK + tl.arange(0, BLOCK), tl.where(goes, slot + 1, 0)
+    words, rows_from_1 = piece * BLOCK + tl.arange(0, BLOCK), tl.where(goes, slot + 1, 0)
     word_bytes: tl.constexpr = WORD.primitive_bitwidth // 8
-    write_row(row, words, row_words, numbers, bases, rank - first_rank, ranks_per_node, word_bytes, VECTOR)
+    write_row(row, words, row_words, rows_from_1, bases, rank - first_rank, ranks_per_node, word_bytes, VECTOR)
     if HAS_SCALES or HAS_RECORDS:
         if piece == 0:
             if HAS_SCALES:

@@ -399,7 +399,8 @@ class Failure(NamedTuple):
     """Why a buffer has failed.
 
     Attributes:
-        rank: The rank that had the first cause, as the group counts.
+        rank: The rank that failed first, or that first noticed that another one has ended or is silent, as the group
+            counts.
         cause: What happened there, as it follows the rank in a sentence.
     """
 

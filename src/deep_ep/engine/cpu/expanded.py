@@ -30,7 +30,7 @@ class ExpandedDispatch(CpuDispatch):
 
     Args:
         chain: The calls of the buffer, of which this is the next.
-        operation: One of `call.OPERATIONS`.
+        operation: One of `protocol.OPERATIONS`.
         payload: What this rank sends.
         routing: Where it goes; None: where the plan of the expansion says.
         expansion: How rows are expanded.
@@ -192,6 +192,8 @@ def fill_plan(
     peer_rows: torch.Tensor | None = None,
 ) -> None:
     """Find the row of each selection at the rank of its expert: by expert, source rank, token, column.
+
+    The receiver computes the same rows from the ids that come: `elastic.expanded_rows`.
 
     Args:
         plan: Written.

@@ -11,6 +11,8 @@ _BITS = (
     {"operation": 4, "num_experts": 20, "dtype": 8, "scale_dtype": 8, "idx_dtype": 8, "num_topk": 12},
     {"hidden": 28, "num_scales": 17, "max_tokens": 17},
 )
+_ELSEWHERE = {"handle", "alignment"}  # kernels lay expanded rows out by themselves: ranks need not agree in alignment
+assert {name for bits in _BITS for name in bits} | _ELSEWHERE == set(Agreement._fields)
 
 
 @functools.lru_cache(maxsize=64)
@@ -31,7 +33,7 @@ def pack(agreement: Agreement) -> tuple[int, int]:
 
 def unpack(first: int, second: int, handle: int) -> Agreement:
     """Decode the two words of `pack`."""
-    values = {"handle": handle, "alignment": 0}  # kernels lay rows out by themselves: ranks need not agree in it
+    values = {"handle": handle, "alignment": 0}
     for bits, word in zip(_BITS, (first, second), strict=True):
         for name, width in bits.items():
             values[name] = word & ((1 << width) - 1)

@@ -2,7 +2,7 @@
 
 Shape letters: R ranks, E experts, L of each rank, T tokens of this rank, K selections of a token, H channels, n rows
 that come. A *grain* is a row of the atlas (`transport/sparse.py`): 16 bytes in the memory of any rank. The
-GPU's kernels are in `low_latency/`.
+GPU's kernels are beside this file.
 """
 
 from __future__ import annotations

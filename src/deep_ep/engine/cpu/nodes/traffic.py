@@ -157,7 +157,7 @@ class Traffic:
             self._rail.turn(0)
             has_packed, has_taken = self._pack_some(), self._take_some()
             if not has_packed and not has_taken and not self._work_some():
-                # A rank that has failed sends nothing more, so the wait ends here and the check below finds it.
+                # A rank that has failed sends nothing more: this raises. Closed links are found by `until`.
                 self._wait.require_working()
                 self._wait.until(self._can_go_on, nodes)
 
