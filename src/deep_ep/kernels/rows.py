@@ -19,7 +19,7 @@ from .script import Scripted
 
 _TILE_BYTES = 1 << 19  # of rows: read once from memory, then from a core's cache for every further peer
 
-_LEAST_BLOCK_ROWS = 8  # of a tile, on average, where there are many blocks
+_LEAST_BLOCK_ROWS = 16  # of a tile, on average, where there are many blocks: for fewer, an operator costs too much
 
 
 class Section(NamedTuple):
