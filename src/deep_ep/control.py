@@ -631,7 +631,7 @@ class NodeControl(Control):
         self._whole = control
         self.first_rank = first_rank
         self.rank, self.num_ranks = control.rank - first_rank, num_ranks
-        self.limit_secs, self.joint_secs = control.limit_secs, control.joint_secs
+        self.limit_secs = control.limit_secs
         self.generation = control.generation
 
     @property

@@ -35,7 +35,7 @@ class ThreadControl:
         on_gather: Told of each gather's number and of what this rank contributes, before it meets the others.
     """
 
-    limit_secs = joint_secs = LIMIT_SECS
+    limit_secs = LIMIT_SECS
 
     def __init__(self, rank: int, met: threading.Barrier, values: dict, on_gather: Callable[[int, Any], None]):
         self.rank = rank

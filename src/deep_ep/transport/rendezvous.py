@@ -63,12 +63,12 @@ def connect_rail(
     Args:
         control: The group.
         rail: The rail's ranks, by node.
-        deadline: Until when; None: for the limit of a joint step from now on.
+        deadline: Until when; None: for the group's limit from now on.
 
     Returns:
         A connection for each of the others, by rank, and what went wrong, if anything: then there are none.
     """
-    deadline = time.monotonic() + control.joint_secs if deadline is None else deadline
+    deadline = time.monotonic() + control.limit_secs if deadline is None else deadline
     lower, higher = ([one for one in rail if one < control.rank], {one for one in rail if one > control.rank})
     connections: dict[int, socket.socket] = {}
     try:
