@@ -48,6 +48,18 @@ def test_unpack_worked_example(device: str) -> None:
     assert weights[0].tolist() == [0.5, 0.0]
 
 
+def test_unpack_writes_no_more_rows_than_were_guessed(device: str) -> None:
+    """Four rows came where there is memory for one: what lies behind it stays as it is."""
+    records = torch.zeros(4, put.record_words(2), dtype=torch.int32, device=device)
+    source = torch.full((4,), -7, dtype=torch.int32, device=device)
+    ids, weights = torch.full((4, 2), 9, device=device), torch.full((4, 2), 9.0, device=device)
+    prefix = torch.tensor([[4]], dtype=torch.int32, device=device)
+    unpack(make_context(0, 1, device), 4, records[:1], prefix, source[:1], ids[:1], weights[:1])
+    assert source.tolist() == [0, -7, -7, -7]
+    assert ids.tolist() == [[0, 0], [9, 9], [9, 9], [9, 9]]
+    assert weights.tolist() == [[0.0, 0.0], [9.0, 9.0], [9.0, 9.0], [9.0, 9.0]]
+
+
 @pytest.mark.parametrize("is_well", [True, False])
 def test_unpack_across_nodes_worked_example(device: str, is_well: bool) -> None:
     context = make_context(1, 2, device)

@@ -470,6 +470,8 @@ def _unpack_kernel(
     # If the call has failed, no rows came: ids of -1 keep later kernels from memory that was never written.
     num_came = tl.load(prefix + (num_ranks - 1) * num_ranks + rank)
     num_came = tl.where(tl.load(state + _FAILED) == 0, num_came, 0)
+    # More may come than was guessed. Then the call is held, and nothing uses what is split here.
+    num_came = tl.minimum(num_came, num_rows)
     if HAS_ENDS and tl.program_id(0) == 0:
         lanes = tl.arange(0, LANES)
         is_rank = lanes < num_ranks
