@@ -37,9 +37,10 @@ def tile_bounds(token_idx: Sequence[torch.Tensor], num_tokens: int, tile: int) -
     if num_tokens <= tile or not token_idx:
         return [[0, one.numel()] for one in token_idx]
     # One search for all peers, of which there may be hundreds: the tokens of each follow on those of the one before.
-    counts = torch.tensor([one.numel() for one in token_idx])
-    starts = torch.arange(0, num_tokens + tile, tile)
-    firsts = torch.arange(len(token_idx)) * int(starts[-1])
+    device = token_idx[0].device
+    counts = torch.tensor([one.numel() for one in token_idx], device=device)
+    starts = torch.arange(0, num_tokens + tile, tile, device=device)
+    firsts = torch.arange(len(token_idx), device=device) * int(starts[-1])
     keys = torch.cat(list(token_idx)) + torch.repeat_interleave(firsts, counts)
     cuts = torch.searchsorted(keys, firsts[:, None] + starts) - (counts.cumsum(0) - counts)[:, None]
     return cuts.tolist()

@@ -30,7 +30,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, num_rows: list[int]) -
         [m, O] of x's dtype.
     """
     if _has_kernel(x, weight):
-        ends = torch.tensor(num_rows, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        ends = torch.tensor(num_rows, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends.to(x.device, non_blocking=True))
     # An expert without rows is computed too, so that its gradient is 0 and not missing. `unbind` and not `weight[e]`:
     # the gradients of L slices are then stacked once, instead of L times added to a full-sized zero.

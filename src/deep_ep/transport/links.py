@@ -118,7 +118,7 @@ class Page(NamedTuple):
     def tensor(self) -> torch.Tensor:
         """The page as [num_bytes] uint8."""
         if not self.num_bytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=self.num_bytes)
 
 

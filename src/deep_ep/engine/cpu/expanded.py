@@ -207,7 +207,7 @@ def fill_plan(
         Two ranks with an expert each, counts `[[1, 2], [3, 0]]`, alignment 4: the rows of rank 1 for expert 0 begin at
         row 1, those of rank 0 for expert 1 at row 0, and both results have 4 rows.
     """
-    each = torch.tensor(counts)
+    each = torch.tensor(counts, device="cpu")
     num_ranks, num_experts = each.shape
     aligned = (each.sum(0) + alignment - 1) // alignment * alignment
     by_rank = aligned.view(num_ranks, -1)
@@ -224,5 +224,5 @@ def fill_plan(
         mine, chosen = each[rank], order[:num_selected]
         experts = keys[chosen]
         found = torch.full_like(keys, -1)
-        found[chosen] = torch.arange(num_selected) + (first - (mine.cumsum(0) - mine))[experts]
+        found[chosen] = torch.arange(num_selected, device="cpu") + (first - (mine.cumsum(0) - mine))[experts]
         peer_rows.copy_(found.view(topk_idx.shape))

@@ -68,7 +68,7 @@ def earlier_tokens(topk_idx: torch.Tensor, selections: Selections) -> torch.Tens
 
 def _keys(topk_idx: torch.Tensor) -> torch.Tensor:
     num_tokens = topk_idx.size(0)
-    return topk_idx.long() * num_tokens + torch.arange(num_tokens).unsqueeze(1)
+    return topk_idx.long() * num_tokens + torch.arange(num_tokens, device="cpu").unsqueeze(1)
 
 
 class Blocks(NamedTuple):
@@ -106,16 +106,18 @@ class Blocks(NamedTuple):
 
     def rows_apart(self, num_rows: int) -> torch.Tensor:
         """Return [n] int64: where each row lies among [L * num_rows], if every expert has `num_rows`."""
-        apart = torch.arange(self.expert_counts.numel()) * num_rows - self.expert_starts
-        return torch.arange(int(self.expert_counts.sum())) + torch.repeat_interleave(apart, self.expert_counts)
+        apart = torch.arange(self.expert_counts.numel(), device="cpu") * num_rows - self.expert_starts
+        return torch.arange(int(self.expert_counts.sum()), device="cpu") + torch.repeat_interleave(
+            apart, self.expert_counts
+        )
 
 
 def rows_of_layout(layout_range: torch.Tensor, num_rows: int) -> tuple[Blocks, torch.Tensor]:
     """Return the blocks of a handle, and where among [L * num_rows] their rows lie, [n] int64."""
     blocks = Blocks.of(layout_range & 0xFFFFFFFF)
-    firsts = (layout_range >> 32) + (torch.arange(layout_range.size(0)) * num_rows).unsqueeze(1)
+    firsts = (layout_range >> 32) + (torch.arange(layout_range.size(0), device="cpu") * num_rows).unsqueeze(1)
     rows = blocks.repeat(firsts - blocks.starts)
-    return blocks, rows.add_(torch.arange(rows.numel()))
+    return blocks, rows.add_(torch.arange(rows.numel(), device="cpu"))
 
 
 def rows_by_rank(blocks: Blocks) -> torch.Tensor:
@@ -126,7 +128,7 @@ def rows_by_rank(blocks: Blocks) -> torch.Tensor:
     """
     sizes, starts = blocks.counts.t().flatten(), blocks.starts.t().flatten()
     rows = torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
-    return rows.add_(torch.arange(rows.numel()))
+    return rows.add_(torch.arange(rows.numel(), device="cpu"))
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------
@@ -177,8 +179,8 @@ class Caster:
     """Casts BF16 rows to FP8 as `quant.cast_fp8` does, bit for bit, into given memory and in fewer passes."""
 
     def __init__(self) -> None:
-        self._wide = torch.empty(0)
-        self._magnitudes = torch.empty(0, dtype=torch.int16)
+        self._wide = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._magnitudes = torch.empty(0, dtype=torch.int16, device="cpu")
 
     def cast(self, x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, round_scale: bool) -> None:
         """Cast rows, with scales for each group of 128 channels.
@@ -239,7 +241,7 @@ class Summer:
     """Sums each token's rows, weighted: FP32, k ascending, one rounding."""
 
     def __init__(self) -> None:
-        self._wide = torch.empty(0)
+        self._wide = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def sum(
         self,
@@ -274,7 +276,7 @@ class Summer:
         if ranges is not None:
             _sum_logfmt(out, atlas, ranges, columns, weights, skipped, total)
         else:
-            narrow = torch.empty(tile, hidden, dtype=out.dtype)
+            narrow = out.new_empty(tile, hidden)
             _sum_tiles(out, atlas, columns, weights, skipped, has_skipped, total, wide, narrow)
 
 

@@ -216,7 +216,8 @@ class CpuNodesDispatch(CpuDispatch):
         """[R, P] int32, rows that each rank of this node receives from the group's ranks up to another."""
         num_ranks, size = self._topology.num_ranks, self._topology.ranks_per_node
         # A peer has posted, for each node, the rows that the rank of its rail there sends to each rank of this node.
-        counts = torch.tensor([peer.board.read_values(call.epoch, 0, num_ranks) for peer in self._window.peers])
+        sent = [peer.board.read_values(call.epoch, 0, num_ranks) for peer in self._window.peers]
+        counts = torch.tensor(sent, device="cpu")
         counts = counts.to(torch.int32).view(size, -1, size).transpose(0, 1)
         return layout.rank_prefix_matrix(counts.reshape(num_ranks, size))
 

@@ -118,7 +118,7 @@ class LowLatencyCombine(LowLatencyCall):
     def _expert_rows(self) -> torch.Tensor:
         """Return [L, 1]: the first row of each local expert."""
         geometry = self._geometry
-        return (torch.arange(geometry.num_local_experts) * geometry.num_rows).unsqueeze(1)
+        return (torch.arange(geometry.num_local_experts, device="cpu") * geometry.num_rows).unsqueeze(1)
 
     def _compress(self, x: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         geometry = self._geometry
@@ -166,7 +166,7 @@ class LowLatencyCombine(LowLatencyCall):
             [E] int64: the grain of its first row, -1 if there is none. [E] int64: grains from one row to the next.
         """
         geometry, num_local = self._geometry, self._geometry.num_local_experts
-        starts = torch.full((geometry.num_ranks, num_local), -1)
+        starts = torch.full((geometry.num_ranks, num_local), -1, device="cpu")
         pitches = torch.full_like(starts, geometry.slot_bytes // GRAIN_BYTES)
         wanted = selections.counts.view(geometry.num_ranks, num_local)
         for rank, post in posts.items():

@@ -86,7 +86,7 @@ class LowLatencyDispatch(LowLatencyCall):
         counts = selections.counts[first : first + geometry.num_local_experts]
         start, size = int(selections.counts[:first].sum()), int(counts.sum())
         tokens = selections.keys[start : start + size] % max(1, rows.size(0))
-        is_wanted = torch.zeros(rows.size(0), dtype=torch.bool)
+        is_wanted = torch.zeros(rows.size(0), dtype=torch.bool, device="cpu")
         is_wanted[tokens] = True
         wanted = is_wanted.nonzero()[:, 0]
         sizes = (counts.numel() * 8, size * 4, size * 4, wanted.numel() * row_bytes)
@@ -137,7 +137,8 @@ class LowLatencyDispatch(LowLatencyCall):
         It is checked, as it becomes addresses.
         """
         geometry, row_bytes = self._geometry, self._geometry.row_bytes(self._form)
-        counts = torch.zeros(geometry.num_ranks, geometry.num_local_experts, dtype=torch.int64)
+        shape = (geometry.num_ranks, geometry.num_local_experts)
+        counts = torch.zeros(shape, dtype=torch.int64, device="cpu")
         parts = dict(
             sorted({**self._local_parts(posts.local, counts), **self._remote_parts(posts.remote, counts)}.items())
         )

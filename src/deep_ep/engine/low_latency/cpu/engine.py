@@ -153,7 +153,8 @@ class CpuLowLatency(LowLatencyEngine):
         """Write the masks into [R] int32."""
 
         def write() -> None:
-            status.copy_(torch.tensor([int(rank in self.shared.masks) for rank in range(status.numel())]))
+            masks = [int(rank in self.shared.masks) for rank in range(status.numel())]
+            status.copy_(torch.tensor(masks, device="cpu"))
 
         self._stream.run(write)
 

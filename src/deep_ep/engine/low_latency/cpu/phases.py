@@ -253,7 +253,7 @@ class LowLatencyCall(ABC):
             waiting.waited({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items() if ns})
         if self._wait_stats is not None:
             waited_ns = [arrivals.waited_ns.get(rank, 0) for rank in range(window.group_ranks.num_ranks)]
-            self._wait_stats.add_(torch.tensor(waited_ns))
+            self._wait_stats.add_(torch.tensor(waited_ns, device="cpu"))
         if window.watch is not None:
             window.watch.note({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items()})
         return arrivals.lost
