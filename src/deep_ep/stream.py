@@ -245,6 +245,11 @@ class CommStream:
         if raw is not None and not raw.query():
             self.submit(raw.current_stream_wait)
 
+    def follow(self, other: Any) -> None:
+        """Have the next call come after everything that was queued on the stream of another buffer."""
+        if type(other) is CommStream and not other.query():  # one that `refuse` has changed has nothing queued
+            self.wait_stream(other)
+
     def wait_stream(self, stream: Any) -> None:
         """Have later jobs wait for everything submitted to another comm stream so far."""
         if stream is not self and hasattr(stream, "record_event"):
@@ -384,6 +389,9 @@ class LaunchStream:
     def caller(self) -> Any:
         """Return the caller's stream."""
         return None
+
+    def follow(self, other: Any) -> None:
+        """Have the caller's stream wait for everything that was launched on the comm stream of another buffer."""
 
     def behind(self, caller: Any) -> AbstractContextManager:
         """Inside the block, an earlier caller's stream is the caller's."""
@@ -565,6 +573,14 @@ class CudaStream(LaunchStream):
             saved = SavedStream(torch.cuda.current_stream(self._index), False, self._index, False)
             self._callers[key] = saved
         return saved
+
+    def follow(self, other: Any) -> None:
+        """Have the caller's stream wait for everything that was launched on the comm stream of another buffer.
+
+        Not in a capture, of which the other stream may be no part.
+        """
+        if isinstance(other, CudaStream) and not torch.cuda.is_current_stream_capturing() and not other.raw.query():
+            self.caller().wait_stream(other.raw)
 
     def behind(self, caller: torch.cuda.Stream) -> AbstractContextManager:
         """Inside the block, an earlier caller's stream is the caller's."""

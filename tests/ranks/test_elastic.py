@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import pytest
@@ -242,6 +243,78 @@ def test_unequal_alignments_of_expanded_rows_are_named() -> None:
     assert all("expert_alignment" in text for _, text in seen)
 
 
+def unequal_reductions(rank: int, num_ranks: int) -> tuple[str, str]:
+    case = CASES["plain"]
+    buffer, mine = make_buffer(case, allow_multiple_reduction=rank == 0), inputs_of(case, rank, num_ranks)
+    num_experts = case.experts_per_rank * num_ranks
+    x, _, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, num_experts=num_experts, do_expand=True)
+    return error_of(lambda: (buffer.combine(x, handle), buffer.check()))
+
+
+def test_unequal_reductions_are_named() -> None:
+    seen = run_ranks(unequal_reductions, 2)
+    assert {kind for kind, _ in seen} <= {"EPError", "EPPeerFailed"}
+    assert all("`allow_multiple_reduction`" in text for _, text in seen), seen
+
+
+def fewer_rows(rank: int, num_ranks: int) -> None:
+    """Expanded rows end with the last expert's, as grouped GEMMs leave them, although the worst case has more."""
+    case = CASES["plain"]
+    buffer = make_buffer(case._replace(tokens=200), allow_multiple_reduction=False)
+    mine, num_experts = inputs_of(case, rank, num_ranks), case.experts_per_rank * num_ranks
+    x, _, weights, handle, _ = buffer.dispatch(
+        mine.x, mine.topk_idx, mine.weights, num_experts=num_experts, do_expand=True, do_cpu_sync=False
+    )
+    end = int(handle.psum_num_recv_tokens_per_expert[-1])
+    whole, expected, _ = buffer.combine(x, handle, weights)
+    cut, found, _ = buffer.combine(x[:end].contiguous(), handle, weights[:end].contiguous())
+    assert torch.equal(cut, whole)
+    assert torch.equal(found, expected)
+    assert torch.equal(found, mine.weights.masked_fill(mine.topk_idx < 0, 0))
+
+
+def test_rows_behind_the_last_expert_may_be_left_out() -> None:
+    run_ranks(fewer_rows, 2)
+
+
+def one_row(rank: int, num_ranks: int) -> None:
+    """Scales and weights of a cached dispatch travel side by side, and are apart where they come."""
+    x, scales, weights = torch.ones(1, 8), torch.ones(1, 3), torch.full((1, 2), 0.5)
+    buffer = ElasticBuffer(dist.group.WORLD, 1, num_max_tokens_per_rank=4)
+    topk_idx = torch.tensor([[rank, -1]])
+    handle = buffer.dispatch((x, scales), topk_idx, weights, num_experts=num_ranks)[3]
+    (_, came), _, came_weights, _, _ = buffer.dispatch((x, scales), None, weights, handle=handle)
+    assert came.stride() == (3, 1)
+    assert came_weights.stride() == (2, 1)
+    assert came.untyped_storage().data_ptr() != came_weights.untyped_storage().data_ptr()
+    assert came.tolist() == [[1.0, 1.0, 1.0]]
+    assert came_weights.tolist() == [[0.5, 0.5]]
+
+
+def test_results_of_one_row_have_memory_of_their_own() -> None:
+    run_ranks(one_row, 2)
+
+
+def in_order(rank: int, num_ranks: int) -> None:
+    """The second buffer sends what the first one has not summed yet: V2 has one comm stream in a process."""
+    case = CASES["many"]
+    first, second = make_buffer(case), make_buffer(case)
+    mine, options = inputs_of(case, rank, num_ranks), {"num_experts": case.experts_per_rank * num_ranks}
+    x, _, _, handle, _ = first.dispatch(mine.x, mine.topk_idx, **options)
+    expected = first.combine(x, handle)[0]
+    sent, _, _, other, _ = second.dispatch(expected, mine.topk_idx, **options)
+    if rank:
+        time.sleep(0.3)  # the sum of rank 0 has to wait
+    out, _, event = first.combine(x, handle, async_with_compute_stream=True)
+    again = second.dispatch(out, handle=other)[0]
+    assert torch.equal(again, sent)
+    event.current_stream_wait()
+
+
+def test_buffers_of_a_process_keep_their_order() -> None:
+    run_ranks(in_order, 2)
+
+
 @pytest.mark.cpu_only
 @pytest.mark.filterwarnings("ignore:(dispatch|combine). the arena has no room")
 @pytest.mark.parametrize("has_multiple_reduction", [True, False])
@@ -426,18 +499,38 @@ def mistakes(rank: int, num_ranks: int) -> list[tuple[str, str]]:
         (buffer.combine, (x, handle), {"bias": [x, x]}),
         (buffer.combine, (x, "handle"), {}),
         (buffer.destroy, (), {}),
+        (buffer.dispatch, (mine.x, mine.topk_idx[:, :0]), {"num_experts": num_experts}),
+        (buffer.combine, (x, handle), {"bias": (mine.x, None)}),
+        (ElasticBuffer, (None, None, 1 << 21, 4, 8), {}),
     )
     seen = [error_of(method, *args, **options) for method, args, options in calls]
     buffer.combine(x, handle)  # none of them has cost anything
+    rates = {"sm_read_gbs": 0, "sm_write_gbs": 0}  # not known: the usual ones
+    assert buffer.get_theoretical_num_sms(num_experts, 2, **rates) == buffer.get_theoretical_num_sms(num_experts, 2)
+    assert ElasticBuffer(None, 1).group is dist.group.WORLD
     return seen
 
 
 def test_mistakes_are_named() -> None:
     kinds = ["AssertionError"] * 3 + ["ValueError"] * 4 + ["TypeError", "AssertionError", "ValueError"]
-    kinds += ["TypeError", "TypeError", "AssertionError"]
+    kinds += ["TypeError", "TypeError", "AssertionError", "ValueError", "TypeError", "ValueError"]
     for seen in run_ranks(mistakes, 2):
         assert [kind for kind, _ in seen] == kinds, seen
         assert all(text for _, text in seen)
+
+
+def absent(rank: int, num_ranks: int) -> tuple[str, str]:
+    if rank:
+        time.sleep(4)
+        return "none", ""
+    return error_of(make_buffer, CASES["plain"], num_cpu_timeout_secs=2)
+
+
+@pytest.mark.cpu_only
+def test_a_rank_that_makes_no_buffer_is_named_within_the_limit() -> None:
+    (kind, text), _ = run_ranks(absent, 2)
+    assert kind == "EPTimeout"
+    assert "within 2 s, there is no word from rank 1" in text
 
 
 def no_nodes(rank: int, num_ranks: int) -> tuple[str, str]:

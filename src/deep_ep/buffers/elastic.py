@@ -35,10 +35,12 @@ from .legacy import Buffer
 
 _QPS_HYBRID, _QPS_DIRECT, _DIRECT_QPS_PER_CALL = 129, 17, 9
 _NVLINK_GBS, _NVLINK_GBS_SM100, _RDMA_GBS = 405.0, 810.0, 50.0  # where nothing else is known
+_SM_READ_GBS, _SM_WRITE_GBS = 200.0, 50.0
 _SMS_WITHOUT_GPU = 132
 _ONE_NODE = "ElasticBuffer works inside one node so far, and this group spans {num}. Use `Buffer` across nodes"
 
 _domains_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # ranks of a node, by group
+_streams: weakref.WeakSet[Any] = weakref.WeakSet()  # of all buffers of this process that have made calls
 
 
 class EPHandle:
@@ -201,10 +203,12 @@ class ElasticBuffer(UnsupportedFamilies):
         where, most = "ElasticBuffer", checks.MOST_ROWS
         for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("hidden", hidden)):
             checks.check_int(where, name, value, 0, most)
-        checks.check_int(where, "num_cpu_bytes", num_cpu_bytes, 0, num_bytes)
         if num_bytes is None and not (num_max_tokens_per_rank and hidden):
             raise ValueError(f"{where}: pass `num_bytes`, or `num_max_tokens_per_rank` and `hidden`")
-        self.group = group
+        if num_bytes is None and num_cpu_bytes:
+            raise ValueError(f"{where}: `num_cpu_bytes` is a part of `num_bytes`, which must be given with it")
+        checks.check_int(where, "num_cpu_bytes", num_cpu_bytes, 0, num_bytes)
+        group = self.group = _group_of(group)
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.deterministic = bool(deterministic)
         self.allow_hybrid_mode = bool(allow_hybrid_mode)
@@ -214,8 +218,11 @@ class ElasticBuffer(UnsupportedFamilies):
         self.explicitly_destroy = bool(explicitly_destroy)
         self.nccl_comm_handle = None
         if num_bytes is None:
-            sizes = (num_max_tokens_per_rank, hidden, num_topk, bool(use_fp8_dispatch))
-            num_bytes = self.get_buffer_size_hint(group, *sizes, allow_hybrid_mode, allow_multiple_reduction)
+            # Without asking the others where they are: on several nodes the buffer is refused below.
+            num_ranks = dist.get_world_size(group)
+            domains = Domains(num_ranks, num_ranks, self.allow_hybrid_mode)
+            sizes = (num_max_tokens_per_rank, hidden, checks.check_int(where, "num_topk", num_topk, 0, most))
+            num_bytes = elastic_buffer_bytes(domains, *sizes, bool(use_fp8_dispatch), self.allow_multiple_reduction)
         self.num_bytes = align(checks.check_int(where, "num_bytes", num_bytes, 1), SIZE_UNIT_BYTES)
         self._buffer = Buffer(
             group,
@@ -333,6 +340,7 @@ class ElasticBuffer(UnsupportedFamilies):
         max_tokens = checks.check_int(where, "num_max_tokens_per_rank", num_max_tokens_per_rank, 1, most)
         hidden = checks.check_int(where, "hidden", hidden, 1, most)
         num_topk = checks.check_int(where, "num_topk", num_topk, 0, most)
+        group = _group_of(group)
         domains = Domains(dist.get_world_size(group), _ranks_per_node(group), bool(allow_hybrid_mode))
         return elastic_buffer_bytes(
             domains, max_tokens, hidden, num_topk, bool(use_fp8_dispatch), bool(allow_multiple_reduction)
@@ -373,6 +381,7 @@ class ElasticBuffer(UnsupportedFamilies):
         """
         del use_comm_stream, sequential  # either way the caller's stream goes on when all ranks' have come here
         engine = self._buffer._require_engine("barrier")
+        self._follow_others()
         if with_cpu_sync:
             engine.synchronize()
         engine.barrier()
@@ -382,6 +391,18 @@ class ElasticBuffer(UnsupportedFamilies):
     def get_comm_stream(self) -> Any:
         """The stream that communication runs on."""
         return self._buffer.get_comm_stream()
+
+    def _follow_others(self) -> None:
+        """Have the next call come after those that other buffers of this process have queued.
+
+        V2 has one comm stream in a process. Here each buffer has its own, and they keep that order.
+        """
+        mine = self._engine.stream
+        _streams.add(mine)
+        if len(_streams) > 1:
+            for other in list(_streams):
+                if other is not mine:
+                    mine.follow(other)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """Return the number of nodes, and of ranks of a node."""
@@ -409,8 +430,8 @@ class ElasticBuffer(UnsupportedFamilies):
             num_scaleout_topk: Must be 0.
             rdma_gbs: GB/s of the network; 0: 50.
             nvlink_gbs: GB/s of NVLink; 0: 405, and 810 from SM100 on.
-            sm_read_gbs: What one SM reads.
-            sm_write_gbs: What one SM writes.
+            sm_read_gbs: What one SM reads; 0: 200.
+            sm_write_gbs: What one SM writes; 0: 50.
         """
         where = "get_theoretical_num_sms"
         if num_scaleout_topk != 0:
@@ -425,7 +446,8 @@ class ElasticBuffer(UnsupportedFamilies):
                 properties = torch.cuda.get_device_properties(self._buffer.device)
                 num_sms, is_new = properties.multi_processor_count, properties.major >= 10
             nvlink_gbs = nvlink_gbs or (_NVLINK_GBS_SM100 if is_new else _NVLINK_GBS)
-            rates = Rates(rdma_gbs or _RDMA_GBS, nvlink_gbs, sm_read_gbs, sm_write_gbs)
+            of_sm = (sm_read_gbs or _SM_READ_GBS, sm_write_gbs or _SM_WRITE_GBS)
+            rates = Rates(rdma_gbs or _RDMA_GBS, nvlink_gbs, *of_sm)
             known = self._known_sms[key] = theoretical_num_sms(
                 self._domains, num_experts, num_topk, rates, num_sms, self.prefer_overlap_with_compute
             )
@@ -551,6 +573,7 @@ class ElasticBuffer(UnsupportedFamilies):
         order = _order(where, previous_event, async_with_compute_stream)
         after = _event(where, "previous_event_before_epilogue", previous_event_before_epilogue)
         engine = self._buffer._require_engine(where)
+        self._follow_others()
         del allocate_on_comm_stream  # results belong to the stream that fills them where an event came before
         if handle is not None:
             assert topk_idx is None, f"{where}: `handle` and `topk_idx` exclude each other"
@@ -564,6 +587,8 @@ class ElasticBuffer(UnsupportedFamilies):
             selected = checks.check_tensor(
                 where, "topk_idx", topk_idx, (num_tokens, "top-k"), checks.IDX_DTYPES, device=device
             )
+            if selected.shape[1] == 0:
+                raise ValueError(f"{where}: `topk_idx` must have at least one column")
             form = self._form(num_tokens, selected, num_experts, num_max_tokens_per_rank, expert_alignment, do_expand)
             num_sms = num_sms or self.get_theoretical_num_sms(num_experts, max(1, min(form.num_topk, num_experts)))
         if do_zero_padding and not form.is_expanded:
@@ -732,10 +757,13 @@ class ElasticBuffer(UnsupportedFamilies):
             raise TypeError(f"{where}: `bias` must be a tensor or a tuple of two, got a list")
         if isinstance(bias, tuple):
             assert len(bias) == 2, f"{where}: `bias` must be a tensor or a tuple of two, got {len(bias)}"
+            if any(one is None for one in bias):
+                raise TypeError(f"{where}: `bias` must be a tensor or a tuple of two, and one of the two is None")
         biases = checks.check_biases(where, bias, x, layout.topk_idx.shape[0])
         order = _order(where, previous_event, async_with_compute_stream)
         after = _event(where, "previous_event_before_epilogue", previous_event_before_epilogue)
         engine, num_sms = self._buffer._require_engine(where), num_sms or handle.num_sms
+        self._follow_others()
         slots, is_compact = layout.slots, True
         if handle.do_expand and not self.allow_multiple_reduction:
             slots, is_compact = self._remote_rows(handle, order), False
@@ -784,7 +812,7 @@ def _prepare(
         scope.launch(partial(given.copy_, x))
     if topk_weights is None:
         return given, None
-    weights = engine.region((given.shape[0], layout.form.num_topk), torch.float32)
+    weights = engine.region((max(num_rows, given.shape[0]), layout.form.num_topk), torch.float32)
     if is_expanded:
         scope.launch(partial(fold_weights, weights[:num_rows], topk_weights, rows))
     else:
@@ -808,12 +836,17 @@ def _order(where: str, previous_event: Any, is_async: bool) -> CallOrder:
     return CallOrder(_event(where, "previous_event", previous_event), bool(is_async))
 
 
+def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The default group for None, if there is one."""
+    return dist.group.WORLD if group is None and dist.is_initialized() else group
+
+
 def _ranks_per_node(group: dist.ProcessGroup | None) -> int:
     """Ranks of a node. The first time for a group, all its ranks call it together."""
-    group = dist.group.WORLD if group is None else group
     known = _domains_of.get(group)
     if known is None:
         control = Control(group, None, checks.check_secs("ElasticBuffer", "num_cpu_timeout_secs", None))
-        known = find_topology(control, forced_ranks_per_node(find_device(None))).ranks_per_node
+        with control.joint("get_buffer_size_hint"):
+            known = find_topology(control, forced_ranks_per_node(find_device(None))).ranks_per_node
         _domains_of[group] = known
     return known

@@ -281,7 +281,7 @@ class Unfold:
         with scope.outputs:
             if form.is_expanded and not self._is_straight:
                 x = like.new_empty((num_rows, like.shape[1]))
-            if sent_weights is not None and (form.is_expanded or not sent_weights.is_contiguous()):
+            if sent_weights is not None and (form.is_expanded or not _is_packed(sent_weights)):
                 shape = (num_rows,) if form.is_expanded else (num_rows, form.num_topk)
                 weights = like.new_empty(shape, dtype=torch.float32)
             if sent_scales is not None and self._scale_dtype is not None:
@@ -302,7 +302,7 @@ class Unfold:
     def _empty_scales(self, sent: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Memory for the scales: those that came, if they lie already as they are wanted."""
         has_columns, num_scales = self._extras.has_column_scales, sent.shape[1]
-        if (self._is_straight or not self._form.is_expanded) and not has_columns and sent.is_contiguous():
+        if (self._is_straight or not self._form.is_expanded) and not has_columns and _is_packed(sent):
             return sent
         strides = (1, align(num_rows, 4)) if has_columns else (num_scales, 1)
         return torch.empty_strided((num_rows, num_scales), strides, dtype=sent.dtype, device=sent.device)
@@ -431,6 +431,11 @@ def _as_integers(rows: torch.Tensor) -> torch.Tensor:
     """The same memory in a dtype that every operator takes: not all take FP8, unsigned or complex numbers."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return rows.view(kinds.get(rows.dtype.itemsize, torch.int64))
+
+
+def _is_packed(columns: torch.Tensor) -> bool:
+    """Whether [n, columns] are no part of something wider. Fewer than two rows are contiguous either way."""
+    return columns.stride() == (columns.shape[1], 1)
 
 
 def count_experts(ids: torch.Tensor, out: torch.Tensor) -> None:

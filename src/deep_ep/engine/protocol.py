@@ -73,6 +73,7 @@ class Agreement(NamedTuple):
         max_tokens: Most tokens of a rank (low latency).
         handle: Checksum of the handle's counts, so that a handle of another dispatch is noticed.
         alignment: To which the rows of an expert are rounded up, if rows are put into an expanded result.
+        is_whole: 1: every row of an expanded result is added at the token's rank; 0: a rank sums its own ones first.
     """
 
     operation: str
@@ -86,6 +87,7 @@ class Agreement(NamedTuple):
     max_tokens: int = 0
     handle: int = 0
     alignment: int = 0
+    is_whole: int = 0
 
     def words(self) -> list[int]:
         """Encode the agreement as words of a header."""
@@ -121,6 +123,7 @@ _ARGUMENTS = {  # where the items of an agreement come from, as the caller knows
     "idx_dtype": "dtype of `topk_idx`",
     "max_tokens": "`num_max_tokens_per_rank`",
     "alignment": "`do_expand` and `expert_alignment`",
+    "is_whole": "`allow_multiple_reduction` of the buffer",
 }
 _LOW_LATENCY_ARGUMENTS = {  # likewise, where a low-latency call has the item from another argument
     "dtype": "`use_fp8`",

@@ -7,7 +7,7 @@ import torch
 from ...handle import ColumnHandle
 from ...kernels.reduce import reduce_columns, reduce_rows
 from ...kernels.rows import as_bytes, row_bytes
-from ..protocol import Offer
+from ..protocol import Agreement, Offer
 from ..staging import Staging
 from .call import Call
 from .combine import CpuCombine
@@ -26,6 +26,9 @@ class ColumnCombine(CpuCombine):
 
     def _is_refused(self, handle: ColumnHandle) -> bool:
         return super()._is_refused(handle.compact)
+
+    def _agreement(self) -> Agreement:
+        return super()._agreement()._replace(is_whole=int(self._handle.expanded_rows is not None))
 
     def _num_given(self) -> int:
         return super()._num_given() if self._handle.expanded_rows is None else self._handle.num_rows
@@ -77,7 +80,7 @@ class ColumnCombine(CpuCombine):
         num_cells = self._num_cells()
         tokens = self._handle.recv_src_idx[first:last].long() - start + source * range_tokens
         rows = self._handle.expanded_rows[first:last]
-        cells = tokens[:, None] * num_cells + torch.arange(rows.size(1))
+        cells = tokens[:, None] * num_cells + torch.arange(rows.size(1), device="cpu")
         has_row = rows >= 0
         staged = staging.sections[0].view(-1, row_bytes(self._x))
         staged.index_copy_(0, cells[has_row], as_bytes(self._x).index_select(0, rows[has_row]))
@@ -89,11 +92,11 @@ class ColumnCombine(CpuCombine):
         self, offers: list[Offer], slots: torch.Tensor, owners: torch.Tensor, range_tokens: int
     ) -> torch.Tensor:
         """Return the slots of a range of tokens, with those at staged ranks replaced by the cells of staging."""
-        is_staged = torch.tensor([offer.is_staged for offer in offers])
+        is_staged = torch.tensor([offer.is_staged for offer in offers], device="cpu")
         if not bool(is_staged.any()):
             return slots
         num_cells = self._num_cells()
-        tokens = torch.arange(slots.size(0), dtype=torch.int32)[:, None] + self._window.rank * range_tokens
-        cells = tokens * num_cells + torch.arange(slots.size(1), dtype=torch.int32)
+        tokens = torch.arange(slots.size(0), dtype=torch.int32, device="cpu") + self._window.rank * range_tokens
+        cells = tokens[:, None] * num_cells + torch.arange(slots.size(1), dtype=torch.int32, device="cpu")
         is_in_cell = (slots >= 0) & is_staged[owners.clamp(min=0).long()]
         return torch.where(is_in_cell, cells, slots)

@@ -132,8 +132,10 @@ class CudaEngine(Engine):
         biases: Sequence[torch.Tensor],
         num_sms: int | None,
     ) -> CombineSteps:
-        num_columns = handle.slots.shape[1] if isinstance(handle, ColumnHandle) else 0
-        key = _combine_key(x, num_columns, topk_weights, biases, num_sms)
+        num_columns, is_whole = 0, False
+        if isinstance(handle, ColumnHandle):
+            num_columns, is_whole = handle.slots.shape[1], handle.expanded_rows is not None
+        key = _combine_key(x, num_columns, topk_weights, biases, num_sms, is_whole)
         steps = self._combines.get(key)
         if steps is None:
             if len(self._combines) == _MOST_SIGNATURES:
@@ -293,8 +295,9 @@ def _combine_key(
     topk_weights: torch.Tensor | None,
     biases: Sequence[torch.Tensor],
     num_sms: int | None,
+    is_whole: bool,
 ) -> tuple:
     """Return the fields of a `CombineSignature` as a plain tuple, in the same order."""
     num_topk = topk_weights.shape[1] if topk_weights is not None else 0
     is_aligned = not any(bias.data_ptr() % VECTOR_BYTES for bias in biases) if biases else True
-    return x.shape[1], x.dtype, num_columns, num_topk, len(biases), is_aligned, num_sms
+    return x.shape[1], x.dtype, num_columns, num_topk, len(biases), is_aligned, num_sms, is_whole

@@ -212,7 +212,7 @@ class OneHopCombine(DeviceCombine):
     def __init__(self, ops: OneHopOps, signature: CombineSignature):
         super().__init__(ops.signals, ops.memory)
         context, shapes = ops.signals.context, ops.shapes
-        hidden, dtype, num_columns, num_topk, num_biases, is_aligned, num_sms = signature
+        hidden, dtype, num_columns, num_topk, num_biases, is_aligned, num_sms, _ = signature
         self._context = context
         self._terms = combine_terms(signature)
         self._handshake = ops.signals.handshake(self._terms, HandshakeForm(has_prefix=True))

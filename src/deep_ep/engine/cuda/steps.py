@@ -70,6 +70,7 @@ class CombineSignature(NamedTuple):
         num_biases: At most two.
         is_aligned: Sums and biases begin at multiples of 16 bytes.
         num_sms: Most blocks of a kernel; None: nothing bounds them.
+        is_whole: See `Agreement`.
     """
 
     hidden: int
@@ -79,6 +80,7 @@ class CombineSignature(NamedTuple):
     num_biases: int
     is_aligned: bool
     num_sms: int | None
+    is_whole: bool
 
 
 class Ops(Protocol):
@@ -139,7 +141,13 @@ def terms_of(signature: DispatchSignature, step: int, num_ranks: int) -> Terms:
 
 def combine_terms(signature: CombineSignature) -> Terms:
     """Return what a rank posts in all combines of a signature."""
-    agreement = Agreement("combine", num_topk=signature.num_topk, hidden=signature.hidden, dtype=signature.dtype)
+    agreement = Agreement(
+        "combine",
+        num_topk=signature.num_topk,
+        hidden=signature.hidden,
+        dtype=signature.dtype,
+        is_whole=int(signature.is_whole),
+    )
     return Terms(OFFERED, OPERATIONS.index("combine"), pack(agreement))
 
 
