@@ -9,6 +9,7 @@ import torch
 
 from deep_ep.moe import gate as steps
 from deep_ep.moe.gate import Gate, GateOptions
+from deep_ep.placement import place_experts
 
 T, H, E, K = 24, 16, 12, 3
 
@@ -134,6 +135,34 @@ def test_load_is_counted_in_training_only_and_before_dropping() -> None:
     gate.eval()(torch.randn(T, H))
     assert gate.load.sum() == T * K
     assert set(gate.state_dict()) == {"weight", "bias"}
+
+
+def test_counters_have_values_wherever_parameters_come_from() -> None:
+    """No state dict has them: neither after `to_empty`, nor where a state replaces parameters of the meta device."""
+    placement = place_experts(torch.arange(E) + 1.0, 2, 2)
+    state = Gate(H, E, K).state_dict()
+    for is_assigned in (False, True):
+        gate = Gate(H, E, K, device="meta")
+        gate.set_placement(placement, 1)
+        if not is_assigned:
+            gate.to_empty(device="cpu")
+        gate.load_state_dict(state, assign=is_assigned)
+        assert torch.equal(gate.copies, placement.logical_to_physical)
+        assert torch.equal(gate.num_copies, placement.num_copies)
+        gate(torch.randn(T, H))
+        assert gate.load.sum() == T * K
+        gate.update_bias()
+
+
+def test_the_bias_keeps_its_precision() -> None:
+    gate = Gate(H, E, K).bfloat16()
+    assert gate.weight.dtype == torch.bfloat16
+    for _ in range(100):
+        gate.load[0] = 9
+        gate.update_bias(1e-3)
+    assert gate.bias.double() == pytest.approx([-0.1] + [0.1] * (E - 1), rel=1e-4)
+    assert Gate(H, E, K, device="meta").half().to_empty(device="cpu").bias.dtype == torch.float32
+    assert Gate(H, E, K).double().bias.dtype == torch.float64
 
 
 def test_sequence_balance_loss_against_a_loop() -> None:

@@ -197,6 +197,30 @@ def test_checkpoints_of_a_compiled_graph_keep_exchanges(num_tokens: int, exchang
     assert made_by(exchanges, program, num_tokens, "aot_eager") == both * 2
 
 
+def test_a_layer_is_checkpointed_in_a_compiled_graph() -> None:
+    """Also in training, where the gate counts its choices: a graph that is computed again may have no side effects."""
+    layer, x = (
+        MoELayer(H, INNER, E, K, buffer=deep_ep.Buffer(None, comm=OneRank()), num_worst_tokens=T),
+        torch.randn(T, H),
+    )
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=False, context_fn=keep_exchanges)[0]
+
+    seen = []
+    torch.compiler.reset()
+    with inductor.patch(FRESH):
+        for call in (program, torch.compile(program, backend="aot_eager", fullgraph=True)):
+            layer.zero_grad()
+            layer.gate.load.zero_()
+            y = call(x)
+            y.sum().backward()
+            seen.append((y, layer.experts.up.grad, layer.gate.weight.grad, layer.gate.load.clone()))
+    torch.testing.assert_close(seen[1][:3], seen[0][:3])
+    assert torch.equal(seen[1][3] / seen[1][3].sum(), seen[0][3] / seen[0][3].sum()), "however often it was computed"
+    assert seen[1][3].any()
+
+
 def test_operators_keep_their_word(device: str) -> None:
     """Schemas, fake kernels and gradients of all operators against what they do."""
     ops, buffer = torch.ops.deep_ep_moe, deep_ep.Buffer(None, comm=OneRank())

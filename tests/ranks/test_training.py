@@ -7,6 +7,7 @@ weights. The wrong compositions must raise. Model and steps are in `training.py`
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -145,6 +146,56 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
             parameter.grad = torch.full_like(parameter, math.inf if rank == 1 else 1.0)
         moe.clip_grad_norm_(plain, 1.0, error_if_nonfinite=True)
 
+    def clipped_nan() -> None:
+        """Of the greatest of all numbers, too, to which not every backend knows that NaN belongs."""
+        plain = model()
+        for parameter in plain.parameters():
+            parameter.grad = torch.full_like(parameter, math.nan if rank == 1 else 1.0)
+        assert moe.clip_grad_norm_(plain, math.inf, math.inf).isnan()
+        moe.clip_grad_norm_(plain, 1.0, math.inf, error_if_nonfinite=True)
+
+    def replaced(model: Model) -> None:
+        """Parameters that were put in later, or unfrozen in a copy, refuse as the first ones do."""
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        assert "moe.clip_grad_norm_" in error_of(clipped, model)[1]
+        model.zero_grad()
+        clipped(copy.deepcopy(model.requires_grad_(False)).requires_grad_())
+
+    def scaled(model: Model) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outputs, loss = model(batch(0, rank, torch.float32)[:, 0])
+        scaler.scale(outputs.square().sum() + loss).backward()
+        scaler.step(optimizer)
+
+    def everywhere(**how: Any) -> None:
+        """Experts of which every rank has all are replicas: DDP makes their gradients the same."""
+        alone = [dist.new_group([one]) for one in range(num_ranks)][rank]
+        ddp = DistributedDataParallel(moe.ignore_experts(model(buffer=deep_ep.Buffer(alone), reduction="mean", **how)))
+        outputs, loss = ddp(batch(0, rank, torch.float32)[:, 0])
+        (outputs.square().sum() + loss).backward()
+        grad = ddp.module.moe.experts.up.grad
+        expected = grad.clone()
+        dist.broadcast(expected, 0)
+        assert torch.equal(grad, expected)
+
+    def reduced_everywhere() -> None:
+        """And so does `reduce_replicated_gradients`, which leaves other experts alone, by whatever name."""
+        alone = [dist.new_group([one]) for one in range(num_ranks)][rank]
+        layers = nn.ModuleDict({"experts": model(buffer=deep_ep.Buffer(alone)), "norm": nn.LayerNorm(4)})
+        for parameter in layers.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + rank)
+        moe.reduce_replicated_gradients(layers, dist.group.WORLD)
+        total = num_ranks * (num_ranks + 1) / 2
+        assert all(parameter.grad.eq(total).all() for parameter in layers.parameters())
+        layers = nn.ModuleDict({"experts": model()})
+        for parameter in layers.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + rank)
+        moe.reduce_replicated_gradients(layers, dist.group.WORLD)
+        own = moe.expert_parameters(layers)
+        assert all(one.grad.eq(1.0 + rank if one in own else total).all() for one in layers.parameters())
+
     def clipped_on_two_meshes() -> None:
         sharded = model(mesh=grid["ep"])
         fully_shard(sharded.moe.experts, mesh=grid["dp"])
@@ -170,6 +221,18 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         "clip_grad_norm_, one mesh": error_of(clipped_on_one_mesh),
         "clip_grad_norm_, two meshes": error_of(clipped_on_two_meshes),
         "clip_grad_norm_, infinite": error_of(clipped_infinity),
+        "clip_grad_norm_, NaN": error_of(clipped_nan),
+        "clip_grad_norm_, replaced": error_of(replaced, model()),
+        "GradScaler": error_of(scaled, model()),
+        "experts everywhere": error_of(everywhere),
+        "experts everywhere, reduced": error_of(reduced_everywhere),
+        "replicas, reduced": error_of(
+            moe.reduce_replicated_gradients, model(mesh=grid["ep"]), dist.group.WORLD, "mean"
+        ),
+        "DDP, each alone": error_of(
+            DistributedDataParallel,
+            moe.ignore_experts(model(mesh=init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("dp", "ep"))["ep"])),
+        ),
         "reduction": error_of(moe.reduce_replicated_gradients, model(mesh=world), dist.group.WORLD),
         "mesh": error_of(model, mesh=grid),
         "ranks": error_of(make_layer, torch.float32, buffer=buffer, mesh=grid["ep"]),
@@ -190,6 +253,13 @@ REFUSED = {
     "clip_grad_norm_, one mesh": "",
     "clip_grad_norm_, two meshes": "mesh",
     "clip_grad_norm_, infinite": "the total norm of order 2.0 is inf, nothing was scaled",
+    "clip_grad_norm_, NaN": "the total norm of order inf is nan, nothing was scaled",
+    "clip_grad_norm_, replaced": "Use `deep_ep.moe.clip_grad_norm_(model, ...)`",
+    "GradScaler": "or train in BF16, which needs no scaler",
+    "experts everywhere": "",
+    "experts everywhere, reduced": "",
+    "replicas, reduced": "are on 2 ranks, and `group` has 4: replicas of experts would drift apart",
+    "DDP, each alone": "are on 1 ranks, and DDP is on 4",
     "reduction": "Pass reduction='mean'",
     "mesh": "such as `mesh['ep']`",
     "ranks": "`mesh` must have the buffer's ranks [0, 1, 2, 3]",

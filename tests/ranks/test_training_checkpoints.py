@@ -137,3 +137,22 @@ def test_states_that_lack_something() -> None:
     shards[0]["model"] = {"gate.weight": torch.ones(3)}
     assert error_of(moe.take_experts, shards[0], 0, 2)[1].startswith("take_experts: `state` has no experts")
     assert error_of(moe.merge_experts, [])[0] == "ValueError"
+    numbered = [{"optimizer": {"state": {0: {"exp_avg": torch.ones(2, 3)}}, "param_groups": []}} for _ in range(2)]
+    text = error_of(moe.merge_experts, numbered)[1]
+    assert text.startswith("merge_experts: `optimizer.state` has numbers for keys")
+
+
+def test_what_is_beside_the_experts_is_not_split() -> None:
+    """Also where the layer itself is called so."""
+    names = [
+        "experts.experts.up",
+        "experts.experts.adapter.up",
+        "experts.gate.weight",
+        "experts.shared.up",
+        "norm.weight",
+    ]
+    shards = [{name: torch.full((2, 3), float(rank)) for name in names} for rank in range(2)]
+    merged = moe.merge_experts(shards)
+    assert [merged[name].size(0) for name in names] == [4, 4, 2, 2, 2]
+    taken = moe.take_experts(merged, 1, 2)
+    assert [taken[name].flatten()[0].item() for name in names] == [1, 1, 0, 0, 0]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .gradients import is_expert_name
+_REPLICATED = ("gate", "shared")  # what a layer has beside its experts
 
 
 def merge_experts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -35,6 +35,11 @@ def merge_experts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _merge(shards: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]:
     keys = set().union(*shards)
+    if any(isinstance(key, int) for key in keys):
+        raise ValueError(
+            f"merge_experts: `{path.rstrip('.')}` has numbers for keys, and nothing says which of them are experts. "
+            "Pass an optimizer's state by name, `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`"
+        )
     for rank, shard in enumerate(shards):
         missing = sorted(map(str, keys.difference(shard)))
         if missing:
@@ -101,4 +106,14 @@ def _take(state: Mapping[str, Any], rank: int, num_ranks: int, path: str) -> tup
 
 def _is_split(value: Any, path: str) -> bool:
     """Whether each rank has a part of it: a tensor of experts, and not a number such as an optimizer's step."""
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and is_expert_name(path)
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and _is_expert_name(path)
+
+
+def _is_expert_name(path: str) -> bool:
+    """Whether what has this name, in a layer or in a model around it, is a rank's own.
+
+    Example:
+        `blocks.0.moe.experts.up` is. `experts.gate.weight`, of a layer that is itself called so, is not.
+    """
+    *before, behind = f".{path}.".split(".experts.")
+    return bool(before) and behind.split(".")[0] not in _REPLICATED

@@ -80,8 +80,10 @@ class Experts(nn.Module):
         up: [L, 2I, H]; as a DTensor [E, 2I, H].
         down: [L, H, I]; as a DTensor [E, H, I].
         num_local: L.
+        num_copies: How many ranks have a copy of each of them, if a placement says so; empty: one each.
     """
 
+    num_copies: Sequence[int] = ()
     up: torch.Tensor
     down: torch.Tensor
 
@@ -123,6 +125,8 @@ class Experts(nn.Module):
         Returns:
             [m, H], in the same order; 0 for rows of nobody.
         """
+        if self._is_raw and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._mark_gradients()  # of parameters that were replaced, added or unfrozen
         up, down = (cast_as_autocast(self._local(weight)) for weight in (self.up, self.down))
         linear: Callable[..., torch.Tensor] = padded_linear if isinstance(num_rows, torch.Tensor) else grouped_linear
         x = cast_as_autocast(x)
@@ -256,13 +260,18 @@ class RankTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what was asked for, unless it is a norm."""
+        """Do what was asked for, unless ranks would draw different conclusions from it."""
         del types
         if func in _NORMS:
             raise RuntimeError(
                 "clip_grad_norm_: this is the gradient of plain experts, of which every rank has others: each rank "
                 "would find another norm, and ranks would drift apart. Use `deep_ep.moe.clip_grad_norm_(model, ...)`; "
                 "for this rank's norm alone, take that of `grad.detach()`"
+            )
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            raise RuntimeError(
+                "GradScaler: this is the gradient of plain experts, of which every rank has others: ranks would skip "
+                f"different steps, and drift apart. {_THE_WAY}; or train in BF16, which needs no scaler"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -330,10 +339,10 @@ def _check_ddp(ddp: DistributedDataParallel, name: str, experts: Experts) -> Non
     Raises:
         ValueError: It would.
     """
-    if experts.num_ranks == 1:
-        return
     where = f"DistributedDataParallel: the experts `{name}`"
     names = [f"{name}.{one}" if name else one for one, _ in experts.named_parameters()]
+    if experts.num_ranks == 1 and ddp.parameters_to_ignore.isdisjoint(names):
+        return  # every rank has all of them: replicas, as DDP takes them to be
     if not ddp.parameters_to_ignore.issuperset(names):
         raise ValueError(
             f"{where} are other ones on each of {experts.num_ranks} ranks: rank 0 would overwrite those of all ranks. "

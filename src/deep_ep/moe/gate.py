@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -200,6 +200,20 @@ def sequence_balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, num_sequ
     return (often * share.unflatten(0, shape).mean(1)).sum(-1).mean()
 
 
+@torch.library.custom_op("deep_ep_moe::count_choices", mutates_args=())
+def _count_choices(topk_idx: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
+    """Add to the load of a gate, in a compiled graph. Returns a copy of the ids, so that the graph keeps the count.
+
+    It does not declare that it changes the load: under activation checkpointing a graph may change nothing, and no
+    graph reads the load.
+    """
+    load += count_selections(topk_idx, load.shape[0])
+    return topk_idx.clone()
+
+
+_count_choices.register_fake(lambda topk_idx, _load: torch.empty_like(topk_idx))
+
+
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     """Inside the block operators compute in the dtype of their inputs. Where that is so already, it costs nothing."""
     is_enabled = torch.is_autocast_enabled(device.type)
@@ -250,6 +264,13 @@ class Routes(NamedTuple):
     balance_loss: torch.Tensor
 
 
+def _make_counters(gate: nn.Module, _incompatible_keys: Any) -> None:
+    """Called when a state has been loaded; with `assign=True` it may have replaced parameters of the meta device."""
+    assert isinstance(gate, Gate)
+    if gate.load.is_meta:
+        gate._make_counters(gate.weight.device)
+
+
 class Gate(nn.Module):
     """A linear router with everything above. The same on all ranks.
 
@@ -267,7 +288,7 @@ class Gate(nn.Module):
 
     Attributes:
         weight: [E, H].
-        bias: [E] float32, added to the scores for the choice only.
+        bias: [E] float32, added to the scores for the choice only. It stays float32, whatever the gate is cast to.
         load: [E] int64, choices since the last update. Not in the state dict.
         copies: [E, C] int64, the physical experts of each expert; None without a placement. Not in the state dict.
         num_copies: [E] int64, how many these are; None likewise.
@@ -297,7 +318,9 @@ class Gate(nn.Module):
         self.register_buffer("load", torch.zeros(num_experts, device=device, dtype=torch.int64), persistent=False)
         self.register_buffer("copies", None, persistent=False)
         self.register_buffer("num_copies", None, persistent=False)
+        self._placement: Placement | None = None
         self._offset = 0
+        self.register_load_state_dict_post_hook(_make_counters)
         self.reset_parameters()
 
     def set_placement(self, placement: Placement | None, offset: int = 0) -> None:
@@ -307,12 +330,29 @@ class Gate(nn.Module):
             placement: Where experts are; None: ids are those of the logical experts again.
             offset: Which copy the first token begins with; the rank.
         """
-        num_experts, device = self.weight.size(0), self.weight.device
+        num_experts, device = self.weight.size(0), self.load.device
         if placement is not None and placement.num_experts != num_experts:
             raise ValueError(f"Gate: `placement` must be of {num_experts} experts, got {placement.num_experts}")
         self.copies = None if placement is None else placement.logical_to_physical.to(device)
         self.num_copies = None if placement is None else placement.num_copies.to(device)
-        self._offset = offset
+        self._placement, self._offset = placement, offset
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Gate:
+        """Called by `to`, `to_empty` and the like."""
+        bias, was_meta = self.bias, self.load.is_meta
+        super()._apply(fn, recurse)
+        if self.bias.dtype.itemsize < torch.float32.itemsize:  # its steps are too small for BF16
+            device = self.bias.device
+            self.bias = torch.empty_like(bias, device=device) if bias.is_meta else bias.to(device)
+        if was_meta:
+            self._make_counters(self.load.device)
+        return self
+
+    def _make_counters(self, device: torch.device) -> None:
+        """Make what no state dict has, on a device where it has no values yet."""
+        if device.type != "meta":
+            self.load = torch.zeros(self.load.shape, dtype=torch.int64, device=device)
+            self.set_placement(self._placement, self._offset)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the weight, with a standard deviation of 1 / sqrt(H)."""
@@ -332,7 +372,9 @@ class Gate(nn.Module):
         topk_idx = choose_experts(
             scores + self.bias.to(dtype), self.topk, options.num_groups, options.topk_groups, options.num_deciding
         )
-        if self.training:
+        if self.training and torch.compiler.is_compiling():
+            topk_idx = torch.ops.deep_ep_moe.count_choices(topk_idx, self.load)
+        elif self.training:
             self.load += count_selections(topk_idx, num_experts)
         loss = scores.new_zeros(())
         if options.balance_loss:

@@ -22,11 +22,6 @@ from .gate import Gate
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def is_expert_name(name: str) -> bool:
-    """Whether a parameter of this name, of a layer or of a model around it, is a rank's own."""
-    return "experts" in name.split(".")
-
-
 def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
     """The parameters of all experts in a model, for `fully_shard(model, ignored_params=expert_parameters(model))`."""
     return {parameter for _, experts in named_experts(module) for parameter in experts.parameters()}
@@ -40,7 +35,8 @@ def ignore_experts(module: Model) -> Model:
     """
     names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for name, experts in named_experts(module):
-        names.update(_join(name, one) for one, _ in experts.named_parameters())
+        if experts.num_ranks > 1 or isinstance(experts.up, DTensor):  # else every rank has all of them: replicas
+            names.update(_join(name, one) for one, _ in experts.named_parameters())
     names.update(_join(name, "load") for name, child in module.named_modules() if isinstance(child, Gate))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     return module
@@ -80,18 +76,25 @@ def reduce_replicated_gradients(module: nn.Module, group: dist.ProcessGroup, red
         reduction: What the layers were made with: gradients become those of the sum of all ranks' losses, or of their
             mean.
     """
+    num_ranks = dist.get_world_size(group)
+    own: set[nn.Parameter] = set()
     for name, experts in named_experts(module):
+        if experts.num_ranks == 1:  # every rank has all of them: replicas
+            continue
+        own.update(experts.parameters())
         if experts.reduction != reduction:
             raise ValueError(
                 f"reduce_replicated_gradients: `{name}` has gradients of the {experts.reduction} of all ranks' losses, "
                 f"and `reduction` is {reduction!r}. Pass reduction={experts.reduction!r}"
             )
-    parameters = [
-        parameter
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and not is_expert_name(name)
-    ]
-    factor = 1.0 if reduction == "sum" else 1 / dist.get_world_size(group)
+        if experts.num_ranks != num_ranks:
+            raise ValueError(
+                f"reduce_replicated_gradients: the experts `{name}` are on {experts.num_ranks} ranks, and `group` has "
+                f"{num_ranks}: replicas of experts would drift apart. Use FSDP2: `fully_shard(layer.experts, "
+                "mesh=mesh['dp'])` over the other dimension of the experts' mesh, and `fully_shard` for the rest"
+            )
+    parameters = [one for one in module.parameters() if one.requires_grad and one not in own]
+    factor = 1.0 if reduction == "sum" else 1 / num_ranks
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -135,8 +138,9 @@ def clip_grad_norm_(
     """`torch.nn.utils.clip_grad_norm_` over all parameters of all ranks. All ranks call it together.
 
     Gradients must have been reduced, as they are after a backward pass of DDP or FSDP2, or after
-    `reduce_replicated_gradients`. Powers are summed in FP64 and the sum is made by one `all_reduce`, so all ranks get
-    the same norm, to the bit.
+    `reduce_replicated_gradients`; copies of experts by `MoELayer.reduce_replica_gradients`. Powers are summed in FP64
+    and the sum is made by one `all_reduce`, so all ranks get the same norm, to the bit. An expert counts once, however
+    many copies a placement has of it.
 
     Args:
         module: A model, held by all ranks of the group: replicated, sharded, or with experts of their own.
@@ -157,8 +161,7 @@ def clip_grad_norm_(
     for grad, num_parts in grads:
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
         sums = torch.maximum(sums, norm) if norm_type == math.inf else sums + norm**norm_type * num_parts / group.size()
-    dist.all_reduce(sums, dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM, group)
-    total = sums if norm_type == math.inf else sums ** (1 / norm_type)
+    total = _max_over(sums, group) if norm_type == math.inf else _sum_over(sums, group) ** (1 / norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the total norm of order {norm_type} is {total.item()}, nothing was scaled"
@@ -169,20 +172,35 @@ def clip_grad_norm_(
     return total
 
 
-def _local_gradients(module: nn.Module, num_ranks: int) -> Iterator[tuple[torch.Tensor, int]]:
+def _sum_over(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(value, group=group)
+    return value
+
+
+def _max_over(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The greatest of all ranks' numbers; NaN if one is, of which not every backend takes notice."""
+    pair = torch.stack([value.nan_to_num(nan=math.inf, posinf=math.inf), value.isnan().to(value.dtype)])
+    dist.all_reduce(pair, dist.ReduceOp.MAX, group)
+    return torch.where(pair[1] > 0, math.nan, pair[0])
+
+
+def _local_gradients(module: nn.Module, num_ranks: int) -> Iterator[tuple[torch.Tensor, float]]:
     """Of each gradient: what this rank has of it, and in how many parts the ranks have it.
+
+    A gradient of experts that have copies comes in pieces, one for each: a copy is a part of a part.
 
     Raises:
         ValueError: A gradient has not been reduced, or is held by other ranks than the group's.
     """
     raw = {
-        parameter: experts.num_ranks
+        parameter: experts
         for _, experts in named_experts(module)
         for parameter in experts.parameters()
         if not isinstance(parameter, DTensor)
     }
     for name, parameter in module.named_parameters():
-        grad, num_parts = parameter.grad, raw.get(parameter, 1)
+        grad, experts = parameter.grad, raw.get(parameter)
+        num_parts = 1 if experts is None else experts.num_ranks
         if grad is None:
             continue
         if isinstance(grad, DTensor):
@@ -196,4 +214,8 @@ def _local_gradients(module: nn.Module, num_ranks: int) -> Iterator[tuple[torch.
                 f"clip_grad_norm_: `{name}` is split over {num_parts} ranks, which must divide the {num_ranks} of "
                 "`group`. Pass the group of all ranks that hold the model"
             )
-        yield grad.detach(), num_parts
+        num_copies = [] if experts is None else experts.num_copies
+        if num_copies and grad.shape[0] == len(num_copies):
+            yield from ((one, num_parts / count) for one, count in zip(grad.detach(), num_copies, strict=True))
+        else:
+            yield grad.detach(), num_parts

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from ..buffers.elastic import ElasticBuffer
 from ..buffers.legacy import Buffer
@@ -123,8 +124,6 @@ class MoELayer(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         gate = Gate(hidden, num_experts, topk, options, device="meta", dtype=wide)
         self.gate = gate.to_empty(device=parameter_device)
-        if placement is not None:
-            self.gate.set_placement(placement, buffer.rank)
         self.experts = Experts(
             self.placement.num_physical,
             hidden,
@@ -136,6 +135,8 @@ class MoELayer(nn.Module):
             device=parameter_device,
             dtype=dtype,
         )
+        if placement is not None:
+            self._set_placement(placement)
         self.shared = None
         if shared_intermediate:
             self.shared = SwiGLU(hidden, shared_intermediate, device=parameter_device, dtype=dtype)
@@ -183,14 +184,17 @@ class MoELayer(nn.Module):
                 f"MoELayer: `x` must have shape [..., {hidden}], the last dimension the layer's hidden size, "
                 f"it has {list(x.shape)}"
             )
-        # Autocast casts both. FSDP2, which gives a module another class, may cast the experts when they are called.
-        is_cast = torch.is_autocast_enabled(x.device.type) or type(self.experts) is not Experts
+        # Autocast casts both, and FSDP2 may cast the experts when they are called.
+        is_cast = torch.is_autocast_enabled(x.device.type) or isinstance(self.experts, FSDPModule)
         if not x.is_floating_point() or (x.dtype != self.experts.up.dtype and not is_cast):
             dtype, given = (str(tensor.dtype).removeprefix("torch.") for tensor in (self.experts.up, x))
-            raise ValueError(
-                f"MoELayer: `x` must be {dtype} as the experts are, it is {given}. Pass `x.to(torch.{dtype})`, or make "
-                "the layer with another `dtype`"
-            )
+            remedy = f"Pass `x.to(torch.{dtype})`, or make the layer with another `dtype`"
+            if x.is_floating_point() and x.element_size() < self.experts.up.element_size():
+                remedy += (
+                    "; where a `mp_policy` of FSDP2 has cast it, the experts need that, too: call `fully_shard("
+                    "layer.experts, mesh=mesh['dp'], mp_policy=...)`, over a dimension of one rank without replicas"
+                )
+            raise ValueError(f"MoELayer: `x` must be {dtype} as the experts are, it is {given}. {remedy}")
 
     def _exchange(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
         """[T, H], what the experts make of the tokens, and the shared one while they travel."""
@@ -266,16 +270,28 @@ class MoELayer(nn.Module):
 
         Args:
             placement: With as many physical experts as the layer was made with.
-            optimizer: Its state of the experts, tensors of their shape, moves with them.
+            optimizer: Its state of the experts moves with them: tensors whose first dimension is the experts.
         """
-        parameters = list(self.experts.parameters())
-        tensors: list[torch.Tensor] = [*parameters]
-        for parameter in parameters:
+        tensors: list[torch.Tensor] = []
+        for parameter in self.experts.parameters():
+            tensors.append(parameter)
             state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-            tensors += [one for one in state.values() if torch.is_tensor(one) and one.shape == parameter.shape]
+            for name, value in state.items():
+                if not torch.is_tensor(value) or value.numel() == 1:
+                    continue  # such as the number of steps
+                if value.dim() != parameter.dim() or value.size(0) != parameter.size(0):
+                    raise ValueError(
+                        f"move_experts: the optimizer's `{name}` of the experts has shape {list(value.shape)}, which "
+                        f"does not say what belongs to each of {parameter.size(0)} experts. Use another optimizer"
+                    )
+                tensors.append(value)
         move_experts(tensors, self.placement, placement, self.buffer.rank, self.buffer.group)
+        self._set_placement(placement)
+
+    def _set_placement(self, placement: Placement) -> None:
         self.placement = placement
         self.gate.set_placement(placement, self.buffer.rank)
+        self.experts.num_copies = placement.num_copies[placement.of_rank(self.buffer.rank)].tolist()
 
     @torch.no_grad()
     def reduce_replica_gradients(self) -> None:
