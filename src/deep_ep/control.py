@@ -384,8 +384,10 @@ class Control:
             self.rank, self.num_ranks = comm.Get_rank(), comm.Get_size()
             self._begin_gather = partial(_ThreadGather, comm.allgather, None)
         else:
+            remedy = "" if dist.is_initialized() else ". Call `torch.distributed.init_process_group` first"
             raise ValueError(
                 "Buffer: `group` (a torch.distributed process group) or `comm` (an mpi4py communicator) is needed"
+                f"{remedy}"
             )
 
     @property

@@ -175,13 +175,15 @@ VARIABLES: tuple[Variable, ...] = (
 
 def unknown() -> dict[str, str]:
     """Return the variables that look like ours and are none, with what may have been meant, as a sentence."""
-    known = [variable.name for variable in VARIABLES]
+    known = [variable.name for variable in VARIABLES if variable.name.startswith(_PREFIX)]
     found = {}
     for name in sorted(os.environ):
         if name.startswith(_PREFIX) and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+            close = difflib.get_close_matches(
+                name.removeprefix(_PREFIX), [one.removeprefix(_PREFIX) for one in known], n=1
+            )
             all_of_them = "`python -m deep_ep doctor --env` lists those that there are"
-            found[name] = f"Did you mean {close[0]}?" if close else all_of_them
+            found[name] = f"Did you mean {_PREFIX}{close[0]}?" if close else all_of_them
     return found
 
 

@@ -107,6 +107,7 @@ def run_ranks(
         TypeError: The function or an argument cannot be sent to a rank.
     """
     _refuse_in_import()
+    _check(num_ranks, limit_secs, env)
     start = _forkserver()
     has_main = _has_main()
     variables = {**os.environ, **(env or {})}  # the forkserver has those of the time when it started
@@ -157,6 +158,19 @@ def _refuse_in_import() -> None:
         if process.name.startswith(_NAME):
             os._exit(_NO_GUARD)  # the launcher says it, once
         raise RuntimeError(f"run_ranks: it was called while a process imported the main module. {_GUARD}")
+
+
+def _check(num_ranks: int, limit_secs: float, env: dict[str, str] | None) -> None:
+    """Refuse arguments that would fail inside, or be taken for something else."""
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
+        raise TypeError(f"run_ranks: `num_ranks` must be an int, got {type(num_ranks).__name__}")
+    if num_ranks < 1:
+        raise ValueError(f"run_ranks: `num_ranks` must be at least 1, got {num_ranks}")
+    if isinstance(limit_secs, bool) or not isinstance(limit_secs, (int, float)):
+        raise TypeError(f"run_ranks: `limit_secs` must be a number of seconds, got {type(limit_secs).__name__}")
+    for name, value in (env or {}).items():
+        if not isinstance(value, str):
+            raise TypeError(f"run_ranks: `env` must have strings for values, `{name}` is {type(value).__name__}")
 
 
 def _has_main() -> bool:
@@ -280,6 +294,8 @@ def _end_with(pid: int) -> None:
     """
     try:
         launcher = os.pidfd_open(pid)
+    except ProcessLookupError:  # it has ended already
+        os._exit(1)
     except (OSError, AttributeError):
         return
     poll = select.poll()
@@ -308,17 +324,34 @@ def _collect(
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             answer = _receive(pipe)
-            if answer.error == _NO_WORD and _has_no_guard(processes[rank]):
-                raise RankFailed(
-                    f"run_ranks: ranks import the main module, which called run_ranks again in there. {_GUARD}"
-                )
-            if answer.error is not None and not (rank in may_die and answer.error == _NO_WORD):
+            if answer.error == _NO_WORD:
+                processes[rank].join(timeout=5.0)  # its pipe is closed, so it is about to end
+                if processes[rank].exitcode == _NO_GUARD:
+                    raise RankFailed(
+                        f"run_ranks: ranks import the main module, which called run_ranks again in there. {_GUARD}"
+                    )
+                if rank not in may_die:
+                    raise RankFailed(f"rank {rank}/{len(pipes)}: {_ending(processes[rank].exitcode)}")
+            elif answer.error is not None:
                 raise RankFailed(f"rank {rank}/{len(pipes)}: {answer.error}")
             results[rank] = answer.value
     return results
 
 
-_NO_WORD = "the process ended without a word (it was killed, or crashed)"
+_NO_WORD = "the process ended without a word"
+
+
+def _ending(exit_code: int | None) -> str:
+    """How a rank that has said nothing has ended."""
+    if exit_code is None:
+        return f"{_NO_WORD}, and is still running"
+    if exit_code >= 0:
+        return f"{_NO_WORD}, with exit code {exit_code}. It called `os._exit`, or failed while it imported the program"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    return f"{_NO_WORD}, by {name}: it was killed, or crashed"
 
 
 def _receive(pipe: Connection) -> _Answer:
@@ -335,12 +368,6 @@ def _receive(pipe: Connection) -> _Answer:
 _PLAIN = "Return numbers, tensors, or other plain values"
 
 
-def _has_no_guard(process: Any) -> bool:
-    """Return whether a rank that has ended found a call of `run_ranks` where it imported the main module."""
-    process.join(timeout=5.0)  # its pipe is closed, so it is about to end
-    return process.exitcode == _NO_GUARD
-
-
 def _run_rank(rank: int, num_ranks: int, work: _Work, pipe: Connection) -> None:
     _end_with(work.launcher)
     # The launcher ends its daemons when it exits, which is right for ranks; but daemons may have no children.
@@ -355,6 +382,7 @@ def _run_rank(rank: int, num_ranks: int, work: _Work, pipe: Connection) -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{work.store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
         )
+        dist.barrier()  # a rank that ends before the others have connected would break their connections
         answer = _Answer(function(rank, num_ranks, *args))
     except _UndecodedError as error:
         answer = _Answer(error=str(error))
@@ -364,7 +392,7 @@ def _run_rank(rank: int, num_ranks: int, work: _Work, pipe: Connection) -> None:
         reaper.leave_quietly()  # what is told is the error
     pipe.send_bytes(_encode_answer(answer, work.is_by_value))
     pipe.close()
-    if answer.error is None and num_ranks > 1:
+    if answer.error is None and num_ranks > 1 and dist.is_initialized():  # the function may have destroyed it
         dist.destroy_process_group()
 
 

@@ -25,12 +25,20 @@ MINE = Agreement("dispatch", num_experts=8, num_topk=2, hidden=16, dtype=torch.b
     ("theirs", "remedy"),
     [
         (MINE._replace(hidden=32), "Pass the same hidden size of `x` on all ranks"),
-        (MINE._replace(num_experts=4, num_topk=3), "Pass the same `num_experts`, the same number of columns"),
+        (MINE._replace(num_experts=4, num_topk=3), "Pass the same `num_experts` on all ranks, and the same number of"),
         (MINE._replace(dtype=torch.float32), "Pass the same dtype of `x` on all ranks"),
         (MINE._replace(operation="combine"), "Make the calls in the same order on all ranks"),
         (MINE._replace(operation="combine", hidden=8), "Make the calls in the same order on all ranks"),
         (MINE._replace(handle=5), "Pass handles of one and the same dispatch on all ranks"),
         (MINE, "Make the calls in the same order on all ranks"),
+        (
+            MINE._replace(operation="worst-case dispatch", max_tokens=3),
+            "has worst-case dispatch, not dispatch (rank 0/2). Pass `num_worst_tokens` (`do_cpu_sync=False`) on all",
+        ),
+        (MINE._replace(operation="cached dispatch", handle=7), "Pass `handle` on all ranks, or on none"),
+        (MINE._replace(num_scales=4, scale_dtype=torch.float32), ". Pass scales of `x` on all ranks, or on none"),
+        (MINE._replace(num_topk=0, idx_dtype=None), ". Pass `topk_idx` and `topk_weights` on all ranks, or on none"),
+        (MINE._replace(has_weights=1), ". Pass `topk_weights` on all ranks, or on none"),
     ],
 )
 def test_the_remedy_fits_the_difference(theirs: Agreement, remedy: str) -> None:
@@ -54,6 +62,8 @@ def test_the_remedy_names_the_argument_of_a_low_latency_call(operation: str, cha
     mine = LOW_LATENCY._replace(operation=f"low-latency {operation}")
     text = str(disagreement("call 3", "rank 0/2", [("rank 1", mine, mine._replace(**change))]))
     assert text.endswith(f". Pass the same {argument} on all ranks")
+    is_number = set(change) & {"num_scales", "max_tokens"}
+    assert not is_number or f"rank 1 has {argument.strip('`')} " in text
 
 
 def test_every_error_can_be_imported_from_the_package() -> None:
@@ -174,6 +184,15 @@ def test_a_known_low_latency_call_takes_integers_alone() -> None:
         wrong = tuple(float(value) if index == item else value for index, value in enumerate(handle))
         with pytest.raises(TypeError, match=f"`{name}` must be an integer"):
             kit.buffer.low_latency_combine(rows, kit.ids, kit.weights, wrong)
+
+
+def test_a_combine_waits_for_its_rows() -> None:
+    kit = LowLatency()
+    rows, _, handle, _, hook = kit.dispatch(return_recv_hook=True)
+    with pytest.raises(ValueError, match=r"have not been received. Call the hook of its dispatch first"):
+        kit.buffer.low_latency_combine(rows, kit.ids, kit.weights, handle)
+    hook()
+    kit.buffer.low_latency_combine(rows, kit.ids, kit.weights, handle)
 
 
 # A hook that is dropped ----------------------------------------------------------------------------------------------

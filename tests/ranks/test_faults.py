@@ -263,9 +263,9 @@ def disagree(rank: int, num_ranks: int, how: str) -> tuple[str, str]:
 
 
 DIFFERENCES = {
-    "operation": "operation combine not dispatch",
-    "cached": "operation cached dispatch not dispatch",
-    "worst case": "operation worst-case dispatch not dispatch",
+    "operation": "combine, not dispatch",
+    "cached": "cached dispatch, not dispatch",
+    "worst case": "worst-case dispatch, not dispatch",
     "handle": "handle",
     "combine handle": "handle",
     "hidden": f"hidden {HIDDEN + 1} not {HIDDEN}",

@@ -477,10 +477,10 @@ def disagree(rank: int, num_ranks: int, how: str) -> tuple[str, str]:
 
 
 DIFFERENCES = {
-    "operation": "operation low-latency combine not low-latency dispatch",
+    "operation": "low-latency combine, not low-latency dispatch",
     "experts": "num_experts 18 not 9",
     "hidden": "hidden 200 not 256",
-    "most tokens": "max_tokens 9 not 8",
+    "most tokens": "num_max_dispatch_tokens_per_rank 9 not 8",
     "top-k": "num_topk 2 not 3",
     "dtype": "dtype torch.float8_e4m3fn not torch.bfloat16",
     "ids": "idx_dtype torch.int32 not torch.int64",

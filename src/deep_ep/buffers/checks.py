@@ -59,14 +59,13 @@ def check_tensor(
         raise ValueError(f"{where}: `{name}` must have shape [{expected}], it has {list(value.shape)}")
     if dtypes and value.dtype not in dtypes:
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        remedy = "Make it so, it is written" if is_written else f"Pass `{name}.to(torch.{names[0]})`"
         raise ValueError(
-            f"{where}: `{name}` must be {' or '.join(names)}, it is {str(value.dtype).removeprefix('torch.')}. "
-            f"Pass `{name}.to(torch.{names[0]})`"
+            f"{where}: `{name}` must be {' or '.join(names)}, it is {str(value.dtype).removeprefix('torch.')}. {remedy}"
         )
     if contiguous and not value.is_contiguous():
-        raise ValueError(
-            f"{where}: `{name}` must be contiguous, its strides are {value.stride()}. Pass `{name}.contiguous()`"
-        )
+        remedy = "Make it so, it is written" if is_written else f"Pass `{name}.contiguous()`"
+        raise ValueError(f"{where}: `{name}` must be contiguous, its strides are {value.stride()}. {remedy}")
     return value
 
 
@@ -159,19 +158,30 @@ def check_payload(where: str, x: Any, device: torch.device) -> Payload:
         scales = check_tensor(where, "scales", scales, (x.size(0), "scales"), contiguous=False, device=device)
         if scales.size(1) == 0:
             raise ValueError(f"{where}: `scales` must have at least one column. Pass `x` alone where there are none")
-    if loses_gradients(x):
-        _warn_of_lost_gradients(where)
+    warn_of_lost_gradients(where, x, 2)
     return Payload(x, scales)
 
 
+def warn_of_lost_gradients(where: str, x: torch.Tensor, depth: int = 1) -> None:
+    """Warn, once for each method, that no gradient flows through a buffer, if autograd would follow `x`.
+
+    Args:
+        where: The method.
+        x: What it was given.
+        depth: How many functions were called since the method was, this one included.
+    """
+    if loses_gradients(x):
+        _warn_of_lost_gradients(where, depth)
+
+
 @functools.cache
-def _warn_of_lost_gradients(where: str) -> None:
-    """Warn, once for each method, that no gradient flows through a buffer."""
+def _warn_of_lost_gradients(where: str, depth: int) -> None:
+    way = "Use `deep_ep.moe.dispatch` and `deep_ep.moe.combine`, which do; or pass"
     warnings.warn(
-        f"Buffer.{where}: `x` requires gradients, and the rows that it brings do not: a buffer does not know autograd. "
-        "Use `deep_ep.moe.dispatch` and `deep_ep.moe.combine`, which do; or pass `x.detach()`, if that is meant",
+        f"Buffer.{where}: `x` requires gradients, and what the call returns does not: a buffer does not know autograd. "
+        f"{'Pass' if where.startswith('low_latency') else way} `x.detach()`, if that is meant",
         UserWarning,
-        stacklevel=5,  # the caller of the buffer's method
+        stacklevel=depth + 4,  # the caller of the buffer's method, around which is `calling.call`
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import env
 from ..control import Control
 from ..elastic_sizing import SIZE_UNIT_BYTES, Domains, Rates, elastic_buffer_bytes, theoretical_num_sms
 from ..engine.elastic import Arrived, Extras, Form, Layout, Unfold, fold_rows, fold_weights, own_columns, with_weights
@@ -207,8 +208,10 @@ class ElasticBuffer(UnsupportedFamilies):
             raise ValueError(f"{where}: pass `num_bytes`, or `num_max_tokens_per_rank` and `hidden`")
         if num_bytes is None and num_cpu_bytes:
             raise ValueError(f"{where}: `num_cpu_bytes` is a part of `num_bytes`, which must be given with it")
+        if num_bytes is not None:
+            checks.check_int(where, "num_bytes", num_bytes, 1, env.MOST_BYTES // 2)
         checks.check_int(where, "num_cpu_bytes", num_cpu_bytes, 0, num_bytes)
-        group = self.group = _group_of(group)
+        group = self.group = _group_of(where, group)
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.deterministic = bool(deterministic)
         self.allow_hybrid_mode = bool(allow_hybrid_mode)
@@ -219,11 +222,11 @@ class ElasticBuffer(UnsupportedFamilies):
         self.nccl_comm_handle = None
         if num_bytes is None:
             # Without asking the others where they are: on several nodes the buffer is refused below.
-            num_ranks = dist.get_world_size(group)
+            num_ranks = group.size()
             domains = Domains(num_ranks, num_ranks, self.allow_hybrid_mode)
             sizes = (num_max_tokens_per_rank, hidden, checks.check_int(where, "num_topk", num_topk, 0, most))
             num_bytes = elastic_buffer_bytes(domains, *sizes, bool(use_fp8_dispatch), self.allow_multiple_reduction)
-        self.num_bytes = align(checks.check_int(where, "num_bytes", num_bytes, 1), SIZE_UNIT_BYTES)
+        self.num_bytes = align(num_bytes, SIZE_UNIT_BYTES)
         self._buffer = Buffer(
             group,
             2 * self.num_bytes,  # rows that came, and rows that go back, may be there at once
@@ -249,6 +252,8 @@ class ElasticBuffer(UnsupportedFamilies):
             num_max_tokens_per_rank: M, the default of dispatches.
             allow_multiple_reduction: See `ElasticBuffer`.
         """
+        if not isinstance(buffer, Buffer):
+            raise TypeError(f"ElasticBuffer.from_buffer: `buffer` must be a Buffer, got {type(buffer).__name__}")
         made = cls.__new__(cls)
         made.group = buffer.group
         made.num_max_tokens_per_rank = checks.check_int(
@@ -340,8 +345,8 @@ class ElasticBuffer(UnsupportedFamilies):
         max_tokens = checks.check_int(where, "num_max_tokens_per_rank", num_max_tokens_per_rank, 1, most)
         hidden = checks.check_int(where, "hidden", hidden, 1, most)
         num_topk = checks.check_int(where, "num_topk", num_topk, 0, most)
-        group = _group_of(group)
-        domains = Domains(dist.get_world_size(group), _ranks_per_node(group), bool(allow_hybrid_mode))
+        group = _group_of(where, group)
+        domains = Domains(group.size(), _ranks_per_node(group), bool(allow_hybrid_mode))
         return elastic_buffer_bytes(
             domains, max_tokens, hidden, num_topk, bool(use_fp8_dispatch), bool(allow_multiple_reduction)
         )
@@ -436,11 +441,11 @@ class ElasticBuffer(UnsupportedFamilies):
         where = "get_theoretical_num_sms"
         if num_scaleout_topk != 0:
             raise ValueError(f"{where}: `num_scaleout_topk` must be 0, got {num_scaleout_topk}")
+        checks.check_num_experts(where, "num_experts", num_experts, self.num_ranks)
+        checks.check_int(where, "num_topk", num_topk, 1, num_experts)
         key = (num_experts, num_topk, rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs)
         known = self._known_sms.get(key)
         if known is None:
-            checks.check_num_experts(where, "num_experts", num_experts, self.num_ranks)
-            checks.check_int(where, "num_topk", num_topk, 1, num_experts)
             num_sms, is_new = _SMS_WITHOUT_GPU, False
             if self._buffer.device.type == "cuda":
                 properties = torch.cuda.get_device_properties(self._buffer.device)
@@ -570,6 +575,7 @@ class ElasticBuffer(UnsupportedFamilies):
         if payload.scales is not None and payload.scales.element_size() != 4:
             raise ValueError(f"{where}: scales must have elements of 4 bytes, they are {payload.scales.dtype}")
         self._check_num_qps(where, num_qps)
+        checks.check_int(where, "num_sms", num_sms, 0)
         order = _order(where, previous_event, async_with_compute_stream)
         after = _event(where, "previous_event_before_epilogue", previous_event_before_epilogue)
         engine = self._buffer._require_engine(where)
@@ -633,7 +639,7 @@ class ElasticBuffer(UnsupportedFamilies):
         weights = topk_weights if topk_weights is not None else selected.new_empty(selected.shape, dtype=torch.float32)
         routing = Routing(
             counts.num_tokens_per_rank, counts.num_tokens_per_expert, counts.is_token_in_rank, selected, weights,
-            max_tokens=form.max_tokens, has_known_ids=True, keeps_weights=True,
+            max_tokens=form.max_tokens, has_known_ids=True, keeps_weights=True, has_weights=topk_weights is not None,
         )  # fmt: skip
         if is_synchronised:
             arrived, _, event = engine.dispatch(payload, routing, 1, order, num_sms, around)
@@ -699,7 +705,7 @@ class ElasticBuffer(UnsupportedFamilies):
             )
 
     def _check_num_qps(self, where: str, num_qps: int) -> None:
-        assert num_qps <= self.num_allocated_qps, (
+        assert checks.check_int(where, "num_qps", num_qps, 0) <= self.num_allocated_qps, (
             f"{where}: `num_qps` is {num_qps}, the buffer has {self.num_allocated_qps}"
         )
 
@@ -744,10 +750,18 @@ class ElasticBuffer(UnsupportedFamilies):
         where, device = "combine", self._buffer.device
         self._check_handle(where, handle)
         self._check_num_qps(where, num_qps)
+        checks.check_int(where, "num_sms", num_sms, 0)
         del allocate_on_comm_stream
         layout, sources = handle._layout, handle.recv_src_metadata
         num_rows: int | str = "rows" if handle.do_expand else sources.shape[0]
         x = checks.check_tensor(where, "x", x, (num_rows, "hidden"), checks.COMBINE_DTYPES, device=device)
+        # Padding behind the last expert may be left out. How much it is, the host need not know.
+        if handle.do_expand and x.shape[0] <= sum(layout.aligned_counts) - layout.form.alignment:
+            raise ValueError(
+                f"{where}: `x` must have the {sum(layout.aligned_counts)} rows of the dispatch, padding behind the "
+                f"last expert excepted, it has {x.shape[0]}"
+            )
+        checks.warn_of_lost_gradients(where, x)
         if topk_weights is not None:
             shape = (x.shape[0],) if handle.do_expand else (sources.shape[0], layout.form.num_topk)
             topk_weights = checks.check_tensor(
@@ -836,12 +850,21 @@ def _order(where: str, previous_event: Any, is_async: bool) -> CallOrder:
     return CallOrder(_event(where, "previous_event", previous_event), bool(is_async))
 
 
-def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The default group for None, if there is one."""
-    return dist.group.WORLD if group is None and dist.is_initialized() else group
+def _group_of(where: str, group: Any) -> dist.ProcessGroup:
+    """The group that was given; for None the default one."""
+    if group is None and not dist.is_initialized():
+        raise ValueError(f"{where}: there is no process group. Call `torch.distributed.init_process_group` first")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"{where}: this process is no member of `group`. Only the ranks of a group make a buffer of it"
+        )
+    group = dist.group.WORLD if group is None else group
+    if not (hasattr(group, "rank") and hasattr(group, "size")):
+        raise TypeError(f"{where}: `group` must be a process group, got {type(group).__name__}")
+    return group
 
 
-def _ranks_per_node(group: dist.ProcessGroup | None) -> int:
+def _ranks_per_node(group: dist.ProcessGroup) -> int:
     """Ranks of a node. The first time for a group, all its ranks call it together."""
     known = _domains_of.get(group)
     if known is None:

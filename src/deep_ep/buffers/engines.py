@@ -39,17 +39,21 @@ def find_device(device: torch.device | str | None) -> torch.device:
     """Return the device of a new buffer: the one that is requested, else `DEEP_EP_DEVICE`, else a GPU if there is
     one.
     """
-    wish = device or env.DEVICE.get() or ("cuda" if torch.cuda.is_available() else "cpu")
+    wish, remedy = device, "Pass device='cpu'"
+    if not device and env.DEVICE.get():
+        wish, remedy = env.DEVICE.get(), f"Set {env.DEVICE.name}=cpu"
+    wish = wish or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(wish)
     except RuntimeError as error:
-        raise ValueError(f"Buffer: `device` {wish!r} is none ({error}). Pass device='cpu' or 'cuda'") from None
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"Buffer: device {wish!r} is none ({reason}). {remedy} or 'cuda'") from None
     except TypeError:
         raise TypeError(f"Buffer: `device` must be a device or its name, got {type(device).__name__}") from None
     if chosen.type == "cpu":
         return torch.device("cpu")
     if chosen.type != "cuda" or not torch.cuda.is_available():
-        raise EPUnsupported(f"Buffer: device {chosen} is not there. Pass device='cpu', or run where torch sees a GPU")
+        raise EPUnsupported(f"Buffer: device {chosen} is not there. {remedy}, or run where torch sees a GPU")
     return chosen if chosen.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -295,7 +299,10 @@ def _require_kernels(device_type: str) -> None:
     from ..kernels import _triton
 
     if not _triton.is_usable(device_type):
-        what = "Triton is not installed" if not _triton.HAS_TRITON else f"TRITON_INTERPRET does not fit {device_type}"
+        what = "Triton is not installed"
+        if _triton.HAS_TRITON:
+            wish = "Set" if device_type == "cpu" else "Unset"
+            what = f"Triton compiles or interprets them. {wish} TRITON_INTERPRET=1 before deep_ep is imported"
         raise EPUnsupported(f"Buffer: kernels cannot run on {device_type}: {what}")
 
 

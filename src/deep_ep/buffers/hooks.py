@@ -25,19 +25,25 @@ class RecvHook:
         receive: The hook of the engine.
         method: The method that returns the hook.
         is_watched: Whether it should be called at all; those of a graph that is being captured need not be.
+
+    Attributes:
+        pending: Has one item until the hook is called. Handles have it, too, and not the hook, which must not outlive
+            its last reference.
     """
 
-    __slots__ = ("_buffer", "_forgotten", "_num_cleans", "_receive")
+    __slots__ = ("_buffer", "_forgotten", "_num_cleans", "_receive", "pending")
 
     def __init__(self, buffer: LowLatencyMethods, receive: Hook, method: str, is_watched: bool):
         self._buffer: LowLatencyMethods | None = buffer
         self._receive = receive
         self._num_cleans = buffer._num_cleans
         self._forgotten = method if is_watched else ""  # empty once it has been called
+        self.pending = [method]
 
     def __call__(self) -> None:
         """Receive."""
         self._forgotten = ""
+        self.pending.clear()
         buffer = self._buffer
         assert buffer is not None
         lock, trace = buffer._lock, buffer._trace

@@ -170,9 +170,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
 
     def _make(self, control: Control) -> Generated:
         """Make what a generation of the buffer consists of. All ranks call it together, in a joint step."""
-        if control.generation:
-            self._require_same_terms(control)
         topology = find_topology(control, forced_ranks_per_node(self.device))
+        self._require_same_terms(control)
         trace = open_trace(self._trace_folder, control)
         engine, transport = self._make_engine(control, topology)
         if trace is not None:
@@ -366,8 +365,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             num_tokens_per_rdma_rank: [nodes] int32, or None on one node.
             is_token_in_rank: [T, R] bool; what is sent follows it.
             num_tokens_per_expert: [E] int32.
-            topk_idx: [T, K] int32 or int64 expert ids, or None. They must be those of the layout, which is checked on
-                the CPU alone: on a GPU the host would have to wait for it.
+            topk_idx: [T, K] int32 or int64 expert ids, or None. They must be those of the layout, in its order of tokens:
+                rows go where `is_token_in_rank` says. On the CPU the number of selections of each expert is compared.
             topk_weights: [T, K] float32, or None; both or neither.
             expert_alignment: The counts per expert are rounded up to a multiple of it, which is below 2**31.
             num_worst_tokens: Make room for this many rows, below 2**31, and do not wait for the counts; needs top-k.
@@ -509,6 +508,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             or (not x.is_contiguous())
         ):
             x = checks.check_tensor(where, "x", x, shape, checks.COMBINE_DTYPES, device=device)
+        checks.warn_of_lost_gradients(where, x)
         if topk_weights is not None:
             dtypes = (torch.float32,)
             topk_weights = checks.check_tensor(where, "topk_weights", topk_weights, shape, dtypes, device=device)
@@ -664,6 +664,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         Args:
             hook: Called with the operation and the step, as in `dispatch: before offered`; None: no function any more.
         """
+        if hook is not None and not callable(hook):
+            raise TypeError(f"set_fault_hook: `hook` must be a function or None, got {type(hook).__name__}")
         self._require_engine("set_fault_hook").window.fault = hook
 
     def release_graphs(self) -> None:

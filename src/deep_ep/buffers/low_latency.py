@@ -116,12 +116,15 @@ class LowLatencyMethods:
         recv_x, num_rows, src_info, layout_range, scales = packed
         src_info._deep_ep_ranks = self._ranks  # type: ignore[attr-defined]  # see `require_same_ranks`
         _, num_experts, max_tokens, hidden, _ = known.geometry
+        if hook is not None:
+            hook = self._recv_hook(hook, _DISPATCH)
+            src_info._deep_ep_pending = hook.pending  # type: ignore[attr-defined]
         return (
             recv_x if scales is None else (recv_x, scales),
             num_rows,
             (src_info, layout_range, max_tokens, hidden, num_experts),
             EventOverlap(event, None if event is None else (x, topk_idx, recv_stats, wait_stats, *packed)),
-            hook if hook is None else self._recv_hook(hook, _DISPATCH),
+            hook,
         )
 
     def _check_dispatch(
@@ -145,6 +148,7 @@ class LowLatencyMethods:
             raise ValueError(f"{where}: `use_ue8m0` needs round_scale=True: exponents are all that is kept of a scale")
         form = RowFormat(bool(use_fp8), bool(round_scale and use_fp8), bool(use_ue8m0 and use_fp8))
         x = checks.check_tensor(where, "x", x, ("tokens", "hidden"), (torch.bfloat16,), device=self.device)
+        checks.warn_of_lost_gradients(where, x, 2)
         shape = (x.size(0), "top-k")
         topk_idx = checks.check_tensor(where, "topk_idx", topk_idx, shape, checks.IDX_DTYPES, device=self.device)
         geometry = self._geometry(where, max_tokens, x.size(1), num_experts, topk_idx.size(1), x.size(0))
@@ -213,6 +217,10 @@ class LowLatencyMethods:
             src_info = handle[0]
             x, topk_idx, topk_weights, result, wait_stats = tensors
         require_same_ranks(_COMBINE, src_info, self._ranks)
+        if getattr(src_info, "_deep_ep_pending", None):
+            raise ValueError(
+                f"{_COMBINE}: the rows of this handle have not been received. Call the hook of its dispatch first"
+            )
         engine = self._require_low_latency(_COMBINE)
         rows = CombineInputs(x, topk_idx, topk_weights, src_info, layout_range)
         combined, event, hook = engine.combine(known, rows, result, wait_stats)
@@ -252,6 +260,7 @@ class LowLatencyMethods:
                 "Write the values into the tensor of `get_next_low_latency_combine_buffer`"
             )
         x = checks.check_tensor(where, "x", x, rows, (torch.bfloat16,), contiguous=not zero_copy, device=device)
+        checks.warn_of_lost_gradients(where, x, 2)
         if out is not None:
             result = (num_tokens, geometry.hidden)
             out = checks.check_tensor(where, "out", out, result, (torch.bfloat16,), is_written=True, device=device)
@@ -406,7 +415,7 @@ class LowLatencyMethods:
             return None
         return checks.check_tensor(where, name, stats, (size,), (dtype,), is_written=True, device=self.device)
 
-    def _recv_hook(self, hook: Hook, method: str) -> Hook:
+    def _recv_hook(self, hook: Hook, method: str) -> RecvHook:
         is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return RecvHook(self, hook, method, not is_captured)
 

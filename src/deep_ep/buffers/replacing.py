@@ -47,7 +47,7 @@ class Generated(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The arguments of a buffer in which all ranks of a generation must agree."""
+    """The arguments of a buffer in which all ranks must agree; in the sizes only if they make a generation of it."""
 
     num_nvl_bytes: int
     num_rdma_bytes: int
@@ -205,10 +205,9 @@ class ReplacingMethods:
         Raises:
             EPError: They differ; the message names the argument, the ranks and the values.
         """
-        mine = Terms(
-            self.num_nvl_bytes, self.num_rdma_bytes, self.low_latency_mode, self.enable_shrink, self.device.type
-        )
-        terms = [Terms(*one) for one in control.gather(tuple(mine), f"meeting for generation {control.generation}")]
+        sizes = (self.num_nvl_bytes, self.num_rdma_bytes) if control.generation else (0, 0)
+        mine = Terms(*sizes, bool(self.low_latency_mode), bool(self.enable_shrink), self.device.type)
+        terms = [Terms(*one) for one in control.gather(tuple(mine), "comparing arguments")]
         for name, values in zip(Terms._fields, zip(*terms, strict=True), strict=True):
             if len(set(values)) > 1:
                 raise EPError(f"Buffer: `{name}` must be the same on all ranks, {_differing(values)}")

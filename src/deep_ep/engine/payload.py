@@ -92,6 +92,7 @@ class Routing:
         max_tokens: Most tokens of a rank, which must be the same on all ranks; 0: it was not given.
         has_known_ids: The ids are those of which the buffer has made the layout.
         keeps_weights: Received weights are those that were sent, also of experts of other ranks; otherwise these are 0.
+        has_weights: The caller of V2's dispatch, which may leave them out, has given weights.
     """
 
     num_tokens_per_rank: torch.Tensor
@@ -103,6 +104,7 @@ class Routing:
     max_tokens: int = 0
     has_known_ids: bool = False
     keeps_weights: bool = False
+    has_weights: bool = False
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All tensors of the routing that are not None."""
@@ -241,6 +243,7 @@ def agreement_of(operation: str, payload: Payload, routing: Routing | None, hand
         # Where the counts are waited for, the largest will do.
         max_tokens=routing.max_tokens if routing is not None and operation != "dispatch" else 0,
         handle=handle,
+        has_weights=int(routing is not None and routing.has_weights),
     )
 
 

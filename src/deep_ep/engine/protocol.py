@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -74,6 +74,7 @@ class Agreement(NamedTuple):
         handle: Checksum of the handle's counts, so that a handle of another dispatch is noticed.
         alignment: To which the rows of an expert are rounded up, if rows are put into an expanded result.
         is_whole: 1: every row of an expanded result is added at the token's rank; 0: a rank sums its own ones first.
+        has_weights: 1: a dispatch of V2 has weights.
     """
 
     operation: str
@@ -88,6 +89,7 @@ class Agreement(NamedTuple):
     handle: int = 0
     alignment: int = 0
     is_whole: int = 0
+    has_weights: int = 0
 
     def words(self) -> list[int]:
         """Encode the agreement as words of a header."""
@@ -106,11 +108,6 @@ class Agreement(NamedTuple):
     def differing(self, other: Agreement) -> list[str]:
         """Return the names of the items that differ in another agreement."""
         return [name for name, mine, theirs in zip(self._fields, self, other, strict=True) if mine != theirs]
-
-    def differences(self, other: Agreement) -> str:
-        """Describe the items that differ in another agreement, for a message."""
-        named = [f"{name} {getattr(other, name)} not {getattr(self, name)}" for name in self.differing(other)]
-        return ", ".join(named) or "nothing (it saw another difference)"
 
 
 _ARGUMENTS = {  # where the items of an agreement come from, as the caller knows it
@@ -132,18 +129,59 @@ _LOW_LATENCY_ARGUMENTS = {  # likewise, where a low-latency call has the item fr
     "max_tokens": "`num_max_dispatch_tokens_per_rank`",
 }
 _LOW_LATENCY_COMBINE_ARGUMENTS = {"num_scales": "`use_logfmt`"}
+_SCALES, _IDS, _WEIGHTS = "scales of `x`", "`topk_idx` and `topk_weights`", "`topk_weights`"
+_OPTIONAL = {  # what a call may leave out, and the items that are 0 or None then
+    "num_scales": _SCALES,
+    "scale_dtype": _SCALES,
+    "num_topk": _IDS,
+    "idx_dtype": _IDS,
+    "has_weights": _WEIGHTS,
+}
+_DISPATCHES = ("dispatch", "worst-case dispatch", "cached dispatch")
 
 
-def _arguments(operation: str, items: Collection[str]) -> list[str]:
+def _arguments(operation: str) -> dict[str, str]:
     """Return the arguments that items of an agreement come from, as the caller of a method knows them."""
     names = dict(_ARGUMENTS)
     if operation.startswith(LOW_LATENCY):
         names.update(_LOW_LATENCY_ARGUMENTS)
         if operation.endswith("combine"):
             names.update(_LOW_LATENCY_COMBINE_ARGUMENTS)
-        if "dtype" in items:  # rows of another dtype have other scales
-            items = [item for item in items if item not in ("num_scales", "scale_dtype")]
-    return [names[item] for item in items if item in names]
+    return names
+
+
+def _remedies(mine: Agreement, theirs: Agreement) -> list[str]:
+    """Return what to pass so that two ranks make the same call; empty: it is another call."""
+    operations, items = (mine.operation, theirs.operation), mine.differing(theirs)
+    if "operation" in items:
+        if not all(operation in _DISPATCHES for operation in operations):
+            return []
+        names = {"cached dispatch": "`handle`", "worst-case dispatch": "`num_worst_tokens` (`do_cpu_sync=False`)"}
+        return [f"{name} on all ranks, or on none" for operation, name in names.items() if operation in operations]
+    is_low_latency, arguments, remedies = mine.operation.startswith(LOW_LATENCY), _arguments(mine.operation), []
+    for item in items:
+        if is_low_latency and "dtype" in items and item in ("num_scales", "scale_dtype"):
+            continue  # rows of another dtype have other scales
+        optional = None if is_low_latency else _OPTIONAL.get(item)
+        if optional is not None and not (getattr(mine, item) and getattr(theirs, item)):
+            optional = _WEIGHTS if optional is _IDS and mine.operation == "combine" else optional
+            remedies.append(f"{optional} on all ranks, or on none")
+        elif item in arguments:
+            remedies.append(f"the same {arguments[item]} on all ranks")
+    return remedies
+
+
+def _differences(mine: Agreement, theirs: Agreement) -> str:
+    """Describe in what a rank differs, for a message."""
+    if mine.operation != theirs.operation:
+        return f"{theirs.operation}, not {mine.operation}"
+    names = {}
+    if mine.operation.startswith(LOW_LATENCY):  # items that are the numbers of other arguments
+        names = {item: _arguments(mine.operation)[item].strip("`") for item in ("num_scales", "max_tokens")}
+    named = [
+        f"{names.get(item, item)} {getattr(theirs, item)} not {getattr(mine, item)}" for item in mine.differing(theirs)
+    ]
+    return ", ".join(named) or "nothing (it saw another difference)"
 
 
 def disagreement(where: str, me: str, clashes: Sequence[tuple[str, Agreement, Agreement]]) -> EPError:
@@ -154,13 +192,12 @@ def disagreement(where: str, me: str, clashes: Sequence[tuple[str, Agreement, Ag
         me: This rank, as messages name it.
         clashes: The name of each rank that differs, what it is compared with, and what it has sent.
     """
-    said = "; ".join(f"{name} has {mine.differences(theirs)}" for name, mine, theirs in clashes)
-    items = {item: None for _, mine, theirs in clashes for item in mine.differing(theirs)}
-    arguments = _arguments(clashes[0][1].operation, items) if clashes else []
+    said = "; ".join(f"{name} has {_differences(mine, theirs)}" for name, mine, theirs in clashes)
+    found = [_remedies(mine, theirs) for _, mine, theirs in clashes]
     remedy = "Make the calls in the same order on all ranks"
-    if "operation" not in items and arguments:
-        remedy = f"Pass the same {', the same '.join(arguments)} on all ranks"
-    elif list(items) == ["handle"]:
+    if found and all(found):
+        remedy = f"Pass {', and '.join(dict.fromkeys(one for remedies in found for one in remedies))}"
+    elif {item for _, mine, theirs in clashes for item in mine.differing(theirs)} == {"handle"}:
         remedy = "Pass handles of one and the same dispatch on all ranks, and make the calls in the same order"
     return EPError(f"{where}: all ranks must make the same call, but {said} ({me}). {remedy}")
 

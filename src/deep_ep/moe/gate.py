@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from ..buffers.checks import check_int
 from ..placement import Placement, spread_choices
 
 Scoring = Literal["sigmoid", "softmax"]
@@ -79,7 +80,10 @@ def check_choice(num_experts: int, topk: int, num_groups: int, topk_groups: int)
 
     Raises:
         ValueError: They cannot.
+        TypeError: A number is no integer.
     """
+    for name, value in (("topk", topk), ("num_groups", num_groups), ("topk_groups", topk_groups)):
+        check_int("gate", name, value)
     if num_groups < 1 or num_experts % num_groups:
         raise ValueError(f"gate: {num_experts} experts must divide evenly into `num_groups`, got {num_groups}")
     if not 1 <= topk_groups <= num_groups:
@@ -249,6 +253,17 @@ class GateOptions:
     keep: Keep = "heaviest"
     balance_loss: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_int("GateOptions", "num_deciding", self.num_deciding, 1)
+        if self.scoring not in ("sigmoid", "softmax"):
+            raise ValueError(f"GateOptions: `scoring` must be 'sigmoid' or 'softmax', got {self.scoring!r}")
+        if self.keep not in ("heaviest", "first"):
+            raise ValueError(f"GateOptions: `keep` must be 'heaviest' or 'first', got {self.keep!r}")
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(
+                f"GateOptions: `capacity_factor` must be greater than 0, got {self.capacity_factor}. None: no limit"
+            )
+
 
 class Routes(NamedTuple):
     """What a gate decides.
@@ -310,7 +325,11 @@ class Gate(nn.Module):
         dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
-        self.options = options or GateOptions()
+        self.options = GateOptions() if options is None else options
+        if not isinstance(self.options, GateOptions):
+            raise TypeError(f"Gate: `options` must be a GateOptions, got {type(options).__name__}")
+        check_int("Gate", "hidden", hidden, 1)
+        check_int("Gate", "num_experts", num_experts, 1)
         check_choice(num_experts, topk, self.options.num_groups, self.options.topk_groups)
         self.topk = topk
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))

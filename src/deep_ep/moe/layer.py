@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from ..buffers.checks import check_int
 from ..buffers.elastic import ElasticBuffer
 from ..buffers.legacy import Buffer
 from ..placement import Placement, even_placement, move_experts, sum_over_copies
@@ -100,6 +101,16 @@ class MoELayer(nn.Module):
         expanded: bool = False,
     ):
         super().__init__()
+        for name, value, least in (
+            ("hidden", hidden, 1),
+            ("intermediate", intermediate, 1),
+            ("num_experts", num_experts, 1),
+            ("shared_intermediate", shared_intermediate, 0),
+            ("num_worst_tokens", num_worst_tokens, 0),
+        ):
+            check_int("MoELayer", name, value, least)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"MoELayer: `dtype` must be a torch dtype of floating-point numbers, got {dtype!r}")
         self.buffer = buffer = _find_buffer(group, buffer, mesh)
         if expanded and is_fp8:
             raise ValueError("MoELayer: `expanded` and `is_fp8` exclude each other. Pass one of them")
@@ -220,6 +231,11 @@ class MoELayer(nn.Module):
     def _exchange_expanded(self, buffer: ElasticBuffer, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
         """The same with rows that come grouped by expert: the experts take them as they are."""
         max_tokens = self.num_worst_tokens // self.buffer.group_size
+        if max_tokens and tokens.size(0) > max_tokens:
+            raise ValueError(
+                f"MoELayer: `x` has {tokens.size(0)} tokens, and `num_worst_tokens`={self.num_worst_tokens} allows a "
+                f"rank {max_tokens} of them where rows are expanded. Make the layer with more"
+            )
         idx, weights = routes.topk_idx, routes.topk_weights
         received = dispatch_expanded(buffer, tokens, idx, weights, self.num_experts, max_tokens)
         outputs = self.experts(received.x, received.num_rows)
@@ -311,6 +327,9 @@ class MoELayer(nn.Module):
 
 def _find_buffer(group: dist.ProcessGroup | None, buffer: Buffer | None, mesh: DeviceMesh | None) -> Buffer:
     """The buffer that was given, or one for the ranks that were."""
+    for name, given, kind in (("buffer", buffer, Buffer), ("mesh", mesh, DeviceMesh)):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(f"MoELayer: `{name}` must be a {kind.__name__}, got {type(given).__name__}")
     if mesh is None:
         if (group is None) == (buffer is None):
             raise ValueError("MoELayer: `group`, `buffer` or `mesh` must be given, and not both of the first two")
@@ -337,9 +356,12 @@ def _find_device(device: torch.device | str | None, buffer: Buffer) -> torch.dev
     """Where parameters are made."""
     if device is None:
         return torch.device("meta") if torch.get_default_device().type == "meta" else buffer.device
-    given = torch.device(device)
-    if given.type not in ("meta", buffer.device.type):
-        raise ValueError(f"MoELayer: `device` must be the buffer's {buffer.device} or meta, got {given}")
+    try:
+        given = torch.device(device)
+    except RuntimeError:  # torch knows no such device
+        given = None
+    if given is None or given.type not in ("meta", buffer.device.type):
+        raise ValueError(f"MoELayer: `device` must be the buffer's {buffer.device} or meta, got {device}")
     return given if given.type == "meta" else buffer.device
 
 

@@ -60,6 +60,12 @@ def _land(land: Callable[[], Result]) -> Result:
     return land()
 
 
+def _check_tensors(where: str, **tensors: Any) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{where}: `{name}` must be a tensor, got {type(value).__name__}")
+
+
 class Received(NamedTuple):
     """What `dispatch` brings.
 
@@ -161,6 +167,7 @@ def dispatch(
         previous_event: Wait for it first.
         async_finish: Return before the rows are there: `wait()` brings them.
     """
+    _check_tensors("moe.dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     if x.dtype not in DTYPES:
         raise TypeError(f"moe.dispatch: `x` must be BF16, FP16, FP32 or FP64, it is {x.dtype}")
     weights = topk_weights.to(torch.float64 if is_wide(x, topk_weights, is_fp8) else torch.float32)
@@ -310,6 +317,14 @@ def combine(
     Returns:
         [T, H].
     """
+    _check_tensors("moe.combine", y=y)
+    if not isinstance(received, Received):
+        raise TypeError(f"moe.combine: `received` must be what `dispatch` returned, got {type(received).__name__}")
+    if not torch.compiler.is_compiling() and (y.dim() != 2 or y.size(0) != received.x.size(0)):
+        raise ValueError(
+            f"moe.combine: `y` must have shape [{received.x.size(0)}, hidden], a row for each of `received.x`, it has "
+            f"{list(y.shape)}"
+        )
     order = Order(previous_event, async_finish)
     if torch.compiler.is_compiling() and not received.is_fixed:
         return _combine_untraced(buffer, y, received, is_fp8, order)

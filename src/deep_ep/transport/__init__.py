@@ -66,7 +66,10 @@ def choose(num_ranks: int) -> Choice:
         "shm": shm.why_not(),
     }
     if wish not in ("auto", *choices):
-        raise ValueError(f"{env.TRANSPORT.name}: {wish!r} is not one of auto, {', '.join(choices)}, {MESSAGE}")
+        raise ValueError(
+            f"{env.TRANSPORT.name}: {wish!r} is not one of auto, {', '.join(choices)}, {MESSAGE} and interpreted, for "
+            "CPU ranks"
+        )
     for name, choice in choices.items():
         if wish in ("auto", name) and reasons[name] is None:
             return choice if wish == "auto" else choice._replace(reason=f"{env.TRANSPORT.name}={wish}")

@@ -270,9 +270,9 @@ def _dispatch_key(operation: str, payload: Payload, routing: Routing | None, num
     x, scales = payload.x, payload.scales
     num_topk = num_experts = num_scales = max_tokens = 0
     idx_dtype = scale_dtype = None
-    keeps_weights = False
+    keeps_weights = has_weights = False
     if routing is not None:
-        keeps_weights = routing.keeps_weights
+        keeps_weights, has_weights = routing.keeps_weights, routing.has_weights
         num_experts = routing.num_tokens_per_expert.shape[0]
         if routing.max_tokens and operation != "dispatch" and routing.max_tokens < _MOST_AGREED_TOKENS:
             max_tokens = routing.max_tokens
@@ -285,7 +285,7 @@ def _dispatch_key(operation: str, payload: Payload, routing: Routing | None, num
     hidden = x.shape[1]
     return (
         operation, hidden, x.dtype, alignment, num_scales, scale_dtype, num_topk, idx_dtype, num_experts, max_tokens,
-        keeps_weights, num_sms,
+        keeps_weights, num_sms, has_weights,
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class DispatchSignature(NamedTuple):
         max_tokens: Most tokens of a rank, which must be the same on all ranks; 0: it was not given.
         keeps_weights: Weights of experts of other ranks travel as they are, see `payload.Routing`.
         num_sms: Most blocks of a kernel; None: nothing bounds them.
+        has_weights: See `Agreement`.
     """
 
     operation: str
@@ -57,6 +58,7 @@ class DispatchSignature(NamedTuple):
     max_tokens: int
     keeps_weights: bool
     num_sms: int | None
+    has_weights: bool
 
 
 class CombineSignature(NamedTuple):
@@ -134,8 +136,9 @@ def terms_of(signature: DispatchSignature, step: int, num_ranks: int) -> Terms:
     """Return what a rank posts in all dispatches of a signature."""
     operation, hidden, dtype, _, num_scales, scale_dtype, num_topk, idx_dtype, num_experts, max_tokens, *_ = signature
     agreement = Agreement(
-        operation, num_experts, num_topk, hidden, dtype, num_scales, scale_dtype, idx_dtype, max_tokens
-    )
+        operation, num_experts, num_topk, hidden, dtype, num_scales, scale_dtype, idx_dtype, max_tokens,
+        has_weights=int(signature.has_weights),
+    )  # fmt: skip
     return Terms(step, OPERATIONS.index(operation), pack(agreement), num_experts // num_ranks)
 
 

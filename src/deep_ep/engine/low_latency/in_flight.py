@@ -68,7 +68,7 @@ class InFlight:
         if depth > MOST_IN_FLIGHT:
             raise EPError(
                 f"{where}: {depth} results would be in flight, the window has room for {MOST_IN_FLIGHT}. "
-                "Call the hook of the earlier call first"
+                "Call the hook of the earlier call first; if it was dropped, make a new buffer"
             )
         if slot != FREE_SLOT:
             return

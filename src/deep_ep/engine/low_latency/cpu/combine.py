@@ -175,14 +175,17 @@ class LowLatencyCombine(LowLatencyCall):
             counts, firsts = blocks & 0xFFFFFFFF, blocks >> 32
             is_right = (counts == wanted[rank]) & (firsts >= 0) & (firsts + counts <= post.num_rows)
             start = self._peer_grain(rank, post, post.num_rows * geometry.slot_bytes)
-            starts[rank] = self._wanted_grains(rank, is_right, start + firsts * (geometry.slot_bytes // GRAIN_BYTES))
+            grains = start + firsts * (geometry.slot_bytes // GRAIN_BYTES)
+            starts[rank] = self._wanted_grains(rank, is_right, grains, has_none=not counts.any())
         for rank, (counts, slots) in remote.items():
             pitches[rank] = pitch = slots.size(1) // GRAIN_BYTES
             firsts = self.shared.atlas.grain_at(slots.data_ptr()) + (counts.cumsum(0) - counts) * pitch
-            starts[rank] = self._wanted_grains(rank, counts == wanted[rank], firsts)
+            starts[rank] = self._wanted_grains(rank, counts == wanted[rank], firsts, has_none=not counts.any())
         return starts.flatten(), pitches.flatten()
 
-    def _wanted_grains(self, rank: int, is_right: torch.Tensor, grains: torch.Tensor) -> torch.Tensor:
+    def _wanted_grains(
+        self, rank: int, is_right: torch.Tensor, grains: torch.Tensor, *, has_none: bool
+    ) -> torch.Tensor:
         """Return the grains at which a rank has the rows that are wanted.
 
         Raises:
@@ -191,7 +194,7 @@ class LowLatencyCombine(LowLatencyCall):
         """
         if bool(is_right.all()):
             return grains
-        if self.shared.can_mask:
+        if self.shared.can_mask and has_none:
             raise ExcludedError(rank, ", which had masked this rank at the dispatch and has no rows for it")
         raise SpoiledError(
             f"{self.name}: rank {rank} has other rows for this rank than its tokens select. Pass the "

@@ -143,8 +143,9 @@ class LowLatencyDispatch(LowLatencyCall):
             sorted({**self._local_parts(posts.local, counts), **self._remote_parts(posts.remote, counts)}.items())
         )
         blocks, sizes, ranks = kernels.Blocks.of(counts.t().contiguous()), counts.sum(1), list(parts)
-        tokens = torch.cat([part.tokens for part in parts.values()]).long()
-        indices = torch.cat([part.rows for part in parts.values()]).long() if posts.remote else tokens
+        nothing = counts.new_empty(0)  # comes where all ranks are masked
+        tokens = torch.cat([nothing, *(part.tokens for part in parts.values())])
+        indices = torch.cat([nothing, *(part.rows for part in parts.values())]) if posts.remote else tokens
         limits, bases = sizes.new_zeros(2, geometry.num_ranks)
         limits[ranks] = limits.new_tensor([part.num_rows for part in parts.values()])
         if not bool(((indices >= 0) & (indices < limits.repeat_interleave(sizes))).all()):
