@@ -200,8 +200,8 @@ def main() -> None:
         default = getattr(Options, name)
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}")
     args = vars(parser.parse_args())
-    require("decode", device=args["device"])
     num_ranks = args.pop("ranks")
+    require("decode", ranks=num_ranks, **args)
     if args["device"] == "cuda":
         with shared_gpu(num_ranks):
             results = run_ranks(decode, num_ranks, Options(**args))

@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--ms", type=float, help="milliseconds of a computation (default: 8, on a GPU 2)")
     parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw the timeline (needs matplotlib)")
     args = parser.parse_args()
-    require("overlap", device=args.device, plot=args.plot)
+    require("overlap", device=args.device, plot=args.plot, ranks=args.ranks, layers=args.layers, ms=args.ms)
     options = Options(args.device, args.layers, args.ms or (2.0 if args.device == "cuda" else 8.0))
     if args.device == "cuda":
         with shared_gpu(args.ranks):

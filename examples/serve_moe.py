@@ -38,7 +38,8 @@ import torch.distributed as dist
 
 from deep_ep import Buffer, metrics
 from deep_ep.tools.mps import shared_gpu
-from deep_ep.tools.plotting import new_figure, require_matplotlib, write_png
+from deep_ep.tools.needs import require
+from deep_ep.tools.plotting import new_figure, write_png
 
 VOCABULARY, EXPERTS_PER_RANK, TOPK = 64, 4, 2
 ANSWER_TOKENS = 12
@@ -478,6 +479,9 @@ def main() -> None:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     args = parser.parse_args()
+    sizes = {name: getattr(args, name) for name, _ in _SIZES}
+    positive = {"ranks": args.ranks, "seconds": args.seconds, **sizes, "metrics_port": None}
+    require("serve_moe", device=args.device, plot=args.plot, **positive)
     if args.kill is not None and not 0 <= args.kill < args.ranks:
         parser.error(f"--kill must be a rank below {args.ranks}, got {args.kill}")
     if args.revive and args.kill is None:
@@ -486,9 +490,7 @@ def main() -> None:
         parser.error("--revive works on the CPU only: on a GPU a rank cannot be replaced")
     if args.requests < 2 or args.requests % 2:
         parser.error(f"--requests must be even, for two micro-batches, got {args.requests}")
-    if args.plot is not None:
-        require_matplotlib("serve_moe")
-    options = Options(args.device, args.ranks, **{name: getattr(args, name) for name, _ in _SIZES})
+    options = Options(args.device, args.ranks, **sizes)
     if options.device == "cuda":
         with shared_gpu(options.ranks):
             launcher = run(options, args.seconds, args.kill, args.revive)

@@ -379,7 +379,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parse()
-    require("train_moe", device=given.device, plot=given.plot)
+    numbers = {"ranks": given.ranks, "steps": given.steps, "sequences": given.sequences, "clip": given.clip}
+    require("train_moe", device=given.device, plot=given.plot, **numbers)
     options = Options(
         given.steps,
         given.sequences,

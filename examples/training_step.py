@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import deep_ep
 from deep_ep import Buffer, EventOverlap
+from deep_ep.tools.needs import require
 
 EXPERTS_PER_RANK, TOKENS, HIDDEN, TOPK = 2, 16, 32, 2
 
@@ -122,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4, help="ranks to start, where torchrun has not started any")
     options = parser.parse_args()
+    require("training_step", ranks=options.ranks)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         errors = [step(dist.get_rank(), dist.get_world_size())]

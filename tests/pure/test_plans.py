@@ -46,7 +46,7 @@ def test_what_is_left_out_of_a_line_has_a_default() -> None:
     ],
 )
 def test_a_line_that_is_no_plan(line: str, said: str) -> None:
-    with pytest.raises(ValueError, match=r"^soak: --plan: .*") as caught:
+    with pytest.raises(ValueError, match=r"^soak: --plan") as caught:
         FaultPlan.parse(line)
     assert said in str(caught.value)
 

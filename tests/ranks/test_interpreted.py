@@ -171,7 +171,12 @@ def disagreement(rank: int, num_ranks: int, how: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("how", "named"),
-    [("hidden", "hidden"), ("dtype", "dtype torch.float"), ("top-k", "num_topk"), ("operation", "has combine, not dispatch")],
+    [
+        ("hidden", "hidden"),
+        ("dtype", "dtype torch.float"),
+        ("top-k", "num_topk"),
+        ("operation", "has combine, not dispatch"),
+    ],
 )
 def test_ranks_that_disagree_all_raise_and_say_who_and_what(how: str, named: str) -> None:
     for first, later in run_ranks(disagreement, 3, how, env=INTERPRETED):

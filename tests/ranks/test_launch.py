@@ -106,6 +106,22 @@ def test_a_rank_may_have_workers() -> None:
     assert run_ranks(load, 2) == [28, 28]
 
 
+def leave(rank: int, num_ranks: int, how: str) -> int:
+    if how == "destroys":
+        dist.destroy_process_group()
+    elif rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV) if how == "crashes" else os._exit(7)
+    return rank
+
+
+def test_how_a_rank_has_ended_is_told() -> None:
+    assert run_ranks(leave, 2, "destroys") == [0, 1]  # as programs do at their end
+    with pytest.raises(RankFailed, match=r"rank 1/2: the process ended without a word, by SIGSEGV: it was killed"):
+        run_ranks(leave, 2, "crashes")
+    with pytest.raises(RankFailed, match=r"rank 1/2: the process ended without a word, with exit code 7. It called"):
+        run_ranks(leave, 2, "exits")
+
+
 # What cannot be sent -------------------------------------------------------------------------------------------------
 
 

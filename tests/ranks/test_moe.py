@@ -317,7 +317,11 @@ def test_a_buffer_warns_once_of_gradients_that_it_loses(device: str) -> None:
         for _ in range(2):
             assert not buffer.dispatch(x, **layout)[0].requires_grad
         moe.dispatch(buffer, x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 1)
-    (warning,) = seen
+        handle = buffer.dispatch(x.detach(), **layout)[4]
+        assert not buffer.combine(x, handle)[0].requires_grad
+    warning, of_combine = seen
+    assert str(of_combine.message).startswith("Buffer.combine: `x` requires gradients")
+    assert of_combine.filename == __file__
     assert "Use `deep_ep.moe.dispatch`" in str(warning.message)
     assert warning.filename == __file__
 

@@ -365,8 +365,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             num_tokens_per_rdma_rank: [nodes] int32, or None on one node.
             is_token_in_rank: [T, R] bool; what is sent follows it.
             num_tokens_per_expert: [E] int32.
-            topk_idx: [T, K] int32 or int64 expert ids, or None. They must be those of the layout, in its order of tokens:
-                rows go where `is_token_in_rank` says. On the CPU the number of selections of each expert is compared.
+            topk_idx: [T, K] int32 or int64 expert ids, or None: those of the layout, in the same order, since rows go
+                where `is_token_in_rank` says. On the CPU the number of selections of each expert is compared.
             topk_weights: [T, K] float32, or None; both or neither.
             expert_alignment: The counts per expert are rounded up to a multiple of it, which is below 2**31.
             num_worst_tokens: Make room for this many rows, below 2**31, and do not wait for the counts; needs top-k.

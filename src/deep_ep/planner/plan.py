@@ -185,6 +185,9 @@ def make_plan(question: Question, table: Table) -> Plan:
         ValueError: It makes no sense.
     """
     question.check()
+    systems = table.systems()
+    if question.system and question.system not in systems:
+        raise ValueError(f"planner: there is no system {question.system!r}. There are {', '.join(sorted(systems))}")
     sizes: list[SizePlan] = []
     left_out: list[tuple[int, str]] = []
     for num_ranks in question.sizes:

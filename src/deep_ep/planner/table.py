@@ -96,6 +96,11 @@ class Table:
     def __init__(self, entries: dict[Key, Entry]):
         self.entries = entries
 
+    def systems(self) -> set[str]:
+        """Names of the systems that there are constants of."""
+        num_of_kind = 4  # names of a kind of call, the one level without a system
+        return {key[0] for key in self.entries if len(key) > num_of_kind}
+
     def find(self, call: Call) -> tuple[str, Entry | None]:
         """The most particular constants for a call, and their level."""
         keys = keys_of(call)

@@ -7,6 +7,9 @@ run. 130: Ctrl-C. 143: it was terminated.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import signal
 import sys
 import threading
@@ -38,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an arrow must not end a command on a terminal that has none
     try:
         parser = _parser(arguments)
         args = parser.parse_args(arguments)
@@ -45,7 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         with _leaving_when_terminated():
-            return _run(args)
+            status = _run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has seen enough
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:  # no space, no permission
+        _drop_output()
+        print(_one_line(error), file=sys.stderr)
+        return 2
     except (EPError, ValueError) as error:
         print(_one_line(error), file=sys.stderr)
         return 2
@@ -53,6 +68,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except _Terminated:
         return 128 + signal.SIGTERM
+
+
+def _drop_output() -> None:
+    """Write what is still to be written nowhere: Python would fail once more, at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where there are some and the help does not say them already."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False) or "(default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
 
 
 class _Terminated(BaseException):
@@ -81,7 +111,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog=_PROGRAM, description="Expert-parallel dispatch and combine for Mixture-of-Experts models.")
     parser.add_argument("--version", action="version", version=f"deep_ep {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    formatter = argparse.ArgumentDefaultsHelpFormatter
+    formatter = _Formatter
     demo = commands.add_parser("demo", help="see one MoE layer run over several CPU ranks", formatter_class=formatter)
     doctor = commands.add_parser("doctor", help="see what this machine has, and whether two ranks can talk")
     bench = commands.add_parser("bench", help="measure dispatch and combine properly", formatter_class=formatter)

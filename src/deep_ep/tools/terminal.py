@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 
+class Terminal(Console):
+    """A console that lets a closed pipe be an error like others; rich would end the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what rich has caught."""
+        raise
+
+
 def plain_table(gap: int = 2, **options: Any) -> Table:
     """A table without lines, its columns `gap` characters apart."""
     return Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, **options)
@@ -27,8 +36,8 @@ def table_console(plain_width: int) -> Console:
     Args:
         plain_width: Its width in a file or a pipe, unless `COLUMNS` says otherwise.
     """
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=plain_width)
+    console = Terminal()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Terminal(width=plain_width)
 
 
 def print_table(console: Console, table: Table, num_kept: int = 1) -> None:
@@ -91,14 +100,18 @@ def only_on_terminal(console: Console, shown: AbstractContextManager) -> Abstrac
 
 
 def require_folder(command: str, path: Path) -> None:
-    """Fail before anything runs if there is no folder for a file that is written after it.
+    """Fail before anything runs if a file cannot be written after it.
 
     Raises:
-        ValueError: There is none.
+        ValueError: It is a folder, there is no folder for it, or it may not be written.
     """
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"{command}: there is no folder {folder} to write {path.name} into")
+    if path.is_dir():
+        raise ValueError(f"{command}: {path} is a folder, and must be a file to write")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{command}: {path} cannot be written")
 
 
 def require_device(command: str, device: str | None) -> None:
@@ -109,6 +122,18 @@ def require_device(command: str, device: str | None) -> None:
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{command}: --device cuda needs a GPU, and torch sees none here. Pass --device cpu")
+
+
+def require_positive(command: str, **options: float | None) -> None:
+    """Fail before anything runs if an option that was given is not greater than 0, or not finite.
+
+    Raises:
+        ValueError: One is not.
+    """
+    for name, value in options.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            least = "at least 1" if isinstance(value, int) else "greater than 0, and finite"
+            raise ValueError(f"{command}: --{name.replace('_', '-')} must be {least}, got {value}")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...buffers.engines import NVSHMEM
 from ...transport import MESSAGE
 from ..plotting import require_matplotlib
-from ..terminal import require_folder
+from ..terminal import require_folder, require_positive
 from . import elastic, internode, low_latency, normal, results
 from . import report as reports
 from .cases import CASES
@@ -269,6 +269,8 @@ def _run_bench(args: argparse.Namespace) -> None:
         setting = find_setting(args, base, _LOW_LATENCY_QUICK)
         titles, measure = low_latency_titles(args.device), low_latency.measure
     args.ranks = args.ranks or [_NUM_RANKS[args.device]]
+    for size in args.ranks:
+        require_positive("bench", ranks=size)
     _choose_cases(args, titles)
     _check_files(args, reports.marker_of(args.mode, args.device == "cuda"))
     words = ["--ranks", *(str(size) for size in args.ranks)]
@@ -348,7 +350,7 @@ def _check_files(args: argparse.Namespace, marker: str) -> None:
     if args.readme is not None:
         if not args.readme.is_file():
             raise ValueError(f"bench: there is no file {args.readme} to put the table into")
-        reports.replace_table(args.readme.read_text(), marker, "")
+        reports.replace_table(args.readme.read_text(encoding="utf-8"), marker, "")
     if args.plot is not None:
         require_matplotlib("bench")
 

@@ -26,7 +26,7 @@ from ...launch import run_ranks
 from ...moe import MoELayer, Routes
 from ...moe.ops import Received
 from ..mps import shared_gpu
-from ..terminal import require_device
+from ..terminal import require_device, require_positive
 from .gpu import enter_device
 
 _WARM_UP = 3
@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> None:
     """Measure, and print it."""
     sizes = (args.hidden, args.intermediate, args.shared, args.experts, args.topk, args.rounds)
     setting = LayerSetting(args.device, args.ranks, args.tokens, *sizes)
+    names = ("ranks", "tokens", "hidden", "intermediate", "experts", "topk", "rounds")
+    require_positive("bench layer", **{name: getattr(args, name) for name in names})
     require_device("bench layer", setting.device)
     is_cuda = setting.device == "cuda"
     with tempfile.TemporaryDirectory() as folder, shared_gpu(args.ranks) if is_cuda else contextlib.nullcontext():

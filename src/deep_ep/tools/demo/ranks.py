@@ -69,9 +69,10 @@ def _run_rank(rank: int, num_ranks: int, shape: Shape, news: Connection) -> Rank
 
 def _run_layer(buffer: Buffer, shape: Shape, tokens: Tokens, tell: Callable[[str], None]) -> RankResult:
     tell("dispatch")
-    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(tokens.topk_idx, shape.num_experts)
+    per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(tokens.topk_idx, shape.num_experts)
     routing: dict[str, Any] = {
         "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_node,
         "num_tokens_per_expert": per_expert,
         "is_token_in_rank": mask,
         "topk_idx": tokens.topk_idx,

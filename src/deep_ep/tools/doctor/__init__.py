@@ -12,13 +12,11 @@ import argparse
 import json
 from dataclasses import asdict
 
-from rich.console import Console
-
 from ... import __version__
-from ..terminal import only_on_terminal
+from ..terminal import Terminal, only_on_terminal
 from .checks import look_at_machine, look_at_names, look_at_software, look_at_variables
 from .hardware import look_at_hardware
-from .report import DoctorReport
+from .report import PROBLEM, DoctorReport
 from .round_trip import try_round_trip
 from .shared_memory import look_at_shared_memory
 from .show import show_report
@@ -35,13 +33,13 @@ def run(args: argparse.Namespace) -> int:
     """Look at everything and print it.
 
     Returns:
-        0 if the round trip worked, else 1.
+        0 if the round trip worked, and all variables can be read, else 1.
     """
     if args.json:
         report = examine()
         print(json.dumps(asdict(report), indent=2))
     else:
-        console = Console(highlight=False)
+        console = Terminal(highlight=False)
         with only_on_terminal(console, console.status("looking around, and starting two ranks")):
             report = examine()
         show_report(console, report, args.env)
@@ -52,5 +50,6 @@ def examine() -> DoctorReport:
     """Look at everything. The round trip takes a few seconds, most of it for starting processes."""
     findings = [*look_at_software(), *look_at_machine(), *look_at_shared_memory(), *look_at_names()]
     gpus, nics = look_at_hardware()
-    transports, round_trip = look_at_transports(), try_round_trip()
-    return DoctorReport(__version__, round_trip.ok, findings, gpus, nics, look_at_variables(), transports, round_trip)
+    transports, round_trip, variables = look_at_transports(), try_round_trip(), look_at_variables()
+    ok = round_trip.ok and not any(one.status == PROBLEM for one in variables)
+    return DoctorReport(__version__, ok, findings, gpus, nics, variables, transports, round_trip)

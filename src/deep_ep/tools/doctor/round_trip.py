@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ... import reference
+from ... import env, reference
 from ...buffers.legacy import Buffer
 from ...launch import run_ranks
 from .checks import settings
@@ -24,7 +24,10 @@ def try_round_trip() -> RoundTrip:
     start = time.perf_counter()
     try:
         # A forkserver that runs already has older settings: hand these over.
-        results = run_ranks(_run_rank, _NUM_RANKS, limit_secs=60.0, env=settings())
+        wishes = settings()
+        if _NUM_RANKS % (env.RANKS_PER_NODE.get() or 1):
+            wishes[env.RANKS_PER_NODE.name] = "0"  # it is meant for more ranks than are tried here
+        results = run_ranks(_run_rank, _NUM_RANKS, limit_secs=60.0, env=wishes)
     except Exception as error:  # whatever it is, it is what the user came to see
         problem = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), repr(error))
         return RoundTrip(False, _NUM_RANKS, time.perf_counter() - start, problem=problem, advice=_advice())
@@ -49,12 +52,13 @@ def _run_rank(rank: int, num_ranks: int) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "DEEP_EP_.*: there is no such variable")  # doctor itself says it, once
     buffer = Buffer(dist.group.WORLD, 1 << 20, explicitly_destroy=True)
     try:
-        per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(idxs[rank], _NUM_EXPERTS)
+        per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(idxs[rank], _NUM_EXPERTS)
         for _ in range(_NUM_REPEATS):  # the last counts: the first ones also set memory aside
             start = time.perf_counter()
             recv_x, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(
                 xs[rank],
                 num_tokens_per_rank=per_rank,
+                num_tokens_per_rdma_rank=per_node,
                 num_tokens_per_expert=per_expert,
                 is_token_in_rank=mask,
                 topk_idx=idxs[rank],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from ...planner.validate import KINDS, check_points, cross_validate, score_famil
 from ..plotting import require_matplotlib
 from ..report.figures import count
 from ..report.load import load
-from ..terminal import print_table, require_folder, table_console
+from ..terminal import print_table, require_folder, require_positive, table_console
 from . import calibrate, show
 
 _PLAIN_WIDTH = 200  # of a table that goes into a file or a pipe
@@ -109,6 +110,11 @@ def run(args: argparse.Namespace) -> int:
         require_matplotlib("plan")
     if args.cross is not None and args.validate is None:
         raise ValueError("plan: --cross needs --validate and a file of figures")
+    for name in ("results", "namespaces"):
+        if getattr(args, name) is not None and not args.calibrate:
+            raise ValueError(f"plan: --{name} needs --calibrate")
+    if args.output is not None and not (args.calibrate or args.fit is not None):
+        raise ValueError("plan: -o needs --fit or --calibrate")
     if args.fit is not None:
         _fit(args)
     elif args.validate is not None:
@@ -165,6 +171,7 @@ def _name(args: argparse.Namespace) -> str:
 
 
 def _question(args: argparse.Namespace, load_of_trace: tuple[float, ...] | None) -> Question:
+    _check_numbers(args)
     cluster, model = _cluster(args), _model(args)
     if load_of_trace is not None:
         model = replace(model, num_experts=len(load_of_trace))
@@ -191,6 +198,26 @@ def _question(args: argparse.Namespace, load_of_trace: tuple[float, ...] | None)
         is_logfmt=args.logfmt,
         is_expanded=args.expanded,
     )
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Refuse numbers that no cluster and no model has."""
+    names = (
+        "ranks_per_node",
+        "link_gbps",
+        "network_gbps",
+        "tokens",
+        "context",
+        "micro_batches",
+        "groups",
+        "topk_groups",
+    )
+    require_positive("plan", **{name: getattr(args, name) for name in names})
+    for size in args.sizes or ():
+        require_positive("plan", sizes=size)
+    for name in ("zipf", "replicas", "sms"):
+        if not (getattr(args, name) >= 0 and math.isfinite(getattr(args, name))):
+            raise ValueError(f"plan: --{name} must be at least 0, and finite, got {getattr(args, name)}")
 
 
 def _model(args: argparse.Namespace) -> Model:

@@ -76,7 +76,7 @@ def _script_json(data: Any) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text()
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _header(trace: LoadedTrace, figures: Figures) -> str:

@@ -20,14 +20,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
-from rich.console import Console
 
 from ... import __version__
 from ...buffers.legacy import Buffer
 from ..machine import find_machine
 from ..mps import shared_gpu
 from ..plotting import require_matplotlib
-from ..terminal import require_folder
+from ..terminal import Terminal, require_device, require_folder, require_positive
 from . import fault_runs, files, returns, show
 from .data import Limits
 from .parent import run_soak, shrink_outcome
@@ -146,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     goal = _goal_of(args)
     json_path, plot_path = _paths_of(args)
     machine = find_machine(__version__)
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     show.show_title(console, goal)
     sharing = shared_gpu(goal.num_ranks) if goal.device == "cuda" else nullcontext()
     with sharing, show.showing_progress(goal) as progress:
@@ -175,13 +174,13 @@ def _run_plans(args: argparse.Namespace) -> int:
     json_path: Path | None = getattr(args, "json", None)
     if json_path not in (None, _STDOUT):
         require_folder("soak", json_path)
-    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    progress = Terminal(stderr=True, highlight=False, soft_wrap=True)
     with show.showing_plans(progress, len(plans)) as on_result:
         results = fault_runs.run_plans(plans, on_result)
     if json_path == _STDOUT:
         print(fault_runs.as_json(results))
     else:
-        fault_runs.show_results(Console(highlight=False), results)
+        fault_runs.show_results(Terminal(highlight=False), results)
     if json_path not in (None, _STDOUT):
         files.write_text(json_path, fault_runs.as_json(results))
     return 1 if any(result.wrong for result in results) else 0
@@ -204,7 +203,7 @@ def _run_histories(args: argparse.Namespace) -> int:
     topologies = [(ranks, per_node)] if ranks else returns.TOPOLOGIES
     seeds = range(args.seed, args.seed + args.returns)
     histories = [returns.draw_history(seed, *topologies[seed % len(topologies)]) for seed in seeds]
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(highlight=False, soft_wrap=True)
     results = returns.play_histories(histories, lambda played: show.show_history(console, played))
     show.show_histories(console, results)
     return 1 if any(one.error for one in results) else 0
@@ -243,8 +242,8 @@ def _goal_of(args: argparse.Namespace) -> Goal:
     per_node = args.ranks_per_node if args.ranks_per_node < num_ranks else 0
     if per_node and args.low_latency and args.device != "cpu":
         raise ValueError("soak: --low-latency with --ranks-per-node is for CPU ranks. Leave --device out")
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"soak: --minutes must be greater than 0, got {minutes:g}")
+    require_positive("soak", minutes=minutes)
+    require_device("soak", args.device)
     if num_calls is not None and num_calls < 1:
         raise ValueError(f"soak: --calls must be at least 1, got {num_calls}")
     if segment is not None and segment < 0:

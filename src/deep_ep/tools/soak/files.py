@@ -36,7 +36,7 @@ def write_text(path: Path, text: str) -> None:
         ValueError: The file cannot be written.
     """
     try:
-        path.write_text(text + "\n")
+        path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"soak: --json: cannot write {path} ({error.strerror})") from None
 

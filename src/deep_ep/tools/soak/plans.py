@@ -160,7 +160,7 @@ class FaultPlan:
         Raises:
             ValueError: It is none.
         """
-        signal, *pairs = text.split()
+        signal, *pairs = text.split() or [""]
         values: dict[str, str | int] = {}
         kinds = {field.name: field.type for field in fields(cls)}
         for pair in pairs:
@@ -174,8 +174,10 @@ class FaultPlan:
             values[name] = int(value) if kinds[name] == "int" else value
         try:
             return cls(signal, **values)  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"soak: --plan: {str(error).removeprefix('FaultPlan.__init__() ')}") from None
+        except TypeError:
+            raise ValueError('soak: --plan must be a signal and pairs, as "KILL rank=1 at=calls+20ms"') from None
+        except ValueError as error:
+            raise ValueError(f"soak: --plan: {error}") from None
 
     def __str__(self) -> str:
         values = [f"{field.name}={getattr(self, field.name)}" for field in fields(self)[1:]]

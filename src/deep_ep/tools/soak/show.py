@@ -12,7 +12,7 @@ from rich.status import Status
 from rich.table import Table
 
 from ... import __version__
-from ..terminal import counted, only_on_terminal, plain_table
+from ..terminal import Terminal, counted, only_on_terminal, plain_table, print_table
 from .fault_runs import PlanResult
 from .parent import Outcome
 from .plan import Goal, plan_segment
@@ -45,7 +45,7 @@ class SoakProgress:
     """The latest of every rank: a line that changes on a terminal, else a line now and then. On stderr."""
 
     def __init__(self, goal: Goal):
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = Terminal(stderr=True, highlight=False, soft_wrap=True)
         self.status = Status("starting the ranks", console=self.console, refresh_per_second=2)
         self._goal = goal
         self._begin = time.monotonic()
@@ -115,7 +115,7 @@ def show_outcome(console: Console, outcome: Outcome) -> None:
         console.print(_counts("calls", "", longest.calls))
         # Ranks make the same calls, but a path is each rank's own: it depends on the room in its arena.
         console.print(_counts("paths", "all ranks", sum((report.paths for report in outcome.reports), Counter())))
-        console.print(_ranks(outcome))
+        print_table(console, _ranks(outcome))
         if outcome.goal.is_cpu:  # elsewhere every new kind of call loads, or compiles, kernels
             console.print(_memory(outcome))
     for failure in outcome.failures:

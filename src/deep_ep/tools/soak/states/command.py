@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ...terminal import require_folder
+from ...terminal import Terminal, require_folder
 from ..files import write_text
 from .explore import SearchResult, explore
 from .suites import MODELS, SearchCase, cases_of
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     json_path: Path | None = getattr(args, "json", None)
     if json_path not in (None, _STDOUT):
         require_folder("soak", json_path)
-    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    progress = Terminal(stderr=True, highlight=False, soft_wrap=True)
     results = []
     for case in _cases(args):
         results.append((case.title, _explored(case, progress)))
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if json_path == _STDOUT:
         print(as_json(results))
     else:
-        show(Console(highlight=False, width=max(Console().width, _LEAST_WIDTH)), results)
+        show(Terminal(highlight=False, width=max(Terminal().width, _LEAST_WIDTH)), results)
     if json_path not in (None, _STDOUT):
         write_text(json_path, as_json(results))
     return 1 if any(result.violation is not None for _, result in results) else 0
