@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import deep_ep
 from common import error_of
+from deep_ep.engine.protocol import Agreement
 from deep_ep.launch import run_ranks
 from deep_ep.transport.links import ANNOUNCE, ROWS, SENT, VERDICT, Link, Pieces
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.cpu_only
 
 LIMIT_SECS, SOON_SECS = 40.0, 10.0
 CASE = low_latency.Case()
-_NUM_AGREED = 10  # words that begin an announcement and a low-latency message
+_NUM_AGREED = len(Agreement._fields)  # words that begin an announcement and a low-latency message
 
 
 def dispatch(buffer: deep_ep.Buffer, num_worst_tokens: int = 0) -> None:
@@ -58,7 +59,7 @@ def wrapped(data: bytes) -> bytes:
 
 ROWS_AT = 8 * _NUM_AGREED
 LOW_LATENCY_ROWS_AT = ROWS_AT + 8 * 2  # behind the masks, a word of each kind
-COUNTS_AT = 112  # words and padding to a multiple of 16
+COUNTS_AT = -(-(LOW_LATENCY_ROWS_AT + 8 * 2) // 16) * 16  # behind rows and extent, and padding
 
 # By name: the call, the topic that is damaged, and what becomes of its payload.
 DAMAGES: dict[str, tuple[Callable[[deep_ep.Buffer], None], int, Callable[[bytes], bytes]]] = {

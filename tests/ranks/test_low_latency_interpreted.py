@@ -416,8 +416,8 @@ def disagreements(rank: int, num_ranks: int) -> dict[str, tuple[str, str]]:
 
 
 DIFFERENCES = {
-    "combine": "operation",
-    "barrier": "operation",
+    "combine": "has low-latency combine, not low-latency dispatch",
+    "barrier": "has low-latency barrier, not low-latency dispatch",
     "most tokens": "max_tokens",
     "top-k": "num_topk",
     "dtype": "dtype",
