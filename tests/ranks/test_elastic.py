@@ -403,7 +403,9 @@ def unequal_most_tokens(rank: int, num_ranks: int) -> tuple[Any, ...]:
     options = {"num_experts": case.experts_per_rank * num_ranks, "num_max_tokens_per_rank": 20 + rank}
     _, _, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, **options)
     seen = (handle.num_max_tokens_per_rank, int(handle.recv_src_metadata[-1, 0]))
-    return seen, error_of(buffer.dispatch, mine.x, mine.topk_idx, do_cpu_sync=False, **options)
+    return seen, error_of(
+        lambda: (buffer.dispatch(mine.x, mine.topk_idx, do_cpu_sync=False, **options), buffer.check())
+    )
 
 
 def test_the_largest_number_of_tokens_counts_where_the_host_waits() -> None:

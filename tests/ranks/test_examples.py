@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from common import run_ranks
-from deep_ep import Buffer
+from deep_ep import Buffer, launch
 from deep_ep.tools import plotting
 
 ROOT = Path(__file__).parents[2]
@@ -71,8 +71,8 @@ def test_training_step_alone(device: str) -> None:
 
 def test_train_moe_does_not_depend_on_the_ranks(device: str) -> None:
     options = train_moe.Options(steps=20, sequences=12, length=32)
-    alone, *_ = run_ranks(train_moe.train, 1, options)
-    many = run_ranks(train_moe.train, 4, options)
+    alone, *_ = launch.run_ranks(train_moe.train, 1, options)
+    many = launch.run_ranks(train_moe.train, 4, options)
     assert all(result.losses == many[0].losses for result in many)
     assert many[0].losses == pytest.approx(alone.losses, rel=1e-4)
     assert torch.equal(many[0].loads, alone.loads)
@@ -89,7 +89,7 @@ def train_in_all_ways(rank: int, num_ranks: int) -> list[list[float]]:
 
 def test_train_moe_checkpointed_and_over_gloo_and_compiled(device: str) -> None:
     """On three ranks, over which experts do not divide evenly, and one of which has no sequences."""
-    plain, *others = run_ranks(train_in_all_ways, 3)[0]
+    plain, *others = launch.run_ranks(train_in_all_ways, 3)[0]
     for losses in others:
         assert losses == pytest.approx(plain, rel=1e-4)
 
@@ -213,6 +213,7 @@ def test_the_training_loops_of_pages(device: str) -> None:
     assert all(0 < loss < 100 for rank in losses for loss in rank)
 
 
+@pytest.mark.cpu_only
 def test_programs_that_migrate(device: str) -> None:
     """From DeepEP V1, from V2, and from `all_to_all_single`."""
     programs = programs_of("docs/migrating.md")

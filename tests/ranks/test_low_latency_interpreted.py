@@ -416,9 +416,9 @@ def disagreements(rank: int, num_ranks: int) -> dict[str, tuple[str, str]]:
 
 
 DIFFERENCES = {
-    "combine": "has low-latency combine, not low-latency dispatch",
-    "barrier": "has low-latency barrier, not low-latency dispatch",
-    "most tokens": "max_tokens",
+    "combine": "low-latency combine",
+    "barrier": "low-latency barrier",
+    "most tokens": "num_max_dispatch_tokens_per_rank",
     "top-k": "num_topk",
     "dtype": "dtype",
     "logfmt": "",

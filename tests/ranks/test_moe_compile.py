@@ -197,7 +197,7 @@ def test_checkpoints_of_a_compiled_graph_keep_exchanges(num_tokens: int, exchang
     assert made_by(exchanges, program, num_tokens, "aot_eager") == both * 2
 
 
-def test_a_layer_is_checkpointed_in_a_compiled_graph() -> None:
+def test_a_layer_is_checkpointed_in_a_compiled_graph(device: str) -> None:
     """Also in training, where the gate counts its choices: a graph that is computed again may have no side effects."""
     layer, x = (
         MoELayer(H, INNER, E, K, buffer=deep_ep.Buffer(None, comm=OneRank()), num_worst_tokens=T),

@@ -34,6 +34,7 @@ from training import (
     Seen,
     T,
     batch,
+    full,
     make_layer,
     train_dense,
     train_rows,
@@ -183,12 +184,14 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
     def reduced_everywhere() -> None:
         """And so does `reduce_replicated_gradients`, which leaves other experts alone, by whatever name."""
         alone = [dist.new_group([one]) for one in range(num_ranks)][rank]
-        layers = nn.ModuleDict({"experts": model(buffer=deep_ep.Buffer(alone)), "norm": nn.LayerNorm(4)})
-        for parameter in layers.parameters():
-            parameter.grad = torch.full_like(parameter, 1.0 + rank)
-        moe.reduce_replicated_gradients(layers, dist.group.WORLD)
+        mesh = init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("dp", "ep"))["ep"]
         total = num_ranks * (num_ranks + 1) / 2
-        assert all(parameter.grad.eq(total).all() for parameter in layers.parameters())
+        for one in (model(buffer=deep_ep.Buffer(alone)), model(buffer=deep_ep.Buffer(alone), mesh=mesh)):
+            layers = nn.ModuleDict({"experts": one, "norm": nn.LayerNorm(4)})
+            for parameter in layers.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + rank)
+            moe.reduce_replicated_gradients(layers, dist.group.WORLD)
+            assert all(full(parameter.grad).eq(total).all() for parameter in layers.parameters())
         layers = nn.ModuleDict({"experts": model()})
         for parameter in layers.parameters():
             parameter.grad = torch.full_like(parameter, 1.0 + rank)

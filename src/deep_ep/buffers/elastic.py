@@ -783,7 +783,7 @@ class ElasticBuffer(UnsupportedFamilies):
             slots, is_compact = self._remote_rows(handle, order), False
         num_given = sources.shape[0] if is_compact else x.shape[0]
         expanded_rows = None if is_compact else sources[:, 2:]
-        given = ColumnHandle(layout.compact, layout.owners, slots, num_given, expanded_rows)
+        given = ColumnHandle(layout.compact, layout.owners, slots, num_given, expanded_rows, not is_compact)
         prepare = partial(_prepare, engine, layout, sources, x, topk_weights, is_compact, handle.do_expand, after)
         combined, event = engine.combine(x, given, topk_weights, biases, order, num_sms, Around(prepare))
         return combined.x, combined.topk_weights, EventOverlap(event)
@@ -796,7 +796,7 @@ class ElasticBuffer(UnsupportedFamilies):
         if handle._remote_rows is None:
             # As a combine of numbers: every rank gives those of its own columns, counted from 1, and 0 in others.
             rows = (layout.sources[:, 2:] + 1).to(torch.float64)
-            given = ColumnHandle(layout.compact, layout.owners, layout.slots, rows.shape[0])
+            given = ColumnHandle(layout.compact, layout.owners, layout.slots, rows.shape[0], is_whole=True)
             around = Around(lambda _: (rows, None))
             sums, _ = self._engine.combine(rows, given, None, [], CallOrder(order.after, False), None, around)
             handle._remote_rows = (sums.x - 1).to(torch.int32)

@@ -158,6 +158,10 @@ def _remedies(mine: Agreement, theirs: Agreement) -> list[str]:
             return []
         names = {"cached dispatch": "`handle`", "worst-case dispatch": "`num_worst_tokens` (`do_cpu_sync=False`)"}
         return [f"{name} on all ranks, or on none" for operation, name in names.items() if operation in operations]
+    if "is_whole" in items:
+        return [
+            f"the same {_ARGUMENTS['is_whole']} on all ranks"
+        ]  # rows of other numbers, and of another dtype, follow
     is_low_latency, arguments, remedies = mine.operation.startswith(LOW_LATENCY), _arguments(mine.operation), []
     for item in items:
         if is_low_latency and "dtype" in items and item in ("num_scales", "scale_dtype"):

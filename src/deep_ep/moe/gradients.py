@@ -98,13 +98,20 @@ def reduce_replicated_gradients(module: nn.Module, group: dist.ProcessGroup, red
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+    # Experts of one rank may be DTensors, which cannot be mixed with plain tensors: they are what the rank has of them.
+    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for bucket in _buckets(grads):
         flat = torch.cat([grad.flatten() for grad in bucket])
         dist.all_reduce(flat, group=group)
         if factor != 1.0:
             flat *= factor
         for grad, summed in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
             grad.copy_(summed.view_as(grad))
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a gradient, in the same memory."""
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 _BUCKET_BYTES = 64 << 20  # of copies at a time

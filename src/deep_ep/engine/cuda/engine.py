@@ -134,7 +134,7 @@ class CudaEngine(Engine):
     ) -> CombineSteps:
         num_columns, is_whole = 0, False
         if isinstance(handle, ColumnHandle):
-            num_columns, is_whole = handle.slots.shape[1], handle.expanded_rows is not None
+            num_columns, is_whole = handle.slots.shape[1], handle.is_whole
         key = _combine_key(x, num_columns, topk_weights, biases, num_sms, is_whole)
         steps = self._combines.get(key)
         if steps is None:
