@@ -261,7 +261,7 @@ def test_a_remote_rank_that_calls_something_else_is_named() -> None:
     for kind, text in run_nodes(different, (2, 1)):
         assert kind == "EPError"
         assert "all ranks must make the same call" in text
-        assert "max_tokens" in text
+        assert "num_max_dispatch_tokens_per_rank" in text
 
 
 # Where there is none -------------------------------------------------------------------------------------------------

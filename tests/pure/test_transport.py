@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import platform
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +18,7 @@ from deep_ep.transport.arena import Arena
 from deep_ep.transport.board import HEADER, OFFER, POSTED_BYTES, Board, progress_of
 from deep_ep.transport.memory import PrivateMemory, SharedMemory, available_bytes
 from deep_ep.transport.spans import UNIT_BYTES, Span, SpanSet
+from deep_ep.transport.symm import RenumberingStore
 from deep_ep.transport.words import AtomicWord, Word
 
 
@@ -226,3 +230,25 @@ def test_variables_are_read_when_needed_and_say_what_is_wrong(monkeypatch: pytes
         monkeypatch.setenv("DEEP_EP_TIMEOUT_SECS", text)
         with pytest.raises(ValueError, match="DEEP_EP_TIMEOUT_SECS"):
             env.TIMEOUT_SECS.get()
+
+
+def exchange(store: dist.Store, number: int, rank: int, value: str) -> str:
+    """What torch does with the store when it makes symmetric memory, on one of two ranks."""
+    store.set(f"CUDASymmetricMemory/{number}/{rank}", value)
+    other = f"CUDASymmetricMemory/{number}/{1 - rank}"
+    store.wait([other], timedelta(seconds=10))
+    return store.get(other).decode()
+
+
+def test_ranks_that_count_their_exchanges_differently_find_each_other() -> None:
+    shared = dist.HashStore()
+    ranks = [(RenumberingStore(shared), 0, 7), (RenumberingStore(shared), 1, 0)]  # rank 0 has made seven before
+
+    def both(store: RenumberingStore, rank: int, first: int) -> list[str]:
+        return [exchange(store, first + index, rank, f"{rank} {index}") for index in range(2)]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [one.result() for one in [pool.submit(both, *rank) for rank in ranks]] == [
+            ["1 0", "1 1"],
+            ["0 0", "0 1"],
+        ]

@@ -105,15 +105,15 @@ def test_a_rank_relays_more_rows_than_it_makes_room_for(device: str, transport: 
 def growing(rank: int, num_ranks: int) -> None:
     """Rows that do not fit into remote memory: a full dispatch makes room for them, other calls say what to do."""
     buffer = make_buffer(limit_secs=60.0, num_nvl_bytes=64 << 20)
-    half = buffer._engine._ops.remote.half_bytes
+    half = buffer._engine._ops.remote.outbox_bytes
     narrow = make_world(num_ranks, 1, num_tokens=3)
     round_trip(buffer, narrow)
-    assert buffer._engine._ops.remote.half_bytes == half
+    assert buffer._engine._ops.remote.outbox_bytes == half
     hidden = half // 2 // 5
     wide = make_world(num_ranks, 1, num_tokens=9, hidden=hidden)
     recv_x, *_, handle, _ = dispatch(buffer, wide)
     equal(recv_x, wide.dispatched()[rank].recv_x)
-    assert buffer._engine._ops.remote.half_bytes > half
+    assert buffer._engine._ops.remote.outbox_bytes > half
     equal(buffer.combine(recv_x, handle)[0], combined(wide, rank))
     round_trip(buffer, narrow)
     wider = make_world(num_ranks, 1, num_tokens=9, hidden=4 * hidden)

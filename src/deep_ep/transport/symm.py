@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import uuid
 from typing import Any, Final
 
 import torch
@@ -22,6 +23,7 @@ NVSHMEM: Final = "NVSHMEM"  # torch's name of the backend
 # Pieces that are never let go of, see `shared_piece`.
 _kept: list[Any] = []
 _used_backend: str | None = None
+_num_pieces = 0  # that this process has made together with others
 
 
 def why_not(group: dist.ProcessGroup | None, num_ranks: int) -> str | None:
@@ -84,7 +86,7 @@ def shared_piece(control: Control, group: dist.ProcessGroup, device: torch.devic
     """
     import torch.distributed._symmetric_memory as symm_mem
 
-    global _used_backend
+    global _used_backend, _num_pieces
     with control.joint("making symmetric memory"):
         _used_backend = backend()
         control.gather_all(None, "meeting to make symmetric memory")  # NVSHMEM allocates with all ranks of the job
@@ -93,11 +95,56 @@ def shared_piece(control: Control, group: dist.ProcessGroup, device: torch.devic
             _kept.append(memory)
         memory.zero_()
         torch.cuda.synchronize(device)  # peers may write as soon as they have the address
-        control.gather_all(None, "meeting to map symmetric memory")
-        handle = symm_mem.rendezvous(memory, group)
+        made = control.gather_all((_num_pieces, str(uuid.uuid4())), "meeting to map symmetric memory")
+        _num_pieces += 1
+        is_even = len({num_pieces for num_pieces, _ in made}) == 1
+        name = group.group_name if is_even else _renumbering_group(group, made[0][1])
+        handle = symm_mem.rendezvous(memory, name)
         if _used_backend == NVSHMEM:
             _kept.append(handle)
     return Part(memory, _addresses(memory, handle.buffer_ptrs, group.rank()), (memory, handle))
+
+
+class RenumberingStore(dist.Store):
+    """A store for ranks that have made symmetric memory unequally often: those of groups that overlap.
+
+    Torch (2.11 to 2.13) numbers all exchanges of a process, whatever their group, and looks for what peers have written
+    under its own numbers: such ranks would wait for ever. Here numbers begin anew.
+
+    Args:
+        store: Where values are kept.
+    """
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        prefix, number, rank = key.rsplit("/", 2)
+        return f"{prefix}/{self._numbers.setdefault(number, len(self._numbers))}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        """Write what this rank has for an exchange."""
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        """Read what a rank has for an exchange."""
+        return self._store.get(self._key(key))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        """Wait for what ranks have for exchanges."""
+        self._store.wait([self._key(key) for key in keys], *timeout)
+
+
+def _renumbering_group(group: dist.ProcessGroup, name: str) -> Any:
+    """Return the name of a group by which torch finds the same ranks, and a store that numbers exchanges anew."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    store = RenumberingStore(dist.PrefixStore(name, group.get_group_store()))
+    _kept.append(store)  # torch keeps what is below it alone
+    _SymmetricMemory.set_group_info(name, group.rank(), group.size(), store)
+    return name
 
 
 def node_group(group: dist.ProcessGroup, topology: Topology) -> dist.ProcessGroup:
