@@ -179,6 +179,19 @@ def test_one_rank_fails_at_each_step_on_one_node() -> None:
     check_blame(steps, run_ranks(fail_at_each, 3, steps, LOW_LATENCY, limit_secs=60))
 
 
+def other_modes(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    odd = rank == 1
+    options = [{"low_latency_mode": odd}, {"low_latency_mode": True, "enable_shrink": odd}]
+    return [error_of(deep_ep.Buffer, dist.group.WORLD, 1 << 20, 1 << 20, **one) for one in options]
+
+
+def test_modes_that_differ_are_named() -> None:
+    for first, second in run_ranks(other_modes, 2):
+        assert first[0] == second[0] == "EPError", (first, second)
+        assert "`low_latency_mode` must be the same on all ranks" in first[1]
+        assert "`enable_shrink` must be the same on all ranks" in second[1]
+
+
 SOCKETS = ["transport.fds:_new_socket", "transport.fds:_give", "transport.fds:_take", "transport.fds:SharedMemory"]
 
 

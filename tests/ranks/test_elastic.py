@@ -277,6 +277,25 @@ def test_rows_behind_the_last_expert_may_be_left_out() -> None:
     run_ranks(fewer_rows, 2)
 
 
+def too_few_rows(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    case = CASES["plain"]
+    buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)
+    num_experts = case.experts_per_rank * num_ranks
+    errors = []
+    for do_expand in (False, True):
+        x, _, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, num_experts=num_experts, do_expand=do_expand)
+        errors.append(error_of(buffer.combine, x[:-1].contiguous(), handle))
+        buffer.combine(x, handle)  # nothing is lost
+    return errors
+
+
+def test_fewer_rows_than_came_are_refused() -> None:
+    for errors in run_ranks(too_few_rows, 2):
+        for kind, text in errors:
+            assert kind == "ValueError", text
+            assert text.startswith("combine: `x` must have"), text
+
+
 def one_row(rank: int, num_ranks: int) -> None:
     """Scales and weights of a cached dispatch travel side by side, and are apart where they come."""
     x, scales, weights = torch.ones(1, 8), torch.ones(1, 3), torch.full((1, 2), 0.5)

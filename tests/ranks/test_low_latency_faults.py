@@ -121,6 +121,43 @@ def test_a_mask_of_one_side_only(device: str) -> None:
     run_ranks(one_sided_mask, 3)
 
 
+def all_masked(rank: int, num_ranks: int) -> None:
+    """Every rank does without all others, and, in the second round, without itself."""
+    buffer = make_buffer(num_ranks, CASE, enable_shrink=True)
+    masked = [{one for one in range(num_ranks) if one != me} for me in range(num_ranks)]
+    for round_number in range(2):
+        for other in masked[rank]:
+            buffer.low_latency_update_mask_buffer(other, True)
+        one_round(buffer, rank, round_number, masked)
+        masked = [set(range(num_ranks))] * num_ranks
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("env", [{}, {"DEEP_EP_RANKS_PER_NODE": "1"}], ids=["one node", "2x1"])
+def test_ranks_that_do_without_all_others(device: str, env: dict[str, str]) -> None:
+    run_ranks(all_masked, 2, env=env)
+
+
+def other_ids(rank: int, num_ranks: int) -> tuple[str, str]:
+    buffer = make_buffer(num_ranks, CASE, enable_shrink=True)
+    this = Round(rank, num_ranks, 0)
+    got = dispatch(buffer, this.mine, CASE, **FORM)
+    given = this.mine
+    if rank == 0:
+        given = given._replace(topk_idx=torch.zeros_like(given.topk_idx))
+    error = error_of(combine, buffer, this.check_dispatch(got), given, got[2])
+    dist.barrier()
+    return error
+
+
+@pytest.mark.cpu_only
+def test_ids_of_another_dispatch_are_no_lost_rank(device: str) -> None:
+    kind, text = run_ranks(other_ids, 2)[0]
+    assert kind == "EPError", text
+    assert "Pass the `topk_idx` and the handle of one dispatch" in text
+
+
 # Silent peers --------------------------------------------------------------------------------------------------------
 
 
