@@ -230,6 +230,21 @@ def test_a_hook_that_is_dropped_is_told(said: list[warnings.WarningMessage]) -> 
     assert len(said) == 2
 
 
+def test_a_hook_is_collected_together_with_its_buffer(
+    said: list[warnings.WarningMessage], caplog: pytest.LogCaptureFixture
+) -> None:
+    kit = LowLatency()
+    hook = kit.dispatch(return_recv_hook=True)[-1]
+    attributes = vars(kit.buffer)
+    kept = dict(attributes)
+    attributes.clear()  # as the collector does, which breaks cycles
+    del hook
+    wait_for_reaper()
+    attributes.update(kept)
+    assert not said
+    assert not caplog.records
+
+
 def test_no_hook_is_told_of_that_nobody_can_call_any_more(said: list[warnings.WarningMessage]) -> None:
     kit = LowLatency(enable_shrink=True)
     *_, hook = kit.dispatch(return_recv_hook=True)

@@ -73,13 +73,15 @@ class _Dropped:
     def warn(self) -> None:
         """Warn, if the call could still be received. Runs on the reaper's thread."""
         buffer = self._buffer()
-        if buffer is None or buffer.runtime is None or buffer._engine.has_failed():
+        # Of a buffer that is collected together with its hook there may be nothing left but the object.
+        left = {} if buffer is None else dict(vars(buffer))
+        if left.get("runtime") is None or left["_engine"].has_failed():
             return
-        if buffer._num_cleans != self._num_cleans:  # `clean_low_latency_buffer` gives up what is in flight
+        if left.get("_num_cleans", 0) != self._num_cleans:  # `clean_low_latency_buffer` gives up what is in flight
             return
         warnings.warn(
             f"{self._method}: the hook that it returned was dropped without having been called, so its results never "
-            f"arrive and the call stays in flight (rank {buffer.rank}/{buffer.group_size}). Call each hook once; "
+            f"arrive and the call stays in flight (rank {left['rank']}/{left['group_size']}). Call each hook once; "
             "without `return_recv_hook` the method receives by itself",
             RuntimeWarning,
             stacklevel=1,
