@@ -7,7 +7,7 @@ WORKERS ?= 2
 RESULTS ?= benchmarks/results
 TABLES := docs/performance.md
 
-.PHONY: help demo train test test-all test-gpu lint format bench bench-gpu bench-nodes bench-nodes-gpu bench-ll bench-ll-gpu docs clean
+.PHONY: help demo train test test-all test-gpu lint format bench bench-gpu bench-nodes bench-nodes-gpu bench-ll bench-ll-gpu bench-elastic docs clean
 
 help:  ## this list
 	@grep -E "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 17
@@ -59,7 +59,10 @@ bench-nodes-gpu:  ## two hops on this machine's GPU, ranks as nodes, by messages
 	PYTHONPATH=src $(PYTHON) -m deep_ep bench internode --device cuda --transport nvshmem --save $(RESULTS) --readme $(TABLES)
 
 bench-ll: $(READY)  ## the benchmark of low-latency mode
-	$(RUN) -m deep_ep bench low-latency
+	$(RUN) -m deep_ep bench low-latency --readme $(TABLES)
+
+bench-elastic: $(READY)  ## the benchmark of ElasticBuffer
+	$(RUN) -m deep_ep bench elastic --readme $(TABLES)
 
 bench-ll-gpu:  ## the same on this machine's GPU, with the python that is there; results are kept
 	PYTHONPATH=src $(PYTHON) -m deep_ep bench low-latency --device cuda --ranks 2 8 --rounds 25 --save $(RESULTS) --readme $(TABLES)
