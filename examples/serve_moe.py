@@ -480,8 +480,8 @@ def main() -> None:
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     args = parser.parse_args()
     sizes = {name: getattr(args, name) for name, _ in _SIZES}
-    positive = {"ranks": args.ranks, "seconds": args.seconds, **sizes, "metrics_port": None}
-    require("serve_moe", device=args.device, plot=args.plot, **positive)
+    positive = {name: size for name, size in sizes.items() if name != "metrics_port"}  # which may be 0
+    require("serve_moe", device=args.device, plot=args.plot, ranks=args.ranks, seconds=args.seconds, **positive)
     if args.kill is not None and not 0 <= args.kill < args.ranks:
         parser.error(f"--kill must be a rank below {args.ranks}, got {args.kill}")
     if args.revive and args.kill is None:

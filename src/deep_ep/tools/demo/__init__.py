@@ -19,7 +19,7 @@ from rich.console import Console
 from ... import env
 from ..mps import shared_gpu
 from ..plotting import require_matplotlib
-from ..terminal import require_device, require_folder
+from ..terminal import require_device, require_folder, require_positive
 from . import show
 from .layer import Shape
 from .plot import write_plot
@@ -83,9 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shape_of(args: argparse.Namespace) -> Shape:
-    for name in ("ranks", "tokens", "hidden", "topk"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"demo: --{name} must be at least 1, got {getattr(args, name)}")
+    require_positive("demo", ranks=args.ranks, tokens=args.tokens, hidden=args.hidden, topk=args.topk)
     default_experts = -(-_DEFAULT_EXPERTS // args.ranks) * args.ranks
     num_experts = getattr(args, "experts", default_experts)
     if num_experts < 1 or num_experts % args.ranks:

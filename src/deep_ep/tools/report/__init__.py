@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..terminal import counted, require_folder
+from ..terminal import counted, require_folder, require_positive
 from .figures import Figures, count
 from .load import LoadedTrace, load
 from .merge import write_merged
@@ -113,8 +113,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: There is no trace, it cannot be read, it makes no sense, or a file cannot be written.
     """
-    if args.slices < 1:
-        raise ValueError(f"report: --slices must be at least 1, got {args.slices}")
+    require_positive("report", slices=args.slices)
     page_path = getattr(args, "output", None if args.json else _PAGE)
     perfetto_path = getattr(args, "perfetto", None)
     outputs = [path for path in (page_path, perfetto_path) if path is not None]

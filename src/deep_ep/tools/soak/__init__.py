@@ -193,8 +193,7 @@ def _run_histories(args: argparse.Namespace) -> int:
             raise ValueError(f"soak: --{name} is for random calls; leave it out with --returns")
     if args.device != "cpu":
         raise ValueError("soak: --returns is for CPU ranks. Leave --device out")
-    if args.returns < 1:
-        raise ValueError(f"soak: --returns must be at least 1, got {args.returns}")
+    require_positive("soak", returns=args.returns)
     ranks, per_node = getattr(args, "ranks", 0), args.ranks_per_node
     if per_node and not ranks:
         raise ValueError(f"soak: --ranks-per-node {per_node} needs --ranks")
@@ -214,8 +213,7 @@ def _plans_of(args: argparse.Namespace) -> list[FaultPlan]:
         if hasattr(args, "faults"):
             raise ValueError("soak: --plan plays one plan; leave --faults out")
         return [FaultPlan.parse(args.plan)]
-    if args.faults < 1:
-        raise ValueError(f"soak: --faults must be at least 1, got {args.faults}")
+    require_positive("soak", faults=args.faults)
     ranks, per_node = getattr(args, "ranks", 0), args.ranks_per_node
     topologies = [one for one in TOPOLOGIES if one[1] == per_node or not per_node]
     if ranks:
@@ -227,8 +225,7 @@ def _plans_of(args: argparse.Namespace) -> list[FaultPlan]:
 
 
 def _check_ranks(num_ranks: int, ranks_per_node: int) -> None:
-    if num_ranks < 1:
-        raise ValueError(f"soak: --ranks must be at least 1, got {num_ranks}")
+    require_positive("soak", ranks=num_ranks)
     if ranks_per_node < 0 or (ranks_per_node and num_ranks % ranks_per_node):
         raise ValueError(f"soak: --ranks-per-node must divide the {num_ranks} ranks, got {ranks_per_node}")
 
@@ -242,10 +239,8 @@ def _goal_of(args: argparse.Namespace) -> Goal:
     per_node = args.ranks_per_node if args.ranks_per_node < num_ranks else 0
     if per_node and args.low_latency and args.device != "cpu":
         raise ValueError("soak: --low-latency with --ranks-per-node is for CPU ranks. Leave --device out")
-    require_positive("soak", minutes=minutes)
+    require_positive("soak", minutes=minutes, calls=num_calls)
     require_device("soak", args.device)
-    if num_calls is not None and num_calls < 1:
-        raise ValueError(f"soak: --calls must be at least 1, got {num_calls}")
     if segment is not None and segment < 0:
         raise ValueError(f"soak: --segment must be at least 0, got {segment}")
     if hasattr(args, "only") and segment is None:
