@@ -328,6 +328,19 @@ def _begin_gather(group: dist.ProcessGroup, roll_call: _RollCall, sent: _Sent) -
     return _ThreadGather(allgather, roll_call, sent)
 
 
+def require_member(where: str, group: Any) -> None:
+    """Refuse what `torch.distributed.new_group` returns to processes outside of the group.
+
+    Raises:
+        ValueError: This process is outside.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"{where}: this process is no member of `group`. Only the ranks of a group make a buffer of it; "
+            "`torch.distributed.new_group` returns no group to others"
+        )
+
+
 class Control:
     """Rank, number of ranks, `gather` and `joint`, over a group, an MPI-like communicator or a generation.
 
@@ -362,11 +375,7 @@ class Control:
         self._num_begun = 0  # gathers that may have been begun
         self._roll_call: _RollCall | Generation | None = None
         self._begin_gather: Callable[[_Sent], _Gather]
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                "Buffer: this process is no member of `group`. Only the ranks of a group make a buffer of it; "
-                "`torch.distributed.new_group` returns no group to others"
-            )
+        require_member("Buffer", group)
         needs = () if isinstance(comm, Generation) else tuple(Comm.__dict__)
         for name, given, needed in (("group", group, ("rank", "size")), ("comm", comm, needs)):
             missing = [part for part in needed if not part.startswith("_") and not hasattr(given, part)]

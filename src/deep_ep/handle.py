@@ -57,7 +57,7 @@ class ColumnHandle(NamedTuple):
         num_rows: Rows that this rank gives.
         expanded_rows: [n, K] int32, which of them belong to each row of the dispatch; -1: none. None: they are the rows
             of the dispatch.
-        is_whole: See `Agreement`.
+        is_reduced_once: See `Agreement`.
     """
 
     compact: Handle
@@ -65,7 +65,7 @@ class ColumnHandle(NamedTuple):
     slots: torch.Tensor
     num_rows: int
     expanded_rows: torch.Tensor | None = None
-    is_whole: bool = False
+    is_reduced_once: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .. import env
-from ..control import Control
+from ..control import Control, require_member
 from ..elastic_sizing import SIZE_UNIT_BYTES, Domains, Rates, elastic_buffer_bytes, theoretical_num_sms
 from ..engine.elastic import Arrived, Extras, Form, Layout, Unfold, fold_rows, fold_weights, own_columns, with_weights
 from ..engine.engine import Around
@@ -796,7 +796,7 @@ class ElasticBuffer(UnsupportedFamilies):
         if handle._remote_rows is None:
             # As a combine of numbers: every rank gives those of its own columns, counted from 1, and 0 in others.
             rows = (layout.sources[:, 2:] + 1).to(torch.float64)
-            given = ColumnHandle(layout.compact, layout.owners, layout.slots, rows.shape[0], is_whole=True)
+            given = ColumnHandle(layout.compact, layout.owners, layout.slots, rows.shape[0], is_reduced_once=True)
             around = Around(lambda _: (rows, None))
             sums, _ = self._engine.combine(rows, given, None, [], CallOrder(order.after, False), None, around)
             handle._remote_rows = (sums.x - 1).to(torch.int32)
@@ -854,10 +854,7 @@ def _group_of(where: str, group: Any) -> dist.ProcessGroup:
     """The group that was given; for None the default one."""
     if group is None and not dist.is_initialized():
         raise ValueError(f"{where}: there is no process group. Call `torch.distributed.init_process_group` first")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"{where}: this process is no member of `group`. Only the ranks of a group make a buffer of it"
-        )
+    require_member(where, group)
     group = dist.group.WORLD if group is None else group
     if not (hasattr(group, "rank") and hasattr(group, "size")):
         raise TypeError(f"{where}: `group` must be a process group, got {type(group).__name__}")

@@ -39,10 +39,9 @@ def find_device(device: torch.device | str | None) -> torch.device:
     """Return the device of a new buffer: the one that is requested, else `DEEP_EP_DEVICE`, else a GPU if there is
     one.
     """
-    wish, remedy = device, "Pass device='cpu'"
-    if not device and env.DEVICE.get():
-        wish, remedy = env.DEVICE.get(), f"Set {env.DEVICE.name}=cpu"
-    wish = wish or ("cuda" if torch.cuda.is_available() else "cpu")
+    variable = "" if device else env.DEVICE.get()
+    remedy = f"Set {env.DEVICE.name}=cpu" if variable else "Pass device='cpu'"
+    wish = device or variable or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(wish)
     except RuntimeError as error:

@@ -31,18 +31,17 @@ class RecvHook:
             its last reference.
     """
 
-    __slots__ = ("_buffer", "_forgotten", "_num_cleans", "_receive", "pending")
+    __slots__ = ("_buffer", "_is_watched", "_num_cleans", "_receive", "pending")
 
     def __init__(self, buffer: LowLatencyMethods, receive: Hook, method: str, is_watched: bool):
         self._buffer: LowLatencyMethods | None = buffer
         self._receive = receive
         self._num_cleans = buffer._num_cleans
-        self._forgotten = method if is_watched else ""  # empty once it has been called
+        self._is_watched = is_watched
         self.pending = [method]
 
     def __call__(self) -> None:
         """Receive."""
-        self._forgotten = ""
         self.pending.clear()
         buffer = self._buffer
         assert buffer is not None
@@ -53,13 +52,13 @@ class RecvHook:
 
     def __del__(self) -> None:
         # As any finalizer it may run between any two instructions: it asks nothing and hands over, see `reaper.py`.
-        method = getattr(self, "_forgotten", "")
-        if not method or sys.is_finalizing() or sys.exc_info()[1] is not None:
+        pending = getattr(self, "pending", ())
+        if not (pending and self._is_watched) or sys.is_finalizing() or sys.exc_info()[1] is not None:
             return
         assert self._buffer is not None
         buffer, self._buffer = ref(self._buffer), None
         if buffer() is not None:  # else the buffer has gone with its last hook
-            reaper.hand_over(_Dropped(buffer, method, self._num_cleans).warn)
+            reaper.hand_over(_Dropped(buffer, pending[0], self._num_cleans).warn)
 
 
 class _Dropped:

@@ -73,7 +73,8 @@ class Agreement(NamedTuple):
         max_tokens: Most tokens of a rank (low latency).
         handle: Checksum of the handle's counts, so that a handle of another dispatch is noticed.
         alignment: To which the rows of an expert are rounded up, if rows are put into an expanded result.
-        is_whole: 1: every row of an expanded result is added at the token's rank; 0: a rank sums its own ones first.
+        is_reduced_once: 1: rows of an expanded result are summed once, at the token's rank; 0: a rank sums its own ones
+            first.
         has_weights: 1: a dispatch of V2 has weights.
     """
 
@@ -88,7 +89,7 @@ class Agreement(NamedTuple):
     max_tokens: int = 0
     handle: int = 0
     alignment: int = 0
-    is_whole: int = 0
+    is_reduced_once: int = 0
     has_weights: int = 0
 
     def words(self) -> list[int]:
@@ -120,7 +121,7 @@ _ARGUMENTS = {  # where the items of an agreement come from, as the caller knows
     "idx_dtype": "dtype of `topk_idx`",
     "max_tokens": "`num_max_tokens_per_rank`",
     "alignment": "`do_expand` and `expert_alignment`",
-    "is_whole": "`allow_multiple_reduction` of the buffer",
+    "is_reduced_once": "`allow_multiple_reduction` of the buffer",
 }
 _LOW_LATENCY_ARGUMENTS = {  # likewise, where a low-latency call has the item from another argument
     "dtype": "`use_fp8`",
@@ -158,10 +159,8 @@ def _remedies(mine: Agreement, theirs: Agreement) -> list[str]:
             return []
         names = {"cached dispatch": "`handle`", "worst-case dispatch": "`num_worst_tokens` (`do_cpu_sync=False`)"}
         return [f"{name} on all ranks, or on none" for operation, name in names.items() if operation in operations]
-    if "is_whole" in items:
-        return [
-            f"the same {_ARGUMENTS['is_whole']} on all ranks"
-        ]  # rows of other numbers, and of another dtype, follow
+    if "is_reduced_once" in items:
+        items = ["is_reduced_once"]  # what ranks then send differs in number and dtype, too
     is_low_latency, arguments, remedies = mine.operation.startswith(LOW_LATENCY), _arguments(mine.operation), []
     for item in items:
         if is_low_latency and "dtype" in items and item in ("num_scales", "scale_dtype"):

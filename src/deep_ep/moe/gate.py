@@ -279,7 +279,7 @@ class Routes(NamedTuple):
     balance_loss: torch.Tensor
 
 
-def _make_counters(gate: nn.Module, _incompatible_keys: Any) -> None:
+def _after_loading(gate: nn.Module, _incompatible_keys: Any) -> None:
     """Called when a state has been loaded; with `assign=True` it may have replaced parameters of the meta device."""
     assert isinstance(gate, Gate)
     if gate.load.is_meta:
@@ -339,7 +339,7 @@ class Gate(nn.Module):
         self.register_buffer("num_copies", None, persistent=False)
         self._placement: Placement | None = None
         self._offset = 0
-        self.register_load_state_dict_post_hook(_make_counters)
+        self.register_load_state_dict_post_hook(_after_loading)
         self.reset_parameters()
 
     def set_placement(self, placement: Placement | None, offset: int = 0) -> None:

@@ -28,7 +28,7 @@ class ColumnCombine(CpuCombine):
         return super()._is_refused(handle.compact)
 
     def _agreement(self) -> Agreement:
-        return super()._agreement()._replace(is_whole=int(self._handle.is_whole))
+        return super()._agreement()._replace(is_reduced_once=int(self._handle.is_reduced_once))
 
     def _num_given(self) -> int:
         return super()._num_given() if self._handle.expanded_rows is None else self._handle.num_rows

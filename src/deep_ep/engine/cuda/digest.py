@@ -9,7 +9,7 @@ from ..protocol import Agreement
 # Bits of each item of an `Agreement` in its word; the handle has a word of its own, which a kernel computes.
 _BITS = (
     {"operation": 4, "num_experts": 20, "dtype": 8, "scale_dtype": 8, "idx_dtype": 8, "num_topk": 12, "has_weights": 1},
-    {"hidden": 28, "num_scales": 17, "max_tokens": 17, "is_whole": 1},
+    {"hidden": 28, "num_scales": 17, "max_tokens": 17, "is_reduced_once": 1},
 )
 _ELSEWHERE = {"handle", "alignment"}  # kernels lay expanded rows out by themselves: ranks need not agree in alignment
 assert {name for bits in _BITS for name in bits} | _ELSEWHERE == set(Agreement._fields)

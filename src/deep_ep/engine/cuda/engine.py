@@ -132,10 +132,10 @@ class CudaEngine(Engine):
         biases: Sequence[torch.Tensor],
         num_sms: int | None,
     ) -> CombineSteps:
-        num_columns, is_whole = 0, False
+        num_columns, is_reduced_once = 0, False
         if isinstance(handle, ColumnHandle):
-            num_columns, is_whole = handle.slots.shape[1], handle.is_whole
-        key = _combine_key(x, num_columns, topk_weights, biases, num_sms, is_whole)
+            num_columns, is_reduced_once = handle.slots.shape[1], handle.is_reduced_once
+        key = _combine_key(x, num_columns, topk_weights, biases, num_sms, is_reduced_once)
         steps = self._combines.get(key)
         if steps is None:
             if len(self._combines) == _MOST_SIGNATURES:
@@ -295,9 +295,9 @@ def _combine_key(
     topk_weights: torch.Tensor | None,
     biases: Sequence[torch.Tensor],
     num_sms: int | None,
-    is_whole: bool,
+    is_reduced_once: bool,
 ) -> tuple:
     """Return the fields of a `CombineSignature` as a plain tuple, in the same order."""
     num_topk = topk_weights.shape[1] if topk_weights is not None else 0
     is_aligned = not any(bias.data_ptr() % VECTOR_BYTES for bias in biases) if biases else True
-    return x.shape[1], x.dtype, num_columns, num_topk, len(biases), is_aligned, num_sms, is_whole
+    return x.shape[1], x.dtype, num_columns, num_topk, len(biases), is_aligned, num_sms, is_reduced_once

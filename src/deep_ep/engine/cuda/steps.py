@@ -72,7 +72,7 @@ class CombineSignature(NamedTuple):
         num_biases: At most two.
         is_aligned: Sums and biases begin at multiples of 16 bytes.
         num_sms: Most blocks of a kernel; None: nothing bounds them.
-        is_whole: See `Agreement`.
+        is_reduced_once: See `Agreement`.
     """
 
     hidden: int
@@ -82,7 +82,7 @@ class CombineSignature(NamedTuple):
     num_biases: int
     is_aligned: bool
     num_sms: int | None
-    is_whole: bool
+    is_reduced_once: bool
 
 
 class Ops(Protocol):
@@ -149,7 +149,7 @@ def combine_terms(signature: CombineSignature) -> Terms:
         num_topk=signature.num_topk,
         hidden=signature.hidden,
         dtype=signature.dtype,
-        is_whole=int(signature.is_whole),
+        is_reduced_once=int(signature.is_reduced_once),
     )
     return Terms(OFFERED, OPERATIONS.index("combine"), pack(agreement))
 
