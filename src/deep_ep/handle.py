@@ -53,11 +53,13 @@ class ColumnHandle(NamedTuple):
     Attributes:
         compact: The handle of the dispatch.
         owners: [T, K] int32, the rank of each column; anything where `slots` is -1.
-        slots: [T, K] int32, the row of each column at that rank; -1: none.
+        slots: [T, K] int32, the compact row of the token at that rank, in the highest column of the rank; -1: none.
         num_rows: Rows that this rank gives.
         expanded_rows: [n, K] int32, which of them belong to each row of the dispatch; -1: none. None: they are the rows
             of the dispatch.
         is_reduced_once: See `Agreement`.
+        rows: [T, K] int32, the expanded row of each column at that rank; -1: none. None: the dispatch was compact.
+        alignment: To which the rows of an expert are rounded up; 0: likewise.
     """
 
     compact: Handle
@@ -66,6 +68,13 @@ class ColumnHandle(NamedTuple):
     num_rows: int
     expanded_rows: torch.Tensor | None = None
     is_reduced_once: bool = False
+    rows: torch.Tensor | None = None
+    alignment: int = 0
+
+    @property
+    def given_slots(self) -> torch.Tensor:
+        """[T, K] int32, the row of each column at its rank, if all ranks give rows as this one does."""
+        return self.slots if self.expanded_rows is None or self.rows is None else self.rows
 
     @property
     def num_tokens(self) -> int:
@@ -74,8 +83,8 @@ class ColumnHandle(NamedTuple):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All of them."""
-        expanded = () if self.expanded_rows is None else (self.expanded_rows,)
-        return (*self.compact, self.owners, self.slots, *expanded)
+        others = [one for one in (self.expanded_rows, self.rows) if one is not None]
+        return (*self.compact, self.owners, self.slots, *others)
 
     @property
     def rank_prefix_matrix(self) -> torch.Tensor:

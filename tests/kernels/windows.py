@@ -36,8 +36,10 @@ def offer(
     num_rows: Sequence[int],
     first_slots: Sequence[int] | None = None,
     rows_per_source: Sequence[int] | None = None,
+    expanded: Sequence[int] | None = None,
 ) -> None:
-    """Fill the table as a meeting does: addresses of the peers' rows, their number, and this rank's first slots.
+    """Fill the table as a handshake does: addresses of the peers' rows, their number, and this rank's first slots; for
+    calls of selections also the expanded rows that the peers take or give.
 
     If ranks are staged, with the rows of their lanes: `sections` are then their staging, and `num_rows` 0.
     """
@@ -47,6 +49,7 @@ def offer(
         list(num_rows),
         list(first_slots or [0] * context.num_ranks),
         list(rows_per_source or [0] * context.num_ranks),
+        list(expanded or [0] * context.num_ranks),
     ]
     context.state[exchange.STATE_STAGED] = sum(rows_of > 0 for rows_of in rows_per_source or [])
     context.table.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu"))

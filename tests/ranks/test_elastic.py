@@ -142,7 +142,10 @@ def check_dispatch(
     again, ids_again, weights_again, same, _ = buffer.dispatch(mine.x, topk_weights=mine.weights, handle=handle)
     assert same is handle
     check_rows(again, told, every)
-    if not is_expanded:
+    if is_expanded:
+        is_row = torch.tensor([source is not None for source in told.rows], dtype=torch.bool)
+        assert torch.equal(weights_again[: len(told.rows)][is_row], weights[: len(told.rows)][is_row])
+    else:
         assert torch.equal(ids_again[:num_rows], topk_idx[:num_rows])
         assert torch.equal(weights_again[:num_rows], weights[:num_rows])
     return handle, told
@@ -219,13 +222,79 @@ def test_kernels_do_the_same(name: str) -> None:
     run_ranks(round_trips, 2, small, name != "aligned", env={"DEEP_EP_TRANSPORT": "interpreted"})
 
 
+STRAIGHT = [
+    ("scales", 2, {"DEEP_EP_POSTED_BYTES": "0"}),  # otherwise so few rows would be posted
+    ("twice", 3, {"DEEP_EP_POSTED_BYTES": "0"}),
+    ("many", 4, {"DEEP_EP_POSTED_BYTES": "0"}),
+    ("scales", 2, {"DEEP_EP_TRANSPORT": "interpreted"}),
+    ("twice", 2, {"DEEP_EP_TRANSPORT": "interpreted"}),
+]
+
+
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(("name", "num_ranks"), [("scales", 2), ("twice", 3), ("many", 4)])
-def test_expanded_rows_are_put_straight(name: str, num_ranks: int) -> None:
-    """Also where rows are so few that they would be posted."""
-    for calls in run_ranks(round_trips, num_ranks, CASES[name], name != "twice", env={"DEEP_EP_POSTED_BYTES": "0"}):
+@pytest.mark.parametrize(("name", "num_ranks", "env"), STRAIGHT)
+def test_expanded_rows_are_put_straight(name: str, num_ranks: int, env: dict[str, str]) -> None:
+    for calls in run_ranks(round_trips, num_ranks, CASES[name], name != "twice", env=env):
         assert calls["dispatch/expanded"] == 4, "with and without the host's wait, and cached"
         assert calls["dispatch/direct"] == 4
+
+
+def lies_anywhere(rank: int, num_ranks: int, has_multiple_reduction: bool, dtype: torch.dtype) -> None:
+    """Expanded rows that are combined where they came, with those of some ranks in other memory."""
+    case = CASES["many"]._replace(tokens=12, hidden=16)
+    buffer = make_buffer(case, allow_multiple_reduction=has_multiple_reduction)
+    mine, num_experts = inputs_of(case, rank, num_ranks), case.experts_per_rank * num_ranks
+    options = {"num_experts": num_experts, "expert_alignment": 4, "do_expand": True}
+    x, _, weights, handle, _ = buffer.dispatch(mine.x.to(dtype), mine.topk_idx, mine.weights, **options)
+    bias = torch.randn(mine.topk_idx.size(0), case.hidden).to(dtype)
+    elsewhere, given, _ = buffer.combine(x.clone(), handle, weights, bias)
+    in_place, same, _ = buffer.combine(x, handle, weights, bias)
+    mixed, _, _ = buffer.combine(x if rank % 2 else x.clone(), handle, bias=bias)
+    assert torch.equal(elsewhere, in_place)
+    assert torch.equal(elsewhere, mixed)
+    assert torch.equal(given, same)
+    selected = ((mine.topk_idx >= 0) & (mine.topk_idx < num_experts))[:, :, None]
+    every = (mine.x.to(dtype)[:, None, :] * selected).to(dtype)
+    expected = reference.elastic_combine(every, mine.topk_idx, num_experts, num_ranks, (bias,), has_multiple_reduction)
+    assert torch.equal(in_place, expected)
+
+
+@pytest.mark.parametrize("has_multiple_reduction", [True, False])
+def test_expanded_rows_are_combined_wherever_they_lie(has_multiple_reduction: bool) -> None:
+    run_ranks(lies_anywhere, 3, has_multiple_reduction, torch.bfloat16)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("has_multiple_reduction", [True, False])
+def test_kernels_combine_expanded_rows_wherever_they_lie(has_multiple_reduction: bool) -> None:
+    env = {"DEEP_EP_TRANSPORT": "interpreted"}
+    run_ranks(lies_anywhere, 2, has_multiple_reduction, torch.float32, env=env)
+
+
+def some_without_memory(rank: int, num_ranks: int) -> dict[str, int]:
+    """One rank has no memory for an expanded result: its rows come compactly, and those of its peers do not."""
+    case = CASES["scales"]._replace(tokens=6, hidden=512)
+    buffer = make_buffer(case)
+    for has_waited in (True, False):
+        handle, _ = check_dispatch(rank, num_ranks, case, buffer, has_waited, is_expanded=True)
+        held = [buffer.get_combine_buffer(handle, hidden=64 << 10, dtype=torch.bfloat16)] if rank == 0 else []
+        size = buffer.stats()["arena"]["reserved"] - buffer.stats()["arena"]["used"]
+        if rank == 0:  # all but a little of what is left
+            held += [buffer._engine.allocate((size - (96 << 10),), torch.uint8)]
+        dist.barrier()
+        handle, told = check_dispatch(rank, num_ranks, case, buffer, False, is_expanded=True)
+        check_combine(rank, num_ranks, case, buffer, handle, told, torch.bfloat16)
+        del held
+    return buffer.stats()["calls"]
+
+
+@pytest.mark.parametrize("num_ranks", [2])
+def test_ranks_without_memory_for_expanded_rows_unfold_them(num_ranks: int) -> None:
+    """Peers put rows straight all the same."""
+    env = {"DEEP_EP_TRANSPORT": "interpreted", "DEEP_EP_ARENA_BYTES": str(512 << 10)}
+    first, second = run_ranks(some_without_memory, num_ranks, env=env)
+    assert first["dispatch/direct"] > 0 < first["dispatch/expanded"]
+    assert set(second) & {"dispatch/direct", "dispatch/expanded"} == {"dispatch/expanded"}
 
 
 def unequal_alignments(rank: int, num_ranks: int) -> tuple[str, str]:
@@ -236,9 +305,11 @@ def unequal_alignments(rank: int, num_ranks: int) -> tuple[str, str]:
     return error_of(buffer.dispatch, mine.x, mine.topk_idx, do_expand=True, **options)
 
 
-@pytest.mark.cpu_only
-def test_unequal_alignments_of_expanded_rows_are_named() -> None:
-    seen = run_ranks(unequal_alignments, 2)
+@pytest.mark.parametrize("env", [{}, {"DEEP_EP_TRANSPORT": "interpreted"}])
+def test_unequal_alignments_of_expanded_rows_are_named(env: dict[str, str], device: str) -> None:
+    if device == "cuda" and env:
+        pytest.skip("kernels are not interpreted there")
+    seen = run_ranks(unequal_alignments, 2, env=env)
     assert {kind for kind, _ in seen} <= {"EPError", "EPPeerFailed"}
     assert all("expert_alignment" in text for _, text in seen)
 

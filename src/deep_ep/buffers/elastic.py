@@ -19,10 +19,10 @@ import torch.distributed as dist
 from .. import env
 from ..control import Control, require_member
 from ..elastic_sizing import SIZE_UNIT_BYTES, Domains, Rates, elastic_buffer_bytes, theoretical_num_sms
-from ..engine.elastic import Arrived, Extras, Form, Layout, Unfold, fold_rows, fold_weights, own_columns, with_weights
+from ..engine.elastic import Arrived, ElasticRequest, Extras, Form, Layout, fold_weights, own_columns
 from ..engine.engine import Around
 from ..engine.ops import CallOrder
-from ..engine.payload import Expansion, Routing, SendPlan
+from ..engine.payload import Routing
 from ..errors import EPUnsupported
 from ..event import EventHandle, EventOverlap, event_of
 from ..handle import ColumnHandle
@@ -70,7 +70,6 @@ class EPHandle:
     """
 
     _layout: Layout
-    _remote_rows: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -613,26 +612,21 @@ class ElasticBuffer(UnsupportedFamilies):
         extras = Extras(bool(do_zero_padding), bool(use_tma_aligned_col_major_sf), stats, after)
         scale_dtype = payload.scales.dtype if payload.scales is not None else None
         self._last_rows = (payload.x.shape[1], payload.x.dtype)
-        has_weights, ranks = topk_weights is not None, (self.num_ranks, self.rank_idx)
+        is_synchronised = handle is None and (do_cpu_sync or do_cpu_sync is None)
+        request = ElasticRequest(
+            form, selected, self.num_ranks, self.rank_idx, topk_weights, scale_dtype, extras,
+            None if handle is None else handle._layout, bool(is_synchronised), bool(do_handle_copy),
+        )  # fmt: skip
+        unfold = engine.unfold(request, num_sms)
+        unfold.attach(payload)
         if handle is not None:
-            layout = handle._layout
-            prepare = None
-            if layout.plan is not None:
-                payload.expansion = Expansion(form.alignment, layout.num_expanded, layout.plan, weights=topk_weights)
-            else:
-                prepare = partial(with_weights, payload=payload, topk_weights=topk_weights)
-            unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras, payload.expansion)
-            around = Around(prepare, lambda scope, received, _: unfold.again(scope, received, layout))
-            arrived, event = engine.cached_dispatch(payload, layout.compact, order, num_sms, around)
+            around = Around(
+                partial(unfold.prepare, payload=payload), lambda scope, received, _: unfold.again(scope, received)
+            )
+            arrived, event = engine.cached_dispatch(payload, handle._layout.compact, order, num_sms, around)
             return *_results(arrived), handle, EventOverlap(event)
         assert num_experts is not None
-        is_synchronised = do_cpu_sync or do_cpu_sync is None
-        if form.is_expanded and engine.puts_expanded:
-            num_expanded = 0 if is_synchronised else form.most_expanded(self.num_ranks)
-            peer_rows = selected.new_empty(selected.shape, dtype=torch.int32)
-            payload.expansion = Expansion(form.alignment, num_expanded, SendPlan(), peer_rows)
-        unfold = Unfold(form, selected, *ranks, has_weights, scale_dtype, extras, payload.expansion)
-        around = Around(finish=partial(unfold.new, is_topk_copied=bool(do_handle_copy)))
+        around = Around(finish=unfold.new)
         counts, counted = engine.layout(selected, num_experts, 1, order)
         if order.after is not None and counted is not None:  # perhaps the layout still waits for it
             order = CallOrder(counted, order.is_async)
@@ -778,29 +772,32 @@ class ElasticBuffer(UnsupportedFamilies):
         after = _event(where, "previous_event_before_epilogue", previous_event_before_epilogue)
         engine, num_sms = self._buffer._require_engine(where), num_sms or handle.num_sms
         self._follow_others()
-        slots, is_compact = layout.slots, True
-        if handle.do_expand and not self.allow_multiple_reduction:
-            slots, is_compact = self._remote_rows(handle, order), False
+        is_reduced_once = handle.do_expand and not self.allow_multiple_reduction
+        is_pulled = handle.do_expand and engine.can_pull(x)
+        is_compact = not (is_reduced_once or is_pulled)
         num_given = sources.shape[0] if is_compact else x.shape[0]
-        expanded_rows = None if is_compact else sources[:, 2:]
-        given = ColumnHandle(layout.compact, layout.owners, slots, num_given, expanded_rows, not is_compact)
-        prepare = partial(_prepare, engine, layout, sources, x, topk_weights, is_compact, handle.do_expand, after)
+        given = ColumnHandle(
+            layout.compact, layout.owners, layout.slots, num_given, None if is_compact else sources[:, 2:],
+            is_reduced_once, layout.peer_rows, layout.form.alignment if handle.do_expand else 0,
+        )  # fmt: skip
+        is_given = is_pulled or not handle.do_expand
+        give = None if is_given else partial(_give, engine, layout, sources, x, is_compact, num_sms)
+        prepare = partial(_prepare, engine, layout, sources, x, topk_weights, give, after)
         combined, event = engine.combine(x, given, topk_weights, biases, order, num_sms, Around(prepare))
         return combined.x, combined.topk_weights, EventOverlap(event)
 
-    def _remote_rows(self, handle: EPHandle, order: CallOrder) -> torch.Tensor:
-        """[T, K] int32: the expanded row of each selection at its rank, exchanged by a combine; -1: none."""
-        layout = handle._layout
-        if layout.peer_rows is not None:
-            return layout.peer_rows
-        if handle._remote_rows is None:
-            # As a combine of numbers: every rank gives those of its own columns, counted from 1, and 0 in others.
-            rows = (layout.sources[:, 2:] + 1).to(torch.float64)
-            given = ColumnHandle(layout.compact, layout.owners, layout.slots, rows.shape[0], is_reduced_once=True)
-            around = Around(lambda _: (rows, None))
-            sums, _ = self._engine.combine(rows, given, None, [], CallOrder(order.after, False), None, around)
-            handle._remote_rows = (sums.x - 1).to(torch.int32)
-        return handle._remote_rows
+
+def _give(
+    engine: Any, layout: Layout, sources: torch.Tensor, x: torch.Tensor, is_compact: bool, num_sms: int, scope: Any
+) -> torch.Tensor:
+    """Return the rows of a combine of expanded rows that cannot be pulled where they lie: sums by token, or a copy."""
+    if is_compact:
+        given = engine.region((sources.shape[0], x.shape[1]), x.dtype)
+        scope.launch(partial(engine.fold_rows, given, x, sources[:, 2:], layout.rank_ends, num_sms))
+    else:
+        given = engine.region(tuple(x.shape), x.dtype)
+        scope.launch(partial(given.copy_, x))
+    return given
 
 
 def _prepare(
@@ -809,27 +806,22 @@ def _prepare(
     sources: torch.Tensor,
     x: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    is_compact: bool,
-    is_expanded: bool,
+    give: Callable[[Any], torch.Tensor] | None,
     after: EventHandle | None,
     scope: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a combine gives: compact rows, made of expanded ones, or expanded ones as they are; and weights by token."""
+    """What a combine gives: rows as they are, or what `give` makes of them; and weights by token."""
     if after is not None:
         scope.launch(after.current_stream_wait)
-    num_rows, rows, given = sources.shape[0], sources[:, 2:], x
-    if is_expanded and is_compact:
-        given = engine.region((num_rows, x.shape[1]), x.dtype)
-        scope.launch(partial(fold_rows, given, x, rows))
-    elif not is_compact:  # all rows, wherever they lie
-        given = engine.region(tuple(x.shape), x.dtype)
-        scope.launch(partial(given.copy_, x))
+    given = x if give is None else give(scope)
     if topk_weights is None:
         return given, None
-    weights = engine.region((max(num_rows, given.shape[0]), layout.form.num_topk), torch.float32)
-    if is_expanded:
-        scope.launch(partial(fold_weights, weights[:num_rows], topk_weights, rows))
+    num_rows, form = sources.shape[0], layout.form
+    weights = engine.region((max(num_rows, given.shape[0]), form.num_topk), torch.float32)
+    if form.is_expanded:
+        scope.launch(partial(fold_weights, weights[:num_rows], topk_weights, sources[:, 2:]))
     else:
+        assert layout.ids is not None
         scope.launch(partial(own_columns, weights, topk_weights, layout.ids[:num_rows]))
     return given, weights
 

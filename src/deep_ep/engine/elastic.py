@@ -2,12 +2,13 @@
 
 A V2 dispatch moves the rows of a *compact* dispatch, one for each (token, rank): the same as V1's. Everything else is
 local: the counts of each expert follow from the ids that came, and an *expanded* result, one row for each (token, local
-expert), is unfolded from the compact one, except where CPU ranks have put its rows straight to their places
-(`cpu/expanded.py`). A V2 combine of expanded rows folds them first, and then sums compact rows.
+expert), is unfolded from the compact one, except where its rows were put straight to their places
+(`cpu/expanded.py`, `cuda/selections.py`). A V2 combine of expanded rows folds them first, and then sums compact rows;
+or they are pulled as they are.
 
 Shape letters: T tokens of this rank, K top-k, R ranks, L experts of a rank, N rows that there is memory for, n of which
-came, X rows of an expanded result. On a GPU nothing here looks at a value on the host: all of it can be captured in a
-graph.
+came, X rows of an expanded result. On a GPU kernels make what `Unfold` makes here by torch's operations
+(`cuda.selections.DeviceUnfold`).
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ class Layout:
         form: How they were asked for.
         compact: The handle of the compact rows.
         topk_idx: [T, K], this rank's selections.
-        ids: [N, K] the local ids of each compact row; -1: none.
+        ids: [N, K] the local ids of each compact row; -1: none. On a GPU None, if the result is expanded.
         sources: [N, 2 + K] int32, see `EPHandle.recv_src_metadata`.
-        row_sources: [X] int32, the compact row of each expanded row; -1: padding. Empty if it is not expanded.
+        row_sources: [X] int32, the compact row of each expanded row; -1: padding. Empty if it is not expanded; None on
+            a GPU.
         slots: [T, K] int32, the compact row of each token at the rank of column k, in the highest column of that rank;
             -1 in others.
         owners: [T, K] int32, the rank of column k; -1: it selects nothing.
@@ -78,9 +80,9 @@ class Layout:
     form: Form
     compact: Handle
     topk_idx: torch.Tensor
-    ids: torch.Tensor
+    ids: torch.Tensor | None
     sources: torch.Tensor
-    row_sources: torch.Tensor
+    row_sources: torch.Tensor | None
     slots: torch.Tensor
     owners: torch.Tensor
     num_per_expert: torch.Tensor
@@ -143,97 +145,135 @@ class Arrived(NamedTuple):
     layout: Layout
 
 
-# Dispatch ------------------------------------------------------------------------------------------------------------
+class ElasticRequest(NamedTuple):
+    """What a V2 dispatch is asked for.
 
-
-class Unfold:
-    """The end of a V2 dispatch: makes what it returns out of the compact rows that came.
-
-    Args:
+    Attributes:
         form: How the rows are wanted.
         topk_idx: [T, K], this rank's selections.
         num_ranks: R.
         rank: This rank.
-        has_weights: Weights came: with the ids, or, in a cached dispatch, as the last K columns of the scales.
+        topk_weights: [T, K] float32, or None.
         scale_dtype: Type of the scales; None: there are none.
         extras: What else is wanted.
-        expansion: By which rows may have been put straight into an expanded result; None: they were not.
+        layout: Of the dispatch that a cached one follows; None: the dispatch has routing.
+        is_synchronised: The host waits for the counts.
+        is_topk_copied: The layout gets a copy of this rank's selections.
     """
 
-    def __init__(
-        self,
-        form: Form,
-        topk_idx: torch.Tensor,
-        num_ranks: int,
-        rank: int,
-        has_weights: bool,
-        scale_dtype: torch.dtype | None,
-        extras: Extras,
-        expansion: Expansion | None = None,
-    ):
-        self._form = form
-        self._topk_idx = topk_idx
-        self._num_ranks, self._rank = num_ranks, rank
-        self._has_weights = has_weights
-        self._scale_dtype = scale_dtype
-        self._extras = extras
+    form: Form
+    topk_idx: torch.Tensor
+    num_ranks: int
+    rank: int
+    topk_weights: torch.Tensor | None
+    scale_dtype: torch.dtype | None
+    extras: Extras
+    layout: Layout | None = None
+    is_synchronised: bool = False
+    is_topk_copied: bool = False
+
+
+# Dispatch ------------------------------------------------------------------------------------------------------------
+
+
+class Unfold:
+    """A V2 dispatch: makes what it returns out of the rows that came.
+
+    Args:
+        request: What is asked for.
+        expansion: By which rows may be put straight into an expanded result; None: they are not.
+
+    Attributes:
+        is_straight: Rows and scales came as an expanded result.
+    """
+
+    is_straight = False
+
+    def __init__(self, request: ElasticRequest, expansion: Expansion | None = None):
+        self._request = request
+        self._form = request.form
+        self._extras = request.extras
+        self._has_weights = request.topk_weights is not None
         self._expansion = expansion
 
-    def new(self, scope: Any, received: DispatchResult, told: Counts | None, is_topk_copied: bool = False) -> Arrived:
+    def attach(self, payload: Payload) -> None:
+        """Have the steps of the call find what they must know beside the payload."""
+        payload.expansion = self._expansion
+
+    def prepare(self, scope: Any, payload: Payload) -> Payload:
+        """Return what a cached dispatch moves: without a handle weights travel in the records, which it does not
+        have.
+        """
+        if self._expansion is not None:  # they travel beside the rows
+            return payload
+        return with_weights(scope, payload, self._request.topk_weights)
+
+    def new(self, scope: Any, received: DispatchResult, told: Counts | None) -> Arrived:
         """Finish a dispatch that has routing: make its layout, and its results.
 
         Args:
             scope: The scope of the call.
-            received: The compact rows.
+            received: The rows.
             told: The counts; None: the host does not know them.
-            is_topk_copied: The layout has a copy of this rank's selections.
         """
-        assert received.topk_idx is not None
         if told is not None and told.max_tokens != self._form.max_tokens:
             self._form = self._form._replace(max_tokens=told.max_tokens)
-        layout = self._empty_layout(scope, received, told)
         if self._expansion is not None:
-            layout.plan, layout.peer_rows = self._expansion.plan, self._expansion.peer_rows
-        if is_topk_copied:
-            with scope.outputs:
-                layout.topk_idx = torch.empty_like(self._topk_idx)
-        job_layout = layout.apart(scope)
-        topk_idx = received.topk_idx
-        if is_topk_copied:
-            scope.launch(lambda: job_layout.topk_idx.copy_(self._topk_idx))
-        # Without counts, tokens that name an expert twice may need more rows than the worst case has.
-        may_overflow = told is None and self._form.is_expanded and self._form.num_topk > self._form.num_local
-        scope.launch(lambda: self._fill_layout(job_layout, received, may_overflow))
-        sent_weights = received.topk_weights if self._has_weights else None
-        arrived = self._arrive(scope, received, layout, job_layout, received.scales, sent_weights)
-        return arrived._replace(topk_idx=None if self._form.is_expanded else topk_idx)
+            self.is_straight = self._expansion.is_straight
+        return self._new_results(scope, received, self._make_layout(scope, received, told))
 
-    def again(self, scope: Any, received: DispatchResult, layout: Layout) -> Arrived:
+    def again(self, scope: Any, received: DispatchResult) -> Arrived:
         """Finish a cached dispatch: rows lie where those of the earlier dispatch did."""
+        layout = self._request.layout
+        assert layout is not None
         sent_scales, sent_weights = received.scales, None
         if self._expansion is not None:
+            self.is_straight = self._expansion.is_straight
             sent_weights = self._expansion.received_weights
         elif sent_scales is not None and self._has_weights:
             split = sent_scales.shape[1] - self._form.num_topk
             sent_scales, sent_weights = sent_scales[:, :split], sent_scales[:, split:].view(torch.float32)
-        arrived = self._arrive(scope, received, layout, layout, sent_scales, sent_weights)
+        arrived = self._arrive(scope, received, layout, sent_scales, sent_weights)
         if self._form.is_expanded:
             return arrived
+        ids = layout.ids
+        assert ids is not None
         with scope.outputs:
-            topk_idx = torch.empty_like(layout.ids)
+            topk_idx = torch.empty_like(ids)
         job_ids = scope.apart((topk_idx,))[0]
-        scope.launch(lambda: job_ids.copy_(layout.ids))
+        scope.launch(lambda: job_ids.copy_(ids))
         return arrived._replace(topk_idx=topk_idx)
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
+    def _make_layout(self, scope: Any, received: DispatchResult, told: Counts | None) -> Layout:
+        """Make the layout of a dispatch, and launch the step that fills it."""
+        layout = self._empty_layout(scope, received, told)
+        if self._expansion is not None:
+            layout.plan, layout.peer_rows = self._expansion.plan, self._expansion.peer_rows
+        if self._request.is_topk_copied:
+            with scope.outputs:
+                layout.topk_idx = torch.empty_like(self._request.topk_idx)
+        job_layout = layout.apart(scope)
+        if self._request.is_topk_copied:
+            scope.launch(lambda: job_layout.topk_idx.copy_(self._request.topk_idx))
+        scope.launch(lambda: self._fill_layout(job_layout, received))
+        return layout
+
+    def _new_results(self, scope: Any, received: DispatchResult, layout: Layout) -> Arrived:
+        """Make the results of a dispatch with routing."""
+        sent_weights = received.topk_weights if self._has_weights else None
+        arrived = self._arrive(scope, received, layout, received.scales, sent_weights)
+        return arrived._replace(topk_idx=None if self._form.is_expanded else received.topk_idx)
+
     def _empty_layout(self, scope: Any, received: DispatchResult, told: Counts | None) -> Layout:
         """Allocate the tensors of a layout."""
         form, handle, like = self._form, received.handle, received.handle.rank_prefix_matrix
-        num_tokens, num_topk = self._topk_idx.shape
+        topk_idx = self._request.topk_idx
+        num_tokens, num_topk = topk_idx.shape
         num_rows = handle.num_rows
         aligned: list[int] = []
-        num_expanded = form.most_expanded(self._num_ranks)
+        num_expanded = form.most_expanded(self._request.num_ranks)
         if told is not None:
             aligned = [align(count, form.alignment) for count in told.expert_counts]
             num_expanded = sum(aligned)
@@ -242,15 +282,15 @@ class Unfold:
             return Layout(
                 form=form,
                 compact=handle,
-                topk_idx=self._topk_idx,
-                ids=new((num_rows, num_topk), dtype=self._topk_idx.dtype),
+                topk_idx=topk_idx,
+                ids=new((num_rows, num_topk), dtype=topk_idx.dtype),
                 sources=new((num_rows, 2 + num_topk)),
                 row_sources=new(num_expanded if form.is_expanded else 0),
                 slots=new((num_tokens, num_topk)),
                 owners=new((num_tokens, num_topk)),
                 num_per_expert=new(form.num_local),
                 ends=new(form.num_local),
-                rank_ends=new(self._num_ranks),
+                rank_ends=new(self._request.num_ranks),
                 num_rows=num_rows,
                 num_expanded=num_expanded,
                 aligned_counts=aligned,
@@ -261,7 +301,6 @@ class Unfold:
         scope: Any,
         received: DispatchResult,
         layout: Layout,
-        job_layout: Layout,
         sent_scales: torch.Tensor | None,
         sent_weights: torch.Tensor | None,
     ) -> Arrived:
@@ -271,7 +310,6 @@ class Unfold:
             scope: The scope of the call.
             received: The compact rows.
             layout: Where they lie.
-            job_layout: The same for functions of the call, see `Layout.apart`.
             sent_scales: Scales of the compact rows, perhaps as columns of something wider and of another type.
             sent_weights: [N, K] weights of the compact rows, likewise.
         """
@@ -279,13 +317,13 @@ class Unfold:
         num_rows = layout.num_expanded if form.is_expanded else received.x.shape[0]
         x, scales, weights = received.x, None, sent_weights
         with scope.outputs:
-            if form.is_expanded and not self._is_straight:
+            if form.is_expanded and not self.is_straight:
                 x = like.new_empty((num_rows, like.shape[1]))
             if sent_weights is not None and (form.is_expanded or not _is_packed(sent_weights)):
                 shape = (num_rows,) if form.is_expanded else (num_rows, form.num_topk)
                 weights = like.new_empty(shape, dtype=torch.float32)
-            if sent_scales is not None and self._scale_dtype is not None:
-                sent_scales = sent_scales.view(self._scale_dtype)
+            if sent_scales is not None and (scale_dtype := self._request.scale_dtype) is not None:
+                sent_scales = sent_scales.view(scale_dtype)
                 scales = self._empty_scales(sent_scales, num_rows)
         outputs = scope.apart(
             (
@@ -295,29 +333,27 @@ class Unfold:
             )
         )
         sent = [*scope.apart((received.x, sent_scales)), sent_weights]
-        scope.launch(lambda: self._fill(job_layout, sent, outputs))
+        scope.launch(lambda: self._fill(layout, sent, outputs))
         scope.hold_outputs([tensor for tensor in (x, scales, weights) if tensor is not received.x])
         return Arrived(x, scales, None, weights, layout)
 
     def _empty_scales(self, sent: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Memory for the scales: those that came, if they lie already as they are wanted."""
         has_columns, num_scales = self._extras.has_column_scales, sent.shape[1]
-        if (self._is_straight or not self._form.is_expanded) and not has_columns and _is_packed(sent):
+        if (self.is_straight or not self._form.is_expanded) and not has_columns and _is_packed(sent):
             return sent
         strides = (1, align(num_rows, 4)) if has_columns else (num_scales, 1)
         return torch.empty_strided((num_rows, num_scales), strides, dtype=sent.dtype, device=sent.device)
 
     # Values ----------------------------------------------------------------------------------------------------------
 
-    def _fill_layout(self, layout: Layout, received: DispatchResult, may_overflow: bool) -> None:
-        """Fill the layout: where each row of the dispatch lies.
-
-        On a GPU more rows than there are memory for end the process: it is an assertion of the device.
-        """
+    def _fill_layout(self, layout: Layout, received: DispatchResult) -> None:
+        """Fill the layout: where each row of the dispatch lies."""
         form, ids = self._form, received.topk_idx
         assert ids is not None
+        assert layout.ids is not None
         layout.ids.copy_(ids)
-        prefix, rank = received.handle.rank_prefix_matrix, self._rank
+        prefix, rank = received.handle.rank_prefix_matrix, self._request.rank
         layout.rank_ends.copy_(prefix[:, rank])
         count_experts(ids, layout.num_per_expert)
         if self._extras.stats is not None:
@@ -326,12 +362,6 @@ class Unfold:
         aligned -= aligned % form.alignment
         torch.cumsum(aligned, 0, dtype=torch.int32, out=layout.ends)
         starts = layout.ends - aligned
-        if may_overflow:
-            torch._assert_async(
-                layout.ends[-1] <= layout.num_expanded,
-                "dispatch: tokens name an expert more than once, and need more rows than the worst case has. "
-                "Dispatch with do_cpu_sync=True",
-            )
         if form.is_expanded:
             torch.add(starts, layout.num_per_expert, out=layout.ends)
         self._fill_sources(layout, ids, received.handle.recv_src_idx, starts)
@@ -348,6 +378,7 @@ class Unfold:
         layout.sources[:, 1] = ranks * form.num_topk + highest
         layout.sources[:, 2:] = -1
         if form.is_expanded:
+            assert layout.row_sources is not None
             rows = expanded_rows(ids, layout.num_per_expert, starts)
             layout.sources[:, 2:] = rows
             # One element more than there are rows: it takes the columns that select nothing.
@@ -358,8 +389,8 @@ class Unfold:
 
     def _fill_slots(self, layout: Layout, send_head: torch.Tensor) -> None:
         """Fill the slots of this rank's tokens: at each column's rank, in the highest column of that rank."""
-        form, topk_idx = self._form, self._topk_idx
-        is_valid = (topk_idx >= 0) & (topk_idx < form.num_local * self._num_ranks)
+        form, topk_idx = self._form, self._request.topk_idx
+        is_valid = (topk_idx >= 0) & (topk_idx < form.num_local * self._request.num_ranks)
         owners = torch.where(is_valid, topk_idx // form.num_local, -1).to(torch.int32)
         layout.owners.copy_(owners)
         slots = send_head.gather(1, owners.clamp(min=0).long()) if form.num_topk else layout.slots
@@ -378,35 +409,42 @@ class Unfold:
             sent: The compact rows, their scales, and their weights.
             outputs: What is filled, for each of them; None: it lies where it stays.
         """
-        if self._extras.after is not None:
-            self._extras.after.current_stream_wait()
+        self._wait()
+        if self._form.is_expanded and not self.is_straight:
+            self._unfold_rows(layout, sent, outputs)
         for index, (source, target) in enumerate(zip(sent, outputs, strict=True)):
-            is_in_place = not self._form.is_expanded or (self._is_straight and index != _WEIGHTS)
-            if source is None or (target is None and not self._is_straight):
+            if source is None:
                 continue
-            if is_in_place:
+            if index == _WEIGHTS and self._form.is_expanded:
+                self._unfold_weights(layout, source, target)
+            elif self.is_straight or not self._form.is_expanded:
                 if target is not None:
                     target.copy_(source)
-                if self._is_straight and self._extras.has_zero_padding:
+                if self.is_straight and self._extras.has_zero_padding:
                     self._zero_gaps(layout, source if target is None else target)
-            elif target is not None and index == _WEIGHTS:
-                self._unfold_weights(layout, source, target)
-            elif target is not None:
+
+    def _wait(self) -> None:
+        """Wait for what the last step is to wait for."""
+        if self._extras.after is not None:
+            self._extras.after.current_stream_wait()
+
+    def _unfold_rows(
+        self, layout: Layout, sent: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Copy compact rows and scales to their expanded rows. The arguments are those of `_fill`."""
+        for source, target in zip(sent[:_WEIGHTS], outputs[:_WEIGHTS], strict=True):
+            if source is not None and target is not None:
                 self._unfold(layout, source, target)
 
-    @property
-    def _is_straight(self) -> bool:
-        """Whether rows and scales came as an expanded result."""
-        return self._expansion is not None and self._expansion.is_straight
-
     def _zero_gaps(self, layout: Layout, out: torch.Tensor) -> None:
-        """Set the rows between experts to zero. On the CPU only, where the host may look at the counts."""
+        """Set the rows between experts to zero."""
         out = _as_integers(out)
         for end in layout.ends.tolist():
             out[end : align(end, self._form.alignment)].zero_()
 
     def _unfold(self, layout: Layout, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Each expanded row is a copy of its compact one."""
+        assert layout.row_sources is not None
         if not out.numel() or not rows.shape[0]:  # without compact rows all experts are empty
             return
         rows, out = _as_integers(rows), _as_integers(out)
@@ -496,7 +534,7 @@ def with_weights(scope: Any, payload: Payload, topk_weights: torch.Tensor | None
     if topk_weights is None:
         return payload
     if payload.scales is None:
-        return Payload(payload.x, topk_weights)
+        return Payload(payload.x, topk_weights, payload.expansion)
     given, num_scales = payload.scales, payload.scales.shape[1]
     both = topk_weights.new_empty((topk_weights.shape[0], num_scales + topk_weights.shape[1]), dtype=torch.int32)
 
@@ -505,7 +543,7 @@ def with_weights(scope: Any, payload: Payload, topk_weights: torch.Tensor | None
         both[:, num_scales:].copy_(topk_weights.view(torch.int32))
 
     scope.launch(fill)
-    return Payload(payload.x, both)
+    return Payload(payload.x, both, payload.expansion)
 
 
 # Combine -------------------------------------------------------------------------------------------------------------
@@ -519,17 +557,7 @@ def fold_rows(out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
         x: [X, H].
         rows: [N, K] int32; -1: none. One row alone is forwarded as it is.
     """
-    if not x.is_cuda:
-        reduce_columns(out, [x], torch.zeros_like(rows), rows, [0], zero=-0.0)
-        return
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    total = torch.full(out.shape, -0.0, dtype=wide, device=out.device)  # to which -0.0 may be added
-    if x.shape[0]:
-        for column in range(rows.shape[1]):
-            found = rows[:, column]
-            value = x.index_select(0, found.clamp(min=0)).to(wide)
-            total = torch.where((found >= 0)[:, None], total + value, total)
-    out.copy_(total)
+    reduce_columns(out, [x], torch.zeros_like(rows), rows, [0], zero=-0.0)
 
 
 def fold_weights(out: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from ..errors import EPUnsupported
 from ..event import EventHandle
 from ..trace import Trace
 from ..watch import Watch
+from .elastic import ElasticRequest, Unfold
 from .low_latency.engine import LowLatencyEngine
 from .ops import NO_SECTIONS, CallOrder, CallScope, CombineSteps, Counts, DispatchSteps, received_of
 from .payload import CombineResult, DispatchResult, Payload, Routing, make_combined
@@ -63,7 +64,6 @@ class Engine(ABC):
         low_latency: Low-latency calls; None: the buffer has no memory for them, or they cannot be made.
         why_no_low_latency: Why they cannot be made. Empty: they can be made, or were not requested.
         counts_peers: `stats` has the bytes and the waits of each peer; else kernels move and wait, and they are zeros.
-        puts_expanded: Whether dispatches take an `Expansion`.
     """
 
     rank: int
@@ -72,7 +72,6 @@ class Engine(ABC):
     low_latency: LowLatencyEngine | None = None
     why_no_low_latency = ""
     counts_peers = False
-    puts_expanded = False
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -249,6 +248,31 @@ class Engine(ABC):
     @abstractmethod
     def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor for use inside a call, in the window if there is memory for it."""
+
+    # What V2's calls do on this rank alone ---------------------------------------------------------------------------
+
+    def unfold(self, request: ElasticRequest, num_sms: int | None) -> Unfold:
+        """Return a dispatch of V2, which makes its results out of what comes. `num_sms` bounds blocks of a GPU."""
+        raise NotImplementedError
+
+    def fold_rows(
+        self, out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, num_sms: int | None
+    ) -> None:
+        """Sum the expanded rows of each token, columns ascending, in FP32 (FP64 of FP64), rounded once.
+
+        Args:
+            out: [n, H] of x's dtype, written.
+            x: [X, H].
+            rows: [n, K] int32; -1: none. One row alone is forwarded as it is.
+            ends: [R] int32, the last of which is how many of the n rows came.
+            num_sms: Most blocks of a kernel.
+        """
+        raise NotImplementedError
+
+    def can_pull(self, x: torch.Tensor) -> bool:
+        """Whether a combine can give expanded rows where they lie, so that no rank sums its own ones first."""
+        del x
+        return False
 
     # Beside the calls ------------------------------------------------------------------------------------------------
 

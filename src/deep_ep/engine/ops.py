@@ -76,6 +76,8 @@ class Sections(NamedTuple):
         rows_per_source: If the memory is not in the window: rows of a source that its part of the staging holds; else
             0.
         bases: Where peers write, a base for each section; empty on the CPU, which looks when it makes its offer.
+        expanded_rows: On a GPU: X, if x and scales are an expanded result; 0: they are n compact rows; less than 0: the
+            same, of which an expanded result of so many rows may be made.
     """
 
     x: torch.Tensor | None
@@ -84,6 +86,7 @@ class Sections(NamedTuple):
     num_rows: int
     rows_per_source: int
     bases: tuple[Any, ...]
+    expanded_rows: int = 0
 
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the sections; 0: it does not travel."""
@@ -106,7 +109,7 @@ def received_of(
     handle: Any,
 ) -> DispatchResult:
     """What a dispatch returns: `num_rows` rows of what there is memory for are the caller's."""
-    x, scales, _, num_there, rows_per_source, _ = sections
+    x, scales, _, num_there, rows_per_source, *_ = sections
     assert x is not None
     if num_rows != num_there:
         x, scales = x[:num_rows], scales[:num_rows] if scales is not None else None

@@ -13,6 +13,8 @@ A *board* is the first part of a rank's window. Peers write it, each its own par
                                   call that rank p has refused to make, see `refusal_word`
     headers   [2, R, H]           by parity of the epoch: what rank p posts in a call, H = 24 + N + R + L words,
                                   and 64 more with the reason if it has refused one
+    counts    [2, R * H] int32    by parity of the epoch: how often the owner itself selects each expert, for its peers
+                                  to read; only in dispatches of selections (`selections.py`)
 
 The *state* of a rank is private: its epoch, the record of its failure, and what a call needs of the peers' offers.
 
@@ -40,6 +42,7 @@ SEGMENT_BITS = 40  # a base is `segment << 40 | offset`; -1: there is none
 
 # Failures, as their records have them.
 TIMEOUT, DISAGREE, OVERFLOW, COUNTS, DESYNC, HOST, GONE, REMOTE_OVERFLOW, REFUSED = 1, 2, 3, 4, 5, 6, 7, 8, 9
+EXPANDED_OVERFLOW = 10
 
 # Kinds of calls that a rank may refuse: each kind is numbered by itself.
 NORMAL, LOW_LATENCY = 0, 1
@@ -67,8 +70,10 @@ REFUSALS = range(STATE_REFUSED, STATE_REFUSED + 1)
 _FAILED, _RECORD, _REFUSED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_RECORD), tl.constexpr(STATE_REFUSED)
 _SAW = tl.constexpr(STATE_WORDS)
 
-# Rows of the table, behind the addresses of the sections. Of a staged rank `put` and `pull` see no room at all.
-TABLE_CAPACITIES, TABLE_STARTS, TABLE_SOURCE_ROWS, TABLE_ROWS = (NUM_SECTIONS + row for row in range(4))
+# Rows of the table, behind the addresses of the sections. Of a staged rank `put` and `pull` see no room at all. The
+# last row is for calls of selections: rows of an expanded result that a peer takes or gives; 0 or less: its rows are
+# compact.
+TABLE_CAPACITIES, TABLE_STARTS, TABLE_SOURCE_ROWS, TABLE_EXPANDED, TABLE_ROWS = (NUM_SECTIONS + row for row in range(5))
 
 # Columns of the plan of a call across nodes, a row for each node n, as a rank (a, i) needs it: rows that (n, i) sends
 # to node a, and where they begin among those of all nodes; tokens that this rank sends to n, and where they begin;
@@ -125,7 +130,7 @@ class Context:
     @staticmethod
     def board_bytes(num_ranks: int, header_words: int) -> int:
         """Return the bytes of a board."""
-        return 8 * (2 * 8 * num_ranks + 2 * num_ranks * header_words)
+        return 8 * (2 * 8 * num_ranks + 3 * num_ranks * header_words)
 
     @staticmethod
     def num_state_words(num_ranks: int) -> int:
@@ -210,6 +215,13 @@ def header_of(own_boards, ranks, is_rank, num_ranks, header_words, epoch):
     """Return the headers that ranks wrote in a call, each on the board of this rank that it writes."""
     board = words_at(tl.load(own_boards + ranks, mask=is_rank, other=0))
     return board + 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + ranks) * header_words
+
+
+@triton.jit
+def selected_counts(windows, rank, num_ranks, header_words, epoch):
+    """Return where a rank has stored how often it selects each expert in a call, [E] int32. E is at most R * H."""
+    board = words_at(tl.load(windows + rank)) + 2 * _LINE * num_ranks + 2 * num_ranks * header_words
+    return board.to(tl.pointer_type(tl.int32)) + (epoch & 1) * num_ranks * header_words
 
 
 @jit

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._triton import Launch, jit, tl, triton, variant
+from ._triton import Launch, jit, next_power_of_2, tl, triton, variant
 from .exchange import (
     COUNTS,
     DISAGREE,
+    EXPANDED_OVERFLOW,
     HEADER_WORDS,
     NUM_SECTIONS,
     OVERFLOW,
@@ -40,6 +41,7 @@ from .exchange import (
     STATE_TOKENS,
     STATE_WORDS,
     TABLE_CAPACITIES,
+    TABLE_EXPANDED,
     TABLE_SOURCE_ROWS,
     TABLE_STARTS,
     WARP_LANES,
@@ -50,6 +52,7 @@ from .exchange import (
     mask_of,
     num_lanes,
     prepare_failures,
+    selected_counts,
     signal,
     wait,
     write_record,
@@ -57,13 +60,14 @@ from .exchange import (
 from .primitives import tell_host, words_at
 from .pull import copy_pieces, copy_shape
 from .put import LaunchShape, widest_word
+from .selections import count_tile, num_tiles, tile_tokens
 
 _LINE = tl.constexpr(8)
 _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 _OFFSET_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
 _NUM_SECTIONS = tl.constexpr(NUM_SECTIONS)
 _DISAGREE, _OVERFLOW, _COUNTS = tl.constexpr(DISAGREE), tl.constexpr(OVERFLOW), tl.constexpr(COUNTS)
-_REMOTE_OVERFLOW = tl.constexpr(REMOTE_OVERFLOW)
+_REMOTE_OVERFLOW, _EXPANDED_OVERFLOW = tl.constexpr(REMOTE_OVERFLOW), tl.constexpr(EXPANDED_OVERFLOW)
 _ENDED = tl.constexpr(STATE_ENDED)
 _FAILED, _HELD, _ANNOUNCED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_ANNOUNCED)
 _STAGED, _MOST_TOKENS, _STATE = tl.constexpr(STATE_STAGED), tl.constexpr(STATE_TOKENS), tl.constexpr(STATE_WORDS)
@@ -72,6 +76,7 @@ _CAPACITIES, _STARTS, _SOURCE_ROWS = (
     tl.constexpr(TABLE_STARTS),
     tl.constexpr(TABLE_SOURCE_ROWS),
 )
+_EXPANDED = tl.constexpr(TABLE_EXPANDED)
 _NUM_IN, _IN_START, _NUM_OUT = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_NUM_OUT)
 _OUT_START, _TARGET_START = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_TARGET_START)
 _BACK_START, _PLAN = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
@@ -81,10 +86,10 @@ _BACK_START, _PLAN = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
 _A, _B, _HANDLE, _FREE, _TOKENS = (tl.constexpr(word) for word in range(5))
 _OFFER, _HEADER = tl.constexpr(5), tl.constexpr(HEADER_WORDS)
 # An offer is the rows that fit, the rows that a source has if the memory is staging (else 0), the base of each
-# section, and the rows that fit in remote memory. The second one of a call has words of its own: a slow
-# peer may still be reading the first.
-_OFFER_WORDS, _OFFER_SOURCE_ROWS, _BASES = tl.constexpr(3 + NUM_SECTIONS), tl.constexpr(1), tl.constexpr(2)
-_OFFER_REMOTE_ROWS = tl.constexpr(2 + NUM_SECTIONS)
+# section, the rows that fit in remote memory, and, in calls of selections, those of an expanded result. The second one
+# of a call has words of its own: a slow peer may still be reading the first.
+_OFFER_WORDS, _OFFER_SOURCE_ROWS, _BASES = tl.constexpr(4 + NUM_SECTIONS), tl.constexpr(1), tl.constexpr(2)
+_OFFER_REMOTE_ROWS, _OFFER_EXPANDED = tl.constexpr(2 + NUM_SECTIONS), tl.constexpr(3 + NUM_SECTIONS)
 
 _SCAN_TOKENS = 1024  # that a block numbers at once
 _NUMBER_WARPS = 4
@@ -313,6 +318,105 @@ class CopyingHandshake:
         self.launch(max(1, min(self._most_blocks, num_pieces)), (target, rows, prefix), numbers)
 
 
+class Selected(NamedTuple):
+    """What a handshake of selections takes and computes beside `Counted` and `Numbered`.
+
+    Attributes:
+        topk_idx: [T, K].
+        tiles: [tiles, E] int32, written, see `selections.count_tile`.
+        first: [E] int32, written: the first row of this rank's selections of each expert, at the expert's rank.
+        experts: [2 L + 1] int32, written: selections of each expert of this rank; where its rows end, if the result is
+            expanded, else the inclusive prefix sums of the counts, rounded up; and the largest M that a rank gave.
+        stats: [L] int32, to which the selections of each expert are added; None: nothing is.
+    """
+
+    topk_idx: torch.Tensor
+    tiles: torch.Tensor
+    first: torch.Tensor
+    experts: torch.Tensor
+    stats: torch.Tensor | None
+
+
+class SelectionHandshake:
+    """The handshakes of calls of selections with one signature, inside one node (`selections.py`).
+
+    Args:
+        context: The words.
+        terms: What is posted in all of them.
+        form: What they consist of; those with counts number tokens, and count selections.
+        alignment: To which the rows of an expert are rounded up.
+        is_expanded: Results are expanded; must be the same on all ranks, as the alignment.
+        num_topk: K.
+        idx_dtype: Type of the ids.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        terms: Terms,
+        form: HandshakeForm,
+        alignment: int,
+        is_expanded: bool,
+        num_topk: int,
+        idx_dtype: torch.dtype = torch.int32,
+    ):
+        self._nothing = context.state
+        self._num_ranks, self._num_topk, self._has_counts = context.num_ranks, num_topk, form.has_counts
+        num_warps = _NUMBER_WARPS if form.has_counts and can_share_a_wait(context) else 1
+        constants = {
+            **_constants(context, form, num_warps),
+            "IS_EXPANDED": is_expanded,
+            "TILE": _SCAN_TOKENS,
+            "TOKENS": tile_tokens(num_topk),
+            "TOPK": next_power_of_2(num_topk),
+            "DESTINATIONS": next_power_of_2(context.num_ranks),
+            "LOCALS": next_power_of_2(terms.num_local),
+        }
+        kernel = variant(_notify_selections_kernel, num_warps, constants, (idx_dtype,))
+        int32 = torch.int32
+        types = (torch.uint8, *(int32,) * 5, idx_dtype, *(int32,) * 4, *(None,) * 12)
+        fixed = (*_fixed(context, terms), alignment, num_topk)
+        self.launch = Launch(kernel, types, fixed)
+
+    def __call__(
+        self,
+        post: Post,
+        expanded_rows: int,
+        prefix: torch.Tensor,
+        counted: Counted | tuple | None = None,
+        numbered: Numbered | tuple | None = None,
+        selected: Selected | None = None,
+    ) -> None:
+        """Launch one handshake.
+
+        Args:
+            post: What to post.
+            expanded_rows: Rows of an expanded result that fit, or are given; if rows are compact, 0 or the negative of
+                the most rows that an expanded result made of them may have.
+            prefix: [R, R] int32, see `HandshakeForm`.
+            counted: Counts to exchange.
+            numbered: Tokens to number first.
+            selected: Selections to count.
+        """
+        nothing, num_blocks = self._nothing, 1
+        mask = numbers = topk_idx = tiles = first = experts = stats = per_rank = given = per_expert = nothing
+        num_tokens = has_stats = 0
+        if counted is not None and numbered is not None and selected is not None:
+            per_rank, given, per_expert = counted
+            mask, numbers, _ = numbered
+            topk_idx, tiles, first, experts, added = selected
+            num_tokens, has_stats = mask.shape[0], int(added is not None)
+            stats = nothing if added is None else added
+            num_blocks = self._num_ranks + num_tiles(num_tokens, self._num_topk)
+        num_rows, rows_per_source, most_tokens, free_bytes, bases, remote_rows, ticket = post
+        offered = (num_rows, rows_per_source, most_tokens, free_bytes, *bases, remote_rows, ticket, expanded_rows)
+        self.launch(
+            num_blocks,
+            (mask, numbers, per_rank, given, per_expert, prefix, topk_idx, tiles, first, experts, stats),
+            (num_tokens, has_stats, *offered),
+        )
+
+
 def _constants(context: Context, form: HandshakeForm, num_warps: int) -> dict[str, Any]:
     lanes = num_lanes(context)
     return {
@@ -487,6 +591,94 @@ def _notify_kernel(
 
 
 @jit
+def _notify_selections_kernel(
+    mask,
+    numbers,
+    counts,
+    given,
+    per_expert,
+    prefix,
+    topk_idx,
+    tiles,
+    first,
+    experts,
+    stats,
+    num_marked: tl.int32,
+    has_stats: tl.int32,
+    num_rows: tl.int64,
+    rows_per_source: tl.int64,
+    num_tokens: tl.int64,
+    free_bytes: tl.int64,
+    base_0: tl.int64,
+    base_1: tl.int64,
+    base_2: tl.int64,
+    remote_rows: tl.int64,
+    ticket: tl.int64,
+    expanded_rows: tl.int64,
+    windows,
+    state,
+    table,
+    host,
+    own_boards,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    num_nodes: tl.int32,
+    header_words: tl.int32,
+    limit_ns: tl.int64,
+    num_local: tl.int32,
+    step: tl.int32,
+    operation: tl.int32,
+    word_a: tl.int64,
+    word_b: tl.int64,
+    alignment: tl.int64,
+    num_topk: tl.int32,
+    SENDS: tl.constexpr,
+    RECEIVES: tl.constexpr,
+    HAS_NODES: tl.constexpr,
+    IS_NEW: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    IS_EXPANDED: tl.constexpr,
+    TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOPK: tl.constexpr,
+    DESTINATIONS: tl.constexpr,
+    LOCALS: tl.constexpr,
+):
+    """With counts, a block for each rank numbers its tokens, and one for each tile counts its selections. The last
+    block does the handshake.
+
+    Example: two ranks with an expert each, counts `[1, 2]` on rank 0 and `[3, 0]` on rank 1, alignment 4: on rank 1 the
+    first rows are `[1, 2]`, and both results have 4 rows.
+    """
+    posted = (num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2, remote_rows, ticket)
+    context = (windows, state, table, host, own_boards, num_ranks, rank, num_nodes, header_words, limit_ns)
+    terms = (num_local, step, operation, word_a, word_b)
+    counted = (counts, given, per_expert, prefix)
+    nodes = (prefix, prefix, prefix, prefix, 0, 0)
+    selected = (first, experts, stats, has_stats, expanded_rows, alignment)
+    is_last = True
+    if HAS_COUNTS:
+        program = tl.program_id(0)
+        if program < num_ranks:
+            _number(mask, numbers, counts, program, num_marked, num_ranks, 1, 1, TILE)
+        else:
+            BINS: tl.constexpr = DESTINATIONS * LOCALS  # at least E
+            count_tile(
+                topk_idx, tiles, program - num_ranks, num_marked, num_topk, num_local * num_ranks, TOKENS, TOPK, BINS
+            )
+        is_last = is_last_block(state + _ENDED)
+    if is_last:
+        _handshake(
+            posted, context, terms, counted, nodes, SENDS, RECEIVES, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX,
+            LANES, CHUNK, NUM_WARPS, selected, True, IS_EXPANDED, DESTINATIONS, LOCALS,
+        )  # fmt: skip
+
+
+@jit
 def _notify_copied_kernel(
     target,
     rows,
@@ -544,8 +736,9 @@ def _notify_copied_kernel(
 @triton.jit
 def _handshake(
     posted, context, terms, counted, nodes, SENDS: tl.constexpr, RECEIVES: tl.constexpr, HAS_NODES: tl.constexpr,
-    IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_PREFIX: tl.constexpr,
-    LANES: tl.constexpr, CHUNK: tl.constexpr, NUM_WARPS: tl.constexpr,
+    IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_PREFIX: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr, NUM_WARPS: tl.constexpr, selected=None, HAS_SELECTIONS: tl.constexpr = False,
+    IS_EXPANDED: tl.constexpr = False, DESTINATIONS: tl.constexpr = 1, LOCALS: tl.constexpr = 1,
 ):  # fmt: skip
     """Post, signal, wait, compare, and derive prefix sums and addresses. One block does it.
 
@@ -564,6 +757,12 @@ def _handshake(
         LANES: At least R.
         CHUNK: Columns of a matrix that are looked at at once.
         NUM_WARPS: Of the block.
+        selected: Of calls of selections: as in `Selected` from `first` on, whether there are stats, the rows of an
+            expanded result that are offered, and the alignment.
+        HAS_SELECTIONS: It is such a call.
+        IS_EXPANDED: Results are expanded.
+        DESTINATIONS: At least R.
+        LOCALS: At least L.
     """
     num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2, remote_rows, ticket = posted
     windows, state, table, host, own_boards, num_ranks, rank, num_nodes, header_words, limit_ns = context
@@ -572,6 +771,11 @@ def _handshake(
     node_tokens, plan, node_prefix, mark, node_stride, num_marks = nodes
     is_well = tl.load(state + _FAILED) == 0
     epoch = tl.load(state)
+    tag = tl.zeros((), tl.int64)  # distinguishes calls in what the words of the agreement have no bits for
+    if HAS_SELECTIONS:
+        first, experts, stats, has_stats, expanded_rows, alignment = selected
+        if IS_EXPANDED:
+            tag += alignment
     if NUM_WARPS > 1:
         tl.debug_barrier()  # all have loaded what one thread stores next
     if SENDS:
@@ -585,9 +789,14 @@ def _handshake(
             tl.store(state, epoch)
             _post(
                 windows, counts, per_expert, prefix, node_tokens, mark, num_ranks, rank, num_nodes, node_stride,
-                header_words, num_local, epoch, word_a, word_b, num_rows, rows_per_source, num_tokens, free_bytes,
+                header_words, num_local, epoch, word_a, word_b, tag, num_rows, rows_per_source, num_tokens, free_bytes,
                 base_0, base_1, base_2, remote_rows, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK,
             )  # fmt: skip
+            if HAS_SELECTIONS:
+                _post_selections(
+                    windows, per_expert, num_ranks, rank, header_words, num_local, epoch, expanded_rows, IS_NEW,
+                    HAS_COUNTS, LANES,
+                )  # fmt: skip
             signal(windows, rank, 0, num_ranks, epoch, step, LANES)
     else:
         is_well = is_well & (tl.load(state + _ANNOUNCED) != 0)
@@ -614,6 +823,12 @@ def _handshake(
             _check_remote_capacity(
                 windows, own_boards, state, host, num_ranks, rank, num_nodes, header_words, epoch, operation, ticket,
                 IS_NEW, LANES,
+            )  # fmt: skip
+        if HAS_SELECTIONS and is_well:
+            _take_selections(
+                windows, own_boards, state, table, host, first, experts, stats, has_stats, num_ranks, rank,
+                header_words, num_local, epoch, operation, ticket, alignment, IS_EXPANDED, IS_NEW, HAS_COUNTS,
+                DESTINATIONS, LOCALS, LANES,
             )  # fmt: skip
         if HAS_COUNTS and is_well:
             _take_counts(
@@ -647,7 +862,7 @@ def _check_counts(windows, state, host, counts, given, num_ranks, rank, epoch, o
 @triton.jit
 def _post(
     windows, counts, per_expert, prefix, node_tokens, mark, num_ranks, rank, num_nodes, node_stride, header_words,
-    num_local, epoch, word_a, word_b, num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2,
+    num_local, epoch, word_a, word_b, tag, num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2,
     remote_rows, HAS_NODES: tl.constexpr, IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_PREFIX: tl.constexpr,
     LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -657,7 +872,7 @@ def _post(
     offset = 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + rank) * header_words
     header = words_at(tl.load(windows + lanes, mask=is_rank, other=0)) + offset
     if IS_NEW:
-        checksum = tl.zeros((), dtype=tl.int64)
+        checksum = tag
         if HAS_PREFIX and not HAS_COUNTS:
             for source in range(num_ranks):
                 row = tl.load(prefix + source * num_ranks + lanes, mask=is_rank, other=0).to(tl.int64)
@@ -694,6 +909,86 @@ def _post(
             chosen = tl.load(per_expert + lanes[:, None] * num_local + columns[None, :], mask=is_cell, other=0)
             cells = header[:, None] + _HEADER + num_nodes + num_ranks + columns[None, :]
             tl.store(cells, chosen.to(tl.int64), mask=is_cell)
+
+
+@triton.jit
+def _post_selections(
+    windows, per_expert, num_ranks, rank, header_words, num_local, epoch, expanded_rows, IS_NEW: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Write what the header of a call of selections has more on every board, and the counts of all experts on the own
+    board, from which the peers read them.
+    """
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    offset = 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + rank) * header_words
+    header = words_at(tl.load(windows + lanes, mask=is_rank, other=0)) + offset
+    tl.store(header + _OFFER + (1 - IS_NEW) * _OFFER_WORDS + _OFFER_EXPANDED, expanded_rows, mask=is_rank)
+    if HAS_COUNTS:
+        own = selected_counts(windows, rank, num_ranks, header_words, epoch)
+        for start in range(0, num_local * num_ranks, LANES):
+            experts = start + lanes
+            is_expert = experts < num_local * num_ranks
+            tl.store(own + experts, tl.load(per_expert + experts, mask=is_expert, other=0), mask=is_expert)
+
+
+@triton.jit
+def _take_selections(
+    windows, own_boards, state, table, host, first, experts, stats, has_stats, num_ranks, rank, header_words,
+    num_local, epoch, operation, ticket, alignment, IS_EXPANDED: tl.constexpr, IS_NEW: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, DESTINATIONS: tl.constexpr, LOCALS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Note which peers take or give expanded rows. With counts, find the first rows of this rank's selections, the
+    counts and ends of this rank's experts, and whether all expanded rows fit.
+
+    If they do not, and the host waits for the counts, the call is held, else it fails.
+    """
+    peers, local = tl.arange(0, DESTINATIONS), tl.arange(0, LOCALS)
+    is_peer = peers < num_ranks
+    headers = header_of(own_boards, peers, is_peer, num_ranks, header_words, epoch)
+    offer = headers + _OFFER + (1 - IS_NEW) * _OFFER_WORDS + _OFFER_EXPANDED
+    offered = tl.load(offer, mask=is_peer, other=0)
+    tl.store(table + _EXPANDED * num_ranks + peers, offered, mask=is_peer)
+    if HAS_COUNTS:
+        is_expert = is_peer[:, None] & (local < num_local)[None, :]
+        cells = peers[:, None] * num_local + local[None, :]
+        total = tl.zeros([DESTINATIONS, LOCALS], tl.int32)
+        before = tl.zeros([DESTINATIONS, LOCALS], tl.int32)
+        for source in range(num_ranks):
+            counts = selected_counts(windows, source, num_ranks, header_words, epoch)
+            count = tl.load(counts + cells, mask=is_expert, other=0)
+            total += count
+            before += tl.where(source < rank, count, 0)
+        aligned = (total + alignment - 1) // alignment * alignment
+        starts = tl.cumsum(aligned, 1) - aligned
+        tl.store(first + cells, (starts + before).to(tl.int32), mask=is_expert)
+        is_own = is_expert & (peers == rank)[:, None]
+        ends = starts + aligned
+        if IS_EXPANDED:
+            ends = starts + total
+        own = local[None, :] + tl.zeros_like(cells)
+        tl.store(experts + own, total, mask=is_own)
+        tl.store(experts + num_local + own, ends.to(tl.int32), mask=is_own)
+        tokens = tl.load(headers + _TOKENS, mask=is_peer, other=0)
+        tl.store(experts + 2 * num_local, tl.max(tokens).to(tl.int32))
+        if has_stats != 0:
+            tl.store(stats + own, tl.load(stats + own, mask=is_own, other=0) + total, mask=is_own)
+        if IS_EXPANDED:
+            needed = tl.sum(aligned, 1)
+            if ticket != 0:
+                tl.store(host + _STATE + 2 * num_ranks + peers, needed, mask=is_peer)
+            there = tl.where(offered < 0, -offered, offered)
+            is_lacking = is_peer & (needed > there)
+            if tl.sum(is_lacking.to(tl.int32)) > 0:
+                tl.store(state + _HELD, 1)
+                if ticket == 0:
+                    peer = tl.min(tl.where(is_lacking, peers, DESTINATIONS))
+                    wanted = tl.sum(tl.where(peers == peer, needed, 0))
+                    room = tl.sum(tl.where(peers == peer, there, 0))
+                    fail(
+                        windows, state, host, num_ranks, rank, _EXPANDED_OVERFLOW, epoch, operation, peer, wanted, room,
+                        rank, LANES
+                    )  # fmt: skip
 
 
 @triton.jit

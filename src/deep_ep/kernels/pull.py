@@ -28,8 +28,6 @@ class Pull:
 
     `out[t] = sum(biases[t]) + sum(row slots[t, d] of peer d, for d with slots[t, d] >= 0)`
 
-    Or, by columns, `sum(row slots[t, k] of peer owners[t, k], for k with slots[t, k] >= 0)`.
-
     Args:
         context: Holds the peers' addresses and the rows that they offer.
         shape: How to launch.
@@ -38,7 +36,6 @@ class Pull:
         dtype: The dtype of the rows.
         num_biases: At most two.
         is_aligned: `out` and the biases consist of vectors, see `word_of`.
-        num_columns: K, if rows are added by columns; 0: by peers.
     """
 
     def __init__(
@@ -50,9 +47,7 @@ class Pull:
         dtype: torch.dtype,
         num_biases: int = 0,
         is_aligned: bool = True,
-        num_columns: int = 0,
     ):
-        num_terms = num_columns or context.num_ranks
         vector = VECTOR_BYTES if is_aligned else dtype.itemsize
         block = min(shape.words * 4 // dtype.itemsize, next_power_of_2(hidden))
         self._num_pieces = -(-hidden // block)
@@ -60,17 +55,16 @@ class Pull:
         constants = {
             "NUM_BIASES": num_biases,
             "BLOCK": block,
-            "AT_ONCE": min(_MOST_AT_ONCE, next_power_of_2(num_terms)),
-            "LANES": next_power_of_2(num_terms),
+            "AT_ONCE": min(_MOST_AT_ONCE, next_power_of_2(context.num_ranks)),
+            "LANES": next_power_of_2(context.num_ranks),
             "VECTOR": vector,
             "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
-            "BY_COLUMN": num_columns > 0,
         }
         num_warps = shape.warps_for(block * dtype.itemsize, vector)
         kernel = variant(combine_rows_kernel, num_warps, constants, (dtype,), shape.num_registers)
         row_vectors = hidden * dtype.itemsize // vector
-        fixed = (context.table, context.state, row_vectors, context.num_ranks, num_terms, section)
-        types = (dtype, dtype, dtype, torch.int32, torch.int32, None)
+        fixed = (context.table, context.state, row_vectors, context.num_ranks, section)
+        types = (dtype, dtype, dtype, torch.int32, None)
         self._launch = Launch(kernel, types, fixed)
 
     def __call__(
@@ -78,20 +72,18 @@ class Pull:
         out: torch.Tensor,
         slots: torch.Tensor,
         biases: Sequence[torch.Tensor] = (),
-        owners: torch.Tensor | None = None,
     ) -> None:
         """Sum the rows of one call.
 
         Args:
             out: [T, H], written.
-            slots: [T, R] int32; -1 where a peer has no row of the token. By columns: [T, K].
+            slots: [T, R] int32; -1 where a peer has no row of the token.
             biases: Tensors [T, H] of out's dtype, added first and in order.
-            owners: By columns: [T, K] int32, the peer of each.
         """
         num_tokens = out.shape[0]
         first, second = (*biases, out, out)[:2] if biases else (out, out)
         num_blocks = min(self._most_blocks, num_tokens * self._num_pieces)
-        self._launch(num_blocks, (out, first, second, slots, slots if owners is None else owners), (num_tokens,))
+        self._launch(num_blocks, (out, first, second, slots), (num_tokens,))
 
 
 @jit
@@ -100,13 +92,11 @@ def combine_rows_kernel(
     bias_0,
     bias_1,
     slots,
-    owners,
     num_tokens: tl.int32,
     table,
     state,
     row_vectors: tl.int32,
     num_ranks: tl.int32,
-    num_terms: tl.int32,
     section: tl.int32,
     NUM_BIASES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -114,9 +104,8 @@ def combine_rows_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     WIDE: tl.constexpr,
-    BY_COLUMN: tl.constexpr,
 ):
-    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. There is a term for each peer, or column.
+    """Items are pieces of rows: piece c of token t is item `t * pieces + c`.
 
     Example: one token, slots `[[2, -1]]`, row 2 of peer 0 is `[1, 2]`, bias `[[10, 10]]`: out is `[[11, 12]]`.
     """
@@ -124,24 +113,19 @@ def combine_rows_kernel(
         ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
         hidden = row_vectors * (VECTOR // ELEMENT_BYTES)  # so the compiler knows that vectors of elements are whole
         lanes = tl.arange(0, LANES)
-        is_term = lanes < num_terms
-        peers = tl.minimum(lanes, num_ranks - 1)
-        bases = tl.load(table + section * num_ranks + peers, mask=is_term, other=0)
-        capacities = tl.load(table + _CAPACITIES * num_ranks + peers, mask=is_term, other=0)
+        is_rank = lanes < num_ranks
+        bases = tl.load(table + section * num_ranks + lanes, mask=is_rank, other=0)
+        capacities = tl.load(table + _CAPACITIES * num_ranks + lanes, mask=is_rank, other=0)
         num_pieces = tl.cdiv(hidden, BLOCK)
         num_items = num_tokens * num_pieces
-        slot = load_slots(slots, tl.program_id(0) // num_pieces, num_tokens, num_terms, lanes)
+        slot = load_slots(slots, tl.program_id(0) // num_pieces, num_tokens, num_ranks, lanes)
         for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-            next_slot = load_slots(slots, (item + tl.num_programs(0)) // num_pieces, num_tokens, num_terms, lanes)
-            if BY_COLUMN:  # the peer of a column is another one for each token
-                owner = load_slots(owners, item // num_pieces, num_tokens, num_terms, lanes)
-                bases = tl.load(table + section * num_ranks + owner, mask=slot >= 0, other=0)
-                capacities = tl.load(table + _CAPACITIES * num_ranks + owner, mask=slot >= 0, other=0)
+            next_slot = load_slots(slots, (item + tl.num_programs(0)) // num_pieces, num_tokens, num_ranks, lanes)
             columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
             start = tl.cast(item // num_pieces, tl.int64) * hidden
             has_row = (slot >= 0) & (slot < capacities)
             rows = tl.where(has_row, bases + slot.to(tl.int64) * hidden * ELEMENT_BYTES, 0)
-            add_rows(out, bias_0, bias_1, rows, start, columns, hidden, num_terms, NUM_BIASES, AT_ONCE, VECTOR, WIDE)
+            add_rows(out, bias_0, bias_1, rows, start, columns, hidden, num_ranks, NUM_BIASES, AT_ONCE, VECTOR, WIDE)
             slot = next_slot
 
 

@@ -52,9 +52,9 @@ class LaunchShape:
         return max(1, min(self.num_warps, num_bytes // (_WARP * vector)))
 
 
-def record_words(num_topk: int) -> int:
-    """Return the number of 4-byte words of a record."""
-    return align(1 + 2 * num_topk, 4)
+def record_words(num_topk: int, has_rows: bool = False) -> int:
+    """Return the number of 4-byte words of a record. Those of selections also have a row for each of them."""
+    return align(1 + (3 if has_rows else 2) * num_topk, 4)
 
 
 def word_of(*rows: torch.Tensor) -> tuple[torch.dtype, bool]:
@@ -325,19 +325,19 @@ def _load_item(
     row_words, num_ranks, num_scales, num_topk, stride_t, stride_s = widths
     num_pieces, num_items, num_tokens = sizes
     token = item // num_pieces
-    row = _load_piece(x, row_words, item, num_pieces, num_items, VECTOR, BLOCK)
+    row = load_piece(x, row_words, item, num_pieces, num_items, VECTOR, BLOCK)
     slot = load_slots(slots, token, num_tokens, num_ranks, tl.arange(0, LANES))
     scale, ids, weights = slot, slot, slot
     if HAS_SCALES:
-        scale = _load_columns(scales, token, num_tokens, stride_t, stride_s, num_scales, SCALES)
+        scale = load_columns(scales, token, num_tokens, stride_t, stride_s, num_scales, SCALES)
     if HAS_TOPK:
-        ids = _load_columns(topk_idx, token, num_tokens, num_topk, 1, num_topk, TOPK)
-        weights = _load_columns(topk_weights, token, num_tokens, num_topk, 1, num_topk, TOPK)
+        ids = load_columns(topk_idx, token, num_tokens, num_topk, 1, num_topk, TOPK)
+        weights = load_columns(topk_weights, token, num_tokens, num_topk, 1, num_topk, TOPK)
     return row, slot, scale, ids, weights
 
 
 @triton.jit
-def _load_piece(x, row_words, item, num_pieces, num_items, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+def load_piece(x, row_words, item, num_pieces, num_items, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     """A piece of a row; nothing where there is no such item."""
     words = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
     row = tl.multiple_of(x + tl.cast(item // num_pieces, tl.int64) * row_words, VECTOR)
@@ -352,7 +352,7 @@ def load_slots(slots, token, num_tokens, num_ranks, lanes):
 
 
 @triton.jit
-def _load_columns(matrix, token, num_tokens, stride_t, stride_c, num_columns, COLUMNS: tl.constexpr):
+def load_columns(matrix, token, num_tokens, stride_t, stride_c, num_columns, COLUMNS: tl.constexpr):
     """The few columns that a token has of a matrix; nothing where there is no such token."""
     columns = tl.arange(0, COLUMNS)
     width = tl.where(token < num_tokens, num_columns, 0)
@@ -483,7 +483,7 @@ def _unpack_kernel(
         came = rows < num_came
         source_idx = tl.load(records + offsets, mask=came, other=-1)
         if HAS_ENDS:
-            source = tl.where(came, _source_of(rows, prefix, num_ranks, rank, LANES), num_ranks)
+            source = tl.where(came, source_of(rows, prefix, num_ranks, rank, LANES), num_ranks)
             pairs = sources + 2 * rows.to(tl.int64)
             tl.store(pairs, source, mask=rows < num_rows)
             tl.store(pairs + 1, source_idx, mask=rows < num_rows)
@@ -504,7 +504,7 @@ def _unpack_kernel(
 
 
 @triton.jit
-def _source_of(rows, prefix, num_ranks, rank, LANES: tl.constexpr):
+def source_of(rows, prefix, num_ranks, rank, LANES: tl.constexpr):
     """The rank that each row which came is from: so many ranks' rows end before it. They ascend: a binary search.
 
     Example: ends `[2, 2, 5]`: rows 0 and 1 came from rank 0, rows 2 to 4 from rank 2.

@@ -42,7 +42,7 @@ class ColumnCombine(CpuCombine):
         handle, stop = self._handle, min(start + range_tokens, self._handle.num_tokens)
         if start >= stop:
             return
-        slots, owners, shifts = handle.slots[start:stop], handle.owners[start:stop], [0] * len(offers)
+        slots, owners, shifts = handle.given_slots[start:stop], handle.owners[start:stop], [0] * len(offers)
         compact_shifts = self._shifts(offers, start, range_tokens)
         if handle.expanded_rows is None:
             shifts = compact_shifts

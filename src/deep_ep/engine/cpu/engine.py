@@ -17,11 +17,12 @@ from ...stream import CommStream
 from ...trace import Trace
 from ...transport import Window, ordinary_tensor
 from ...watch import Watch
+from ..elastic import ElasticRequest, Unfold, fold_rows
 from ..engine import Engine
 from ..low_latency.calls import operation_of
 from ..low_latency.cpu.engine import CpuLowLatency
 from ..ops import CallOrder
-from ..payload import Payload, Routing, apart
+from ..payload import Expansion, Payload, Routing, SendPlan, apart
 from ..protocol import ANNOUNCED, LOW_LATENCY, Agreement, Header
 from .call import Chain
 from .columns import ColumnCombine
@@ -41,7 +42,6 @@ class CpuEngine(Engine):
 
     low_latency: CpuLowLatency | None = None
     counts_peers = True
-    puts_expanded = True
 
     def __init__(self, window: Window, stream: CommStream):
         self.rank = window.rank
@@ -193,6 +193,27 @@ class CpuEngine(Engine):
         del num_sms
         kind = ColumnCombine if isinstance(handle, ColumnHandle) else CpuCombine
         return kind(self.chain, x, topk_weights, biases)
+
+    def unfold(self, request: ElasticRequest, num_sms: int | None) -> Unfold:
+        """Return a dispatch of V2: expanded rows are put straight where there is memory for them."""
+        del num_sms
+        form, layout = request.form, request.layout
+        expansion = None
+        if layout is not None and layout.plan is not None:
+            weights = request.topk_weights
+            expansion = Expansion(form.alignment, layout.num_expanded, layout.plan, weights=weights)
+        elif layout is None and form.is_expanded:
+            num_expanded = 0 if request.is_synchronised else form.most_expanded(request.num_ranks)
+            peer_rows = request.topk_idx.new_empty(request.topk_idx.shape, dtype=torch.int32)
+            expansion = Expansion(form.alignment, num_expanded, SendPlan(), peer_rows)
+        return Unfold(request, expansion)
+
+    def fold_rows(
+        self, out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, num_sms: int | None
+    ) -> None:
+        """Sum expanded rows that belong to one compact row."""
+        del ends, num_sms
+        fold_rows(out, x, rows)
 
     def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of the window, or of ordinary memory if the arena has none left."""

@@ -21,6 +21,7 @@ from ...kernels.put import VECTOR_BYTES
 from ...stream import LaunchStream
 from ...trace import Trace
 from ...transport.device import DeviceWindow
+from ..elastic import ElasticRequest
 from ..engine import Engine
 from ..low_latency.calls import operation_of
 from ..ops import CallOrder, CombineSteps, DispatchSteps
@@ -28,6 +29,7 @@ from ..payload import Payload, Routing
 from ..protocol import LEAVE, OPERATIONS, TAKEN, Agreement
 from .digest import pack
 from .scope import CudaScope
+from .selections import DeviceUnfold, SelectionDispatch
 from .shapes import Shapes
 from .signals import Signals
 from .steps import CombineSignature, DispatchSignature, Ops
@@ -122,7 +124,7 @@ class CudaEngine(Engine):
             if len(self._dispatches) == _MOST_SIGNATURES:
                 self._dispatches.clear()
             steps = self._dispatches[key] = self._ops.dispatch(DispatchSignature(*key))
-        return steps
+        return steps if payload.expansion is None else SelectionDispatch(steps, payload.expansion)
 
     def _combine_steps(
         self,
@@ -132,10 +134,10 @@ class CudaEngine(Engine):
         biases: Sequence[torch.Tensor],
         num_sms: int | None,
     ) -> CombineSteps:
-        num_columns, is_reduced_once = 0, False
+        num_columns, is_reduced_once, alignment = 0, False, 0
         if isinstance(handle, ColumnHandle):
-            num_columns, is_reduced_once = handle.slots.shape[1], handle.is_reduced_once
-        key = _combine_key(x, num_columns, topk_weights, biases, num_sms, is_reduced_once)
+            num_columns, is_reduced_once, alignment = handle.slots.shape[1], handle.is_reduced_once, handle.alignment
+        key = _combine_key(x, num_columns, topk_weights, biases, num_sms, is_reduced_once, alignment)
         steps = self._combines.get(key)
         if steps is None:
             if len(self._combines) == _MOST_SIGNATURES:
@@ -147,6 +149,21 @@ class CudaEngine(Engine):
         """Return a tensor of the window that the call uses first, or of ordinary memory if the window has none left."""
         region = self._ops.memory.region(shape, dtype)
         return region if region is not None else torch.empty(shape, dtype=dtype, device=self.window.device)
+
+    def unfold(self, request: ElasticRequest, num_sms: int | None) -> DeviceUnfold:
+        """Return a dispatch of V2."""
+        return DeviceUnfold(self._ops.selections, request, num_sms)
+
+    def fold_rows(
+        self, out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, num_sms: int | None
+    ) -> None:
+        """Sum expanded rows that belong to one compact row."""
+        self._ops.selections.fold(out, x, rows, ends, num_sms)
+
+    def can_pull(self, x: torch.Tensor) -> bool:
+        """Whether peers can read rows where they lie."""
+        base = self._ops.memory.base(x)
+        return base >= 0 and base % VECTOR_BYTES == 0
 
     # Beside the calls ------------------------------------------------------------------------------------------------
 
@@ -285,7 +302,7 @@ def _dispatch_key(operation: str, payload: Payload, routing: Routing | None, num
     hidden = x.shape[1]
     return (
         operation, hidden, x.dtype, alignment, num_scales, scale_dtype, num_topk, idx_dtype, num_experts, max_tokens,
-        keeps_weights, num_sms, has_weights,
+        keeps_weights, num_sms, has_weights, None if payload.expansion is None else payload.expansion.form,
     )  # fmt: skip
 
 
@@ -296,8 +313,9 @@ def _combine_key(
     biases: Sequence[torch.Tensor],
     num_sms: int | None,
     is_reduced_once: bool,
+    alignment: int,
 ) -> tuple:
     """Return the fields of a `CombineSignature` as a plain tuple, in the same order."""
     num_topk = topk_weights.shape[1] if topk_weights is not None else 0
     is_aligned = not any(bias.data_ptr() % VECTOR_BYTES for bias in biases) if biases else True
-    return x.shape[1], x.dtype, num_columns, num_topk, len(biases), is_aligned, num_sms, is_reduced_once
+    return x.shape[1], x.dtype, num_columns, num_topk, len(biases), is_aligned, num_sms, is_reduced_once, alignment

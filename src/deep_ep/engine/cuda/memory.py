@@ -90,10 +90,11 @@ class Memory:
         self._stream = stream
         self._can_stage = can_stage
         self._has_warned = False
-        self._guessed_rows = 0
+        self.guessed_rows = 0
         self.largest_free_bytes = window.arena.largest_free_bytes
         self._zeros: dict[int, torch.Tensor] = {}
-        self._scratch = torch.empty(0, dtype=torch.int32, device=window.device)
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._no_words = torch.empty(0, dtype=torch.int32, device=window.device)
 
     # Regions of the window -------------------------------------------------------------------------------------------
 
@@ -111,12 +112,12 @@ class Memory:
 
     def guess(self, columns: Columns) -> Sections:
         """Allocate memory for a few rows more than the last dispatch received; `NO_SECTIONS` if there is none left."""
-        sections = self.sections(columns, self._guessed_rows) if self._guessed_rows else None
+        sections = self.sections(columns, self.guessed_rows) if self.guessed_rows else None
         return sections if sections is not None else NO_SECTIONS
 
     def guess_from(self, num_rows: int) -> None:
         """Set how many rows came with the last dispatch, from which `guess` starts."""
-        self._guessed_rows = num_rows + num_rows // 16 + 64
+        self.guessed_rows = num_rows + num_rows // 16 + 64
 
     def sections(self, columns: Columns, num_rows: int) -> Sections | None:
         """Allocate regions for `num_rows` rows; None if the arena has no memory left."""
@@ -131,17 +132,29 @@ class Memory:
                 self._arena.give_up(x)
                 return None
         if record_words:
-            stream = self._stream
-            num_bytes = 4 * num_rows * record_words
-            records = self._arena.records(num_bytes, stream.current, stream.is_capturing)
+            records = self.records(4 * num_rows * record_words)
             if records is None:
-                for part in (x, scales):
-                    if part is not None:
-                        self._arena.give_up(part)
+                self.give_up(make_sections((x, scales, None, num_rows, 0, (), 0)))
                 return None
         scale_base = -1 if scales is None else self.base(scales)
         record_base = -1 if records is None else self.base(records)
-        return make_sections((x, scales, records, num_rows, 0, (self.base(x), scale_base, record_base)))
+        return make_sections((x, scales, records, num_rows, 0, (self.base(x), scale_base, record_base), 0))
+
+    def records(self, num_bytes: int) -> torch.Tensor | None:
+        """Allocate memory of the window for the records of a call; None if the arena has none left."""
+        stream = self._stream
+        return self._arena.records(num_bytes, stream.current, stream.is_capturing)
+
+    def give_up(self, sections: Sections) -> None:
+        """Have a capture not keep what was allocated in vain."""
+        for part in (sections.x, sections.scales):
+            if part is not None:
+                self._arena.give_up(part)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The bytes of all regions together that the window has memory for."""
+        return self._arena.num_bytes()["reserved"]
 
     def staged_sections(self, scope: CudaScope, columns: Columns, num_rows: int) -> Sections:
         """Allocate ordinary memory for `num_rows` rows, which they reach through staging.
@@ -230,17 +243,21 @@ class Memory:
         Raises:
             EPTransportError: There is none: across nodes, and for sums in the order of columns.
         """
-        sizes, rank, num_ranks = self._arena.num_bytes(), self._window.rank, self._window.num_ranks
         if not can_stage:
-            raise EPTransportError(
-                f"{operation}: the arena has no room for the rows ({sizes['used']} of {sizes['reserved']} bytes are in "
-                f"use, rank {rank}/{num_ranks}). Drop received tensors, or make the buffer with a larger "
-                "num_nvl_bytes (of an ElasticBuffer: num_bytes); it grows by itself only in a dispatch without handle "
-                "or num_worst_tokens"
-            )
+            raise self.lack_of_rows(operation)
         if not self._has_warned:
             self._has_warned = True
-            warn_staged(operation, sizes["used"], rank, num_ranks)
+            warn_staged(operation, self._arena.num_bytes()["used"], self._window.rank, self._window.num_ranks)
+
+    def lack_of_rows(self, operation: str) -> EPTransportError:
+        """Return the error for rows that do not fit into the window, and cannot be staged."""
+        sizes, rank, num_ranks = self._arena.num_bytes(), self._window.rank, self._window.num_ranks
+        return EPTransportError(
+            f"{operation}: the arena has no room for the rows ({sizes['used']} of {sizes['reserved']} bytes are in "
+            f"use, rank {rank}/{num_ranks}). Drop received tensors, or make the buffer with a larger "
+            "num_nvl_bytes (of an ElasticBuffer: num_bytes); it grows by itself only in a dispatch without handle "
+            "or num_worst_tokens"
+        )
 
     def _lack(self, num_bytes: int) -> EPTransportError:
         """Return the error for rows that fit neither into a region nor into staging."""
@@ -261,23 +278,39 @@ class Memory:
         row_bytes, scale_bytes, record_bytes = columns.widths()
         come_bytes = 0 if told.fits else row_bytes + scale_bytes + 2 * record_bytes
         back_bytes = columns.back_bytes(num_topk)
-        most = _needed_bytes(max(told.num_rows), come_bytes, back_bytes)
-        if min(told.free_bytes) >= most:
+        if min(told.free_bytes) >= _needed_bytes((max(told.num_rows) * come_bytes,), max(told.num_rows), back_bytes):
             return
-        wanted = [_needed_bytes(rows, come_bytes, back_bytes) for rows in told.num_rows]
+        self.grow_for(told, [(rows * come_bytes,) for rows in told.num_rows], back_bytes)
+
+    def grow_for(self, told: Counts, sizes: Sequence[Sequence[int]], back_bytes: int) -> None:
+        """Add a segment if any rank lacks memory for regions of some sizes, and for a copy of its compact rows.
+
+        Args:
+            told: The counts.
+            sizes: For each rank, the bytes of its regions.
+            back_bytes: Bytes of a row of the copy.
+        """
+        wanted = [_needed_bytes(regions, rows, back_bytes) for regions, rows in zip(sizes, told.num_rows, strict=True)]
         if any(free < size for free, size in zip(told.free_bytes, wanted, strict=True)):
-            self._window.grow(align(most, GROWTH_BYTES))
+            self._window.grow(align(max(wanted), GROWTH_BYTES))
 
     # Ordinary memory -------------------------------------------------------------------------------------------------
 
-    def scratch(self, num_words: int) -> torch.Tensor:
-        """[m] int32 with m at least `num_words`, for the call that is being made: the next one uses it again."""
+    def scratch(self, num_words: int, name: str = "slots") -> torch.Tensor:
+        """[m] int32 with m at least `num_words` and even, for the call that is being made: the next one uses it again.
+
+        Args:
+            num_words: The least size.
+            name: What it is for, if a call needs several.
+        """
         if self._stream.is_capturing:  # a graph's memory is its own
-            return self._scratch.new_empty(num_words)
-        if self._scratch.numel() < num_words:
-            self._stream.hold([self._scratch], self._stream.current)  # behind all calls before: they are in order
-            self._scratch = self._scratch.new_empty(max(num_words, 2 * self._scratch.numel()))
-        return self._scratch
+            return self._no_words.new_empty(num_words + num_words % 2)
+        known = self._scratch.get(name, self._no_words)
+        if known.numel() < num_words:
+            self._stream.hold([known], self._stream.current)  # behind all calls before: they are in order
+            size = max(num_words + num_words % 2, 2 * known.numel())
+            known = self._scratch[name] = self._no_words.new_empty(size)
+        return known
 
     def no_channels(self, num_channels: int) -> torch.Tensor:
         """[R, C] int32 zeros, which handles share: they are never written, and only callers read them."""
@@ -290,8 +323,8 @@ class Memory:
         return zeros
 
 
-def _needed_bytes(num_rows: int, come_bytes: int, back_bytes: int) -> int:
-    return whole_units(num_rows * come_bytes) + whole_units(num_rows * back_bytes) + _SPARE_BYTES
+def _needed_bytes(regions: Sequence[int], num_rows: int, back_bytes: int) -> int:
+    return sum(whole_units(size) for size in regions) + whole_units(num_rows * back_bytes) + _SPARE_BYTES
 
 
 def staging_bytes(num_ranks: int) -> int:

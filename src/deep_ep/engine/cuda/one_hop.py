@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...handle import ColumnHandle, Handle
+from ...handle import Handle
 from ...kernels.finish import FinishCombine, FinishDispatch
 from ...kernels.notify import CopyingHandshake, HandshakeForm, Post, can_share_a_wait
 from ...kernels.pull import Pull, copy_in
@@ -24,6 +24,7 @@ from ..payload import DispatchResult, Payload, Routing, Unpacked, empty_topk
 from ..protocol import ANNOUNCED, OFFERED, READY
 from .memory import MARGIN_BYTES, CombineSource, Memory
 from .scope import CudaScope
+from .selections import SelectionCombine, SelectionOps, SelectionPlan
 from .shapes import Shapes
 from .signals import Signals
 from .steps import (
@@ -53,13 +54,18 @@ class OneHopOps:
         self.shapes = shapes
         # Counts that a kernel writes and reads itself: calls follow one another, so they share one tensor.
         self.counts = signals.context.state.new_empty(signals.context.num_ranks, dtype=torch.int32)
+        self.selections = SelectionOps(self)
 
-    def dispatch(self, signature: DispatchSignature) -> OneHopDispatch:
-        """Make the steps of dispatches with one signature."""
+    def dispatch(self, signature: DispatchSignature) -> OneHopDispatch | SelectionPlan:
+        """Make the steps of dispatches with one signature; of V2 what the steps of each call need."""
+        if signature.selections is not None:
+            return SelectionPlan(self.selections, signature)
         return OneHopDispatch(self, signature)
 
-    def combine(self, signature: CombineSignature) -> OneHopCombine:
+    def combine(self, signature: CombineSignature) -> OneHopCombine | SelectionCombine:
         """Make the steps of combines with one signature."""
+        if signature.num_columns:
+            return SelectionCombine(self.selections, signature)
         return OneHopCombine(self, signature)
 
     def stats(self) -> dict[str, Any]:
@@ -212,7 +218,7 @@ class OneHopCombine(DeviceCombine):
     def __init__(self, ops: OneHopOps, signature: CombineSignature):
         super().__init__(ops.signals, ops.memory)
         context, shapes = ops.signals.context, ops.shapes
-        hidden, dtype, num_columns, num_topk, num_biases, is_aligned, num_sms, _ = signature
+        hidden, dtype, _, num_topk, num_biases, is_aligned, num_sms, *_ = signature
         self._context = context
         self._terms = combine_terms(signature)
         self._handshake = ops.signals.handshake(self._terms, HandshakeForm(has_prefix=True))
@@ -221,7 +227,7 @@ class OneHopCombine(DeviceCombine):
         self._can_copy_and_notify = can_share_a_wait(context)
         shape = shapes.for_pull(num_sms)
         is_whole = is_aligned and hidden * dtype.itemsize % VECTOR_BYTES == 0
-        self._pulls = [Pull(context, shape, 0, hidden, dtype, num_biases, is_whole, num_columns)]
+        self._pulls = [Pull(context, shape, 0, hidden, dtype, num_biases, is_whole)]
         if num_topk:
             self._pulls.append(Pull(context, shape, 1, num_topk, torch.float32, 0, 4 * num_topk % VECTOR_BYTES == 0))
         self._finish = FinishCombine(context, READY, self._terms.operation, hidden, dtype, num_topk)
@@ -274,10 +280,7 @@ class OneHopCombine(DeviceCombine):
         slots = handle.send_head.contiguous()
         if scope.reach is not None:
             scope.reach("pull")
-        if isinstance(handle, ColumnHandle):
-            self._pulls[0](sums[0], handle.slots.contiguous(), biases, handle.owners.contiguous())
-        else:
-            self._pulls[0](sums[0], slots, biases)
+        self._pulls[0](sums[0], slots, biases)
         if len(sums) > 1:
             self._pulls[1](sums[1], slots)
         if scope.reach is not None:

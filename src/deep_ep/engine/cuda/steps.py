@@ -44,6 +44,7 @@ class DispatchSignature(NamedTuple):
         keeps_weights: Weights of experts of other ranks travel as they are, see `payload.Routing`.
         num_sms: Most blocks of a kernel; None: nothing bounds them.
         has_weights: See `Agreement`.
+        selections: What a dispatch of V2 is more than that; None: it is as one of V1.
     """
 
     operation: str
@@ -59,6 +60,7 @@ class DispatchSignature(NamedTuple):
     keeps_weights: bool
     num_sms: int | None
     has_weights: bool
+    selections: Any = None
 
 
 class CombineSignature(NamedTuple):
@@ -73,6 +75,7 @@ class CombineSignature(NamedTuple):
         is_aligned: Sums and biases begin at multiples of 16 bytes.
         num_sms: Most blocks of a kernel; None: nothing bounds them.
         is_reduced_once: See `Agreement`.
+        alignment: Of the rows of an expert, if rows are those of an expanded result, or sums of them; else 0.
     """
 
     hidden: int
@@ -83,6 +86,7 @@ class CombineSignature(NamedTuple):
     is_aligned: bool
     num_sms: int | None
     is_reduced_once: bool
+    alignment: int = 0
 
 
 class Ops(Protocol):

@@ -4,6 +4,7 @@
     expanded          with `do_expand`; beside it the same, and the rows gathered by expert
     combine-compact   beside it `Buffer.combine`
     combine-expanded  beside it the rows of each token summed by torch, and `Buffer.combine`
+    combine-...-window  on a GPU: the same, of rows that the experts have written into the window
     decode            on a GPU: 128 tokens in a CUDA graph, without CPU sync; beside it low-latency mode, likewise
 
 The floor copies the rows that a rank receives, or gives: of expanded calls one for each selection. On a GPU it is the
@@ -175,8 +176,11 @@ def gpu_dispatch_case(work: Work, *, is_expanded: bool, is_product: bool) -> Gpu
     return GpuCase(call, num_bytes, num_bytes + work.drawn.x.size(0) * row_bytes, is_right, row_bytes, row_bytes)
 
 
-def gpu_combine_case(work: Work, *, is_expanded: bool, is_product: bool) -> GpuCase:
-    """Combine of compact or expanded rows: of V2, or of `Buffer` after a sum by torch."""
+def gpu_combine_case(work: Work, *, is_expanded: bool, is_product: bool, in_window: bool = False) -> GpuCase:
+    """Combine of compact or expanded rows: of V2, or of `Buffer` after a sum by torch.
+
+    The floor reads the rows and writes the sums; rows that lie elsewhere are copied, or summed, into the window first.
+    """
     calls = ElasticCalls(work.setting, work.buffer, work.drawn)
     recv_x, _, _, handle, _ = calls.dispatch(is_expanded)
     old_x, ids, _, _, old_handle, _ = calls.dispatch_v1()
@@ -185,6 +189,8 @@ def gpu_combine_case(work: Work, *, is_expanded: bool, is_product: bool) -> GpuC
     if is_expanded:
         peer = partial(calls.combine_permuted, y, selected_rows(ids), old_x.size(0), old_handle)
     expected, row_bytes = peer(), bytes_of_row(y)
+    if in_window:
+        y = calls.elastic.get_combine_buffer(handle).copy_(y)
     num_bytes = y.size(0) * row_bytes
     call = partial(calls.combine, y, handle) if is_product else peer
     memory_bytes = num_bytes + expected.size(0) * row_bytes
@@ -264,6 +270,14 @@ ELASTIC_GPU_CASES = {
     **_both("expanded", "expanded dispatch, BF16", gpu_dispatch_case, is_expanded=True),
     **_both("combine-compact", "combine of compact rows", gpu_combine_case, is_expanded=False),
     **_both("combine-expanded", "combine of expanded rows", gpu_combine_case, is_expanded=True),
+    "combine-compact-window": GpuLine(
+        "combine of compact rows, in window",
+        partial(gpu_combine_case, is_expanded=False, is_product=True, in_window=True),
+    ),
+    "combine-expanded-window": GpuLine(
+        "combine of expanded rows, in window",
+        partial(gpu_combine_case, is_expanded=True, is_product=True, in_window=True),
+    ),
     "decode": GpuLine("decode, 128 tokens, graph", decode_case),
     "decode-low-latency": GpuLine("the same by low-latency mode", low_latency_decode_case),
 }

@@ -36,8 +36,6 @@ class CpuNodesEngine(CpuEngine):
         mesh: The links of low-latency calls; None: there are none.
     """
 
-    puts_expanded = False
-
     def __init__(
         self,
         window: Window,

@@ -1,0 +1,1003 @@
+"""Moving a row for each selection of a token, straight between its place in an expanded result and the token. On the
+device.
+
+Shape letters: T tokens of this rank, K selections of a token, R ranks, E experts, L = E / R, n compact rows received,
+one for each (token, this rank), X rows of an expanded result, one for each (token, local expert).
+
+An expanded row's place is *expert, source rank, token, column*, with the rows of each expert rounded up. The source
+computes it: the handshake (`notify.py`) gives it the first row of its selections of each expert, and `Place` adds how
+many selections of that expert come before. The places travel in the records, so a receiver computes none.
+
+Every rank says in its offer whether it takes (or gives) expanded rows or compact ones, for which it may have more
+memory. `Place` and `Arrange` turn places into addresses, for one kind or the other; `PutSelections` and
+`PullSelections` know addresses only, and serve also where a rank unfolds or folds its own rows.
+
+No kernel here waits or signals. Those that move rows do nothing once the buffer has failed, or while a call is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ._triton import Launch, jit, launch, next_power_of_2, tl, triton, variant
+from .exchange import STATE_FAILED, STATE_HELD, TABLE_CAPACITIES, TABLE_EXPANDED, TABLE_STARTS, Context
+from .primitives import rounded
+from .pull import add_biases
+from .put import (
+    VECTOR_BYTES,
+    LaunchShape,
+    RowSpec,
+    integer_of,
+    load_columns,
+    load_piece,
+    load_slots,
+    put_topk,
+    record_words,
+    source_of,
+)
+
+_FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
+_CAPACITIES, _STARTS = tl.constexpr(TABLE_CAPACITIES), tl.constexpr(TABLE_STARTS)
+_EXPANDED = tl.constexpr(TABLE_EXPANDED)
+_TILE = 256  # selections that a block numbers: each is compared with all others of the tile
+_COMPARED = tl.constexpr(32)  # with which it is compared at once
+_TILES_AT_ONCE = tl.constexpr(8)  # earlier tiles whose counts are loaded at once
+_UNROLLED = tl.constexpr(8)  # selections whose loads or stores stand one behind the other, without a branch
+_ELEMENTWISE_WARPS = 4
+_MOST_RECORD_WARPS = 16  # see `put.py`
+
+
+def tile_tokens(num_topk: int) -> int:
+    """Return the tokens of a tile."""
+    return max(1, _TILE // next_power_of_2(num_topk))
+
+
+def num_tiles(num_tokens: int, num_topk: int) -> int:
+    """Return the tiles of so many tokens."""
+    return -(-num_tokens // tile_tokens(num_topk))
+
+
+@triton.jit
+def count_tile(topk_idx, tiles, tile, num_tokens, num_topk, num_experts, TOKENS: tl.constexpr, TOPK: tl.constexpr,
+               BINS: tl.constexpr):  # fmt: skip
+    """Count how often each expert is selected in a tile of tokens: `tiles[tile, e]`."""
+    ids, is_id = _load_ids(topk_idx, tile, num_tokens, num_topk, num_experts, TOKENS, TOPK)
+    chosen = tl.histogram(tl.reshape(ids, [TOKENS * TOPK]), BINS, mask=tl.reshape(is_id, [TOKENS * TOPK]))
+    bins = tl.arange(0, BINS)
+    tl.store(tiles + tl.cast(tile, tl.int64) * num_experts + bins, chosen, mask=bins < num_experts)
+
+
+@triton.jit
+def _load_ids(topk_idx, tile, num_tokens, num_topk, num_experts, TOKENS: tl.constexpr, TOPK: tl.constexpr):
+    """Load the ids of a tile as [TOKENS, TOPK] int32, and which of them select an expert; the others are 0."""
+    tokens, columns = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TOPK)
+    is_cell = (tokens < num_tokens)[:, None] & (columns < num_topk)[None, :]
+    cells = tokens.to(tl.int64)[:, None] * num_topk + columns[None, :]
+    ids = tl.load(topk_idx + cells, mask=is_cell, other=-1)
+    is_id = (ids >= 0) & (ids < num_experts)
+    return tl.where(is_id, ids, 0).to(tl.int32), is_id
+
+
+# Dispatch, at the source ---------------------------------------------------------------------------------------------
+
+
+class Place:
+    """Finds the row of each selection at its rank, and the addresses that rows are put to.
+
+    Args:
+        context: Holds the peers' offers, and the first slots.
+        rows: What the rows are made of.
+        num_topk: K.
+        num_local: L.
+        idx_dtype: Type of the ids.
+        is_new: The selections are new; otherwise the owners, slots and rows of an earlier dispatch are given.
+        is_expanded: Selections have rows of their own; otherwise only owners and slots are found.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        rows: RowSpec,
+        num_topk: int,
+        num_local: int,
+        idx_dtype: torch.dtype,
+        is_new: bool,
+        is_expanded: bool,
+    ):
+        self._num_topk = num_topk
+        constants = {
+            "IS_NEW": is_new,
+            "IS_EXPANDED": is_expanded,
+            "HAS_SCALES": rows.scale_bytes > 0,
+            "TOKENS": tile_tokens(num_topk),
+            "TOPK": next_power_of_2(num_topk),
+        }
+        kernel = variant(_place_kernel, _ELEMENTWISE_WARPS, constants, (idx_dtype,))
+        int32 = torch.int32
+        types = (idx_dtype, int32, int32, int32, int32, int32, int32, torch.int64, None)
+        row_bytes, scale_bytes = rows.row_bytes, rows.num_scales * rows.scale_bytes
+        fixed = (context.table, context.state, num_topk, num_local, context.num_ranks, row_bytes, scale_bytes)
+        self._launch = Launch(kernel, types, fixed)
+
+    def __call__(
+        self,
+        num_tokens: int,
+        topk_idx: torch.Tensor,
+        tiles: torch.Tensor,
+        first: torch.Tensor,
+        numbers: torch.Tensor,
+        owners: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> None:
+        """Place the selections of one call.
+
+        Args:
+            num_tokens: T.
+            topk_idx: [T, K]; not read if they are not new, as the next three.
+            tiles: [tiles, E] int32, see `count_tile`.
+            first: [E] int32, the first row of this rank's selections of each expert, at its rank.
+            numbers: [T, R] int32, see `notify.Numbered`.
+            owners: [T, K] int32, the rank of each selection; -1: there is none. Written if they are new.
+            slots: [T, K] int32, the compact row of the token at that rank, in the highest column of the rank; -1 in
+                others. Written likewise.
+            rows: [T, K] int32, the expanded row of each selection; -1: none. Written likewise.
+            targets: [2, T, K] int64, written: where the payload and the scales of each selection go; 0: nowhere.
+        """
+        tensors = (topk_idx, tiles, first, numbers, owners, slots, rows, targets)
+        self._launch(num_tiles(num_tokens, self._num_topk), tensors, (num_tokens,))
+
+
+@jit
+def _place_kernel(
+    topk_idx,
+    tiles,
+    first,
+    numbers,
+    owners,
+    slots,
+    rows,
+    targets,
+    num_tokens: tl.int32,
+    table,
+    state,
+    num_topk: tl.int32,
+    num_local: tl.int32,
+    num_ranks: tl.int32,
+    row_bytes: tl.int64,
+    scale_bytes: tl.int64,
+    IS_NEW: tl.constexpr,
+    IS_EXPANDED: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOPK: tl.constexpr,
+):
+    """A block for each tile.
+
+    Example: ids `[[1, 0], [1, -1]]`, two experts on two ranks, first rows `[3, 5]`: owners are the ids, rows are
+    `[[5, 3], [6, -1]]`. If rank 1 takes expanded rows, token 1 goes to its row 6.
+    """
+    if tl.load(state + _FAILED) == 0:
+        tile = tl.program_id(0)
+        tokens, columns = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TOPK)
+        is_cell = (tokens < num_tokens)[:, None] & (columns < num_topk)[None, :]
+        cells = tokens.to(tl.int64)[:, None] * num_topk + columns[None, :]
+        if IS_NEW:
+            num_experts = num_local * num_ranks
+            expert, is_id = _load_ids(topk_idx, tile, num_tokens, num_topk, num_experts, TOKENS, TOPK)
+            owner = tl.where(is_id, expert // num_local, -1)
+            number = tl.load(numbers + tokens.to(tl.int64)[:, None] * num_ranks + owner, mask=is_id, other=-1)
+            slot = number + tl.load(table + _STARTS * num_ranks + owner, mask=is_id, other=0).to(tl.int32)
+            slot = tl.where(is_id & (columns[None, :] == _highest(owner, columns)), slot, -1)
+            tl.store(owners + cells, owner, mask=is_cell)
+            tl.store(slots + cells, slot, mask=is_cell)
+            row = slot
+            if IS_EXPANDED:
+                before = _count_before(
+                    topk_idx, tiles, tile, expert, is_id, num_tokens, num_topk, num_experts, TOKENS, TOPK
+                )
+                row = tl.where(is_id, tl.load(first + expert, mask=is_id, other=0) + before, -1)
+                tl.store(rows + cells, row, mask=is_cell)
+        else:
+            owner = tl.load(owners + cells, mask=is_cell, other=-1)
+            slot = tl.load(slots + cells, mask=is_cell, other=-1)
+            row = tl.load(rows + cells, mask=is_cell, other=-1)
+        if IS_EXPANDED:
+            _, taken, goes = _choose(table, owner, slot, row, num_ranks)
+            address = tl.load(table + owner, mask=goes, other=0) + taken * row_bytes
+            tl.store(targets + cells, tl.where(goes, address, 0), mask=is_cell)
+            if HAS_SCALES:
+                address = tl.load(table + num_ranks + owner, mask=goes, other=0) + taken * scale_bytes
+                behind = tl.cast(num_tokens, tl.int64) * num_topk
+                tl.store(targets + behind + cells, tl.where(goes, address, 0), mask=is_cell)
+
+
+@triton.jit
+def _highest(owner, columns):
+    """The highest column of the same owner, for each column of [TOKENS, TOPK]."""
+    same = owner[:, :, None] == owner[:, None, :]
+    return tl.max(tl.where(same, columns[None, None, :], -1), 2)
+
+
+@triton.jit
+def _choose(table, owner, slot, row, num_ranks):
+    """Choose the row by which a peer knows each selection, as it has offered to take or give them.
+
+    Returns:
+        Whether its rows are expanded; the row, int64; and whether there is one, inside of what was offered.
+    """
+    is_owned = owner >= 0
+    expanded = tl.load(table + _EXPANDED * num_ranks + owner, mask=is_owned, other=0)
+    capacity = tl.load(table + _CAPACITIES * num_ranks + owner, mask=is_owned, other=0)
+    chosen = tl.where(expanded > 0, row, slot).to(tl.int64)
+    capacity = tl.where(expanded > 0, expanded, capacity)
+    return expanded > 0, chosen, is_owned & (chosen >= 0) & (chosen < capacity)
+
+
+@triton.jit
+def _count_before(
+    topk_idx, tiles, tile, expert, is_id, num_tokens, num_topk, num_experts, TOKENS: tl.constexpr, TOPK: tl.constexpr
+):
+    """Count the selections of the same expert before each selection, by token and then by column."""
+    SIZE: tl.constexpr = TOKENS * TOPK
+    experts = tl.reshape(tl.where(is_id, expert, -1), [SIZE])
+    before = tl.zeros([SIZE], tl.int32)
+    for start in range(0, tile, _TILES_AT_ONCE):
+        earlier = start + tl.arange(0, _TILES_AT_ONCE)
+        counts = tiles + earlier.to(tl.int64)[:, None] * num_experts + experts[None, :]
+        before += tl.sum(tl.load(counts, mask=(earlier < tile)[:, None] & (experts >= 0)[None, :], other=0), 0)
+    positions = tl.arange(0, SIZE)
+    for start in range(0, SIZE, _COMPARED):
+        others = start + tl.arange(0, _COMPARED)
+        token, column = tile * TOKENS + others // TOPK, others % TOPK
+        is_other = (token < num_tokens) & (column < num_topk)
+        other = tl.load(topk_idx + token.to(tl.int64) * num_topk + column, mask=is_other, other=-1)
+        is_same = (experts[:, None] == other[None, :]) & (others[None, :] < positions[:, None])
+        before += tl.sum(is_same.to(tl.int32), 1)
+    return tl.reshape(before, [TOKENS, TOPK])
+
+
+class PutSelections:
+    """Writes each token's rows to the addresses of its selections.
+
+    Args:
+        context: Holds where the peers' records are, and the first slots.
+        shape: How to launch.
+        rows: What the rows are made of.
+        num_topk: K.
+        num_local: L.
+        is_unfold: The addresses are in this rank's own memory, and the kernel is no `dispatch`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        shape: LaunchShape,
+        rows: RowSpec,
+        num_topk: int,
+        num_local: int = 0,
+        is_unfold: bool = False,
+    ):
+        self._nothing = context.state  # a dummy for arguments that are not used
+        word_bytes = rows.word.itemsize
+        row_words = rows.row_bytes // word_bytes
+        vector = VECTOR_BYTES if rows.is_aligned else word_bytes
+        block = min(shape.words * 4 // word_bytes, next_power_of_2(row_words))
+        most_warps = _MOST_RECORD_WARPS if rows.has_records else shape.num_warps
+        num_warps = min(most_warps, shape.warps_for(block * word_bytes, vector))
+        self._num_pieces = -(-row_words // block)
+        self._most_blocks = shape.num_blocks
+        scale_bytes = rows.scale_bytes or 4
+        constants = {
+            "WORD_BYTES": word_bytes,
+            "VECTOR": vector,
+            "BLOCK": block,
+            "HAS_SCALES": rows.scale_bytes > 0,
+            "SCALES": next_power_of_2(rows.num_scales),
+            "HAS_RECORDS": rows.has_records,
+            "TOPK": next_power_of_2(num_topk),
+            "LANES": next_power_of_2(context.num_ranks),
+            "IS_WHOLE": row_words <= block,
+        }
+        types = (
+            rows.word, integer_of(scale_bytes), torch.int64, torch.int32, torch.int32, rows.idx_dtype, torch.float32,
+            torch.int32, None, None, None,
+        )  # fmt: skip
+        fixed: tuple[torch.Tensor | int, ...] = (
+            row_words * word_bytes // vector,
+            rows.num_scales,
+            context.table,
+            context.state,
+            num_topk,
+            num_local,
+            context.num_ranks,
+            record_words(num_topk, has_rows=True),
+        )
+        kernel = _unfold_selections_kernel if is_unfold else dispatch_selections_kernel
+        made = variant(kernel, num_warps, constants, (rows.idx_dtype,), shape.num_registers)
+        self._launch = Launch(made, types, fixed)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        targets: torch.Tensor,
+        slots: torch.Tensor | None = None,
+        send_head: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """Put the rows of one call.
+
+        Args:
+            x: [T, H] contiguous.
+            scales: [T, S] of any strides, or None.
+            targets: [2, T, K] int64, addresses for payload and scales; 0: a row goes nowhere.
+            slots: [T, R] int32, relative to the first slots; None, as all below: no records travel.
+            send_head: [T, R] int32, written with the slots.
+            topk_idx: [T, K].
+            topk_weights: [T, K] float32.
+            rows: [T, K] int32, the expanded row of each selection.
+        """
+        num_tokens = x.shape[0]
+        stride_t, stride_s = (0, 0) if scales is None else scales.stride()
+        given = (x, scales, targets, slots, send_head, topk_idx, topk_weights, rows)
+        tensors = tuple(self._nothing if one is None else one for one in given)
+        num_blocks = min(self._most_blocks, num_tokens * self._num_pieces)
+        self._launch(num_blocks, tensors, (stride_t, stride_s, num_tokens))
+
+
+@jit
+def dispatch_selections_kernel(
+    x,
+    scales,
+    targets,
+    slots,
+    send_head,
+    topk_idx,
+    topk_weights,
+    rows,
+    scale_stride_t: tl.int32,
+    scale_stride_s: tl.int32,
+    num_tokens: tl.int32,
+    row_vectors: tl.int32,
+    num_scales: tl.int32,
+    table,
+    state,
+    num_topk: tl.int32,
+    num_local: tl.int32,
+    num_ranks: tl.int32,
+    num_record_words: tl.int32,
+    WORD_BYTES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    SCALES: tl.constexpr,
+    HAS_RECORDS: tl.constexpr,
+    TOPK: tl.constexpr,
+    LANES: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    """Example: one token with targets `[[a, 0, b]]`: its row is written at `a` and at `b`."""
+    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+        _put_selections(
+            x, scales, targets, slots, send_head, topk_idx, topk_weights, rows, scale_stride_t, scale_stride_s,
+            num_tokens, row_vectors, num_scales, table, num_topk, num_local, num_ranks, num_record_words, WORD_BYTES,
+            VECTOR, BLOCK, HAS_SCALES, SCALES, HAS_RECORDS, TOPK, LANES, IS_WHOLE,
+        )  # fmt: skip
+
+
+@jit
+def _unfold_selections_kernel(
+    x,
+    scales,
+    targets,
+    slots,
+    send_head,
+    topk_idx,
+    topk_weights,
+    rows,
+    scale_stride_t: tl.int32,
+    scale_stride_s: tl.int32,
+    num_tokens: tl.int32,
+    row_vectors: tl.int32,
+    num_scales: tl.int32,
+    table,
+    state,
+    num_topk: tl.int32,
+    num_local: tl.int32,
+    num_ranks: tl.int32,
+    num_record_words: tl.int32,
+    WORD_BYTES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    SCALES: tl.constexpr,
+    HAS_RECORDS: tl.constexpr,
+    TOPK: tl.constexpr,
+    LANES: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    """The same, to addresses in this rank's own memory."""
+    if tl.load(state + _FAILED) == 0:
+        _put_selections(
+            x, scales, targets, slots, send_head, topk_idx, topk_weights, rows, scale_stride_t, scale_stride_s,
+            num_tokens, row_vectors, num_scales, table, num_topk, num_local, num_ranks, num_record_words, WORD_BYTES,
+            VECTOR, BLOCK, HAS_SCALES, SCALES, HAS_RECORDS, TOPK, LANES, IS_WHOLE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _put_selections(
+    x, scales, targets, slots, send_head, topk_idx, topk_weights, rows, scale_stride_t, scale_stride_s, num_tokens,
+    row_vectors, num_scales, table, num_topk, num_local, num_ranks, num_record_words, WORD_BYTES: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr, SCALES: tl.constexpr,
+    HAS_RECORDS: tl.constexpr, TOPK: tl.constexpr, LANES: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece also moves scales and
+    records.
+    """
+    row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
+    num_pieces = 1 if IS_WHOLE else tl.cdiv(row_words, BLOCK)  # 1 is known: nothing is divided by it
+    num_items = num_tokens * num_pieces
+    start, step = tl.program_id(0), tl.num_programs(0)
+    # The next item is loaded while this one is written, as in `put.py`.
+    row = load_piece(x, row_words, start, num_pieces, num_items, VECTOR, BLOCK)
+    target = load_columns(targets, start // num_pieces, num_tokens, num_topk, 1, num_topk, TOPK)
+    for item in range(start, num_items, step):
+        words = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
+        next_row = load_piece(x, row_words, item + step, num_pieces, num_items, VECTOR, BLOCK)
+        next_target = load_columns(
+            targets, (item + step) // num_pieces, num_tokens, num_topk, 1, num_topk, TOPK
+        )  # fmt: skip
+        _write_selections(row, words, row_words, target, num_topk, VECTOR)
+        if HAS_SCALES or HAS_RECORDS:
+            if item % num_pieces == 0:
+                token = item // num_pieces
+                if HAS_SCALES:
+                    columns = tl.arange(0, SCALES)
+                    behind = tl.cast(num_tokens, tl.int64) * num_topk
+                    cells = load_columns(targets + behind, token, num_tokens, num_topk, 1, num_topk, TOPK)
+                    scale = load_columns(scales, token, num_tokens, scale_stride_t, scale_stride_s, num_scales, SCALES)
+                    is_scale = (cells != 0)[:, None] & (columns < num_scales)[None, :]
+                    tl.store(cells.to(scales.dtype)[:, None] + columns[None, :], scale[None, :], mask=is_scale)
+                if HAS_RECORDS:
+                    _put_record(
+                        slots, send_head, topk_idx, topk_weights, rows, table, token, num_tokens, num_topk,
+                        num_local, num_ranks, num_record_words, TOPK, LANES,
+                    )  # fmt: skip
+        row = next_row
+        target = next_target
+
+
+@triton.jit
+def _write_selections(row, words, row_words, target, num_topk, VECTOR: tl.constexpr):
+    """Write a piece of a row to all addresses of its selections."""
+    lanes = tl.arange(0, target.shape[0])
+    if target.shape[0] <= _UNROLLED:
+        for turn in tl.static_range(target.shape[0]):
+            _write_to(row, words, row_words, tl.sum(tl.where(lanes == turn, target, 0)), VECTOR)
+    else:
+        for turn in range(num_topk):
+            address = tl.sum(tl.where(lanes == turn, target, 0))
+            if address != 0:
+                _write_to(row, words, row_words, address, VECTOR)
+
+
+@triton.jit
+def _write_to(row, words, row_words, address, VECTOR: tl.constexpr):
+    """Write a piece of a row to an address, if there is one."""
+    pointer = tl.multiple_of(address.to(tl.pointer_type(row.dtype)), VECTOR)
+    tl.store(pointer + words, row, mask=words < tl.where(address != 0, row_words, 0))
+
+
+@triton.jit
+def _put_record(
+    slots, send_head, topk_idx, topk_weights, rows, table, token, num_tokens, num_topk, num_local, num_ranks,
+    num_record_words, TOPK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Write a token's record to all its ranks: its index, ids, weights, and the rows of its selections there."""
+    lanes, columns = tl.arange(0, LANES), tl.arange(0, TOPK)
+    is_rank = lanes < num_ranks
+    bases = tl.load(table + 2 * num_ranks + lanes, mask=is_rank, other=0)
+    capacities = tl.load(table + _CAPACITIES * num_ranks + lanes, mask=is_rank, other=0)
+    slot = load_slots(slots, token, num_tokens, num_ranks, lanes)
+    compact = tl.where(slot >= 0, slot + tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0), -1)
+    goes = (compact >= 0) & (compact < capacities)
+    tl.store(send_head + tl.cast(token, tl.int64) * num_ranks + lanes, compact.to(tl.int32), mask=is_rank)
+    record = (bases + compact * num_record_words * 4).to(tl.pointer_type(tl.int32))
+    tl.store(record, token, mask=goes)
+    ids = load_columns(topk_idx, token, num_tokens, num_topk, 1, num_topk, TOPK)
+    weights = load_columns(topk_weights, token, num_tokens, num_topk, 1, num_topk, TOPK)
+    put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK, True)
+    row = load_columns(rows, token, num_tokens, num_topk, 1, num_topk, TOPK)
+    is_column = goes[:, None] & (columns < num_topk)[None, :]
+    tl.store(record[:, None] + 1 + 2 * num_topk + columns[None, :], row[None, :], mask=is_column)
+
+
+# Dispatch, at the receiver -------------------------------------------------------------------------------------------
+
+
+class UnpackSelections:
+    """Splits the records of the rows that came, and describes each row.
+
+    Args:
+        context: For this rank's number, and whether the buffer has failed.
+        num_blocks: Most blocks.
+        num_topk: K.
+        num_local: L.
+        idx_dtype: Type of the ids.
+        is_expanded: Records have the rows of their selections.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        num_blocks: int,
+        num_topk: int,
+        num_local: int,
+        idx_dtype: torch.dtype,
+        is_expanded: bool,
+    ):
+        self._nothing = context.state
+        self._most_blocks = num_blocks
+        topk = next_power_of_2(num_topk)
+        self._tile = max(1, 2048 // topk)
+        constants = {
+            "IS_EXPANDED": is_expanded,
+            "TOPK": topk,
+            "LANES": next_power_of_2(context.num_ranks),
+            "TILE": self._tile,
+        }
+        kernel = variant(_unpack_selections_kernel, 8, constants, (idx_dtype,))
+        int32, float32 = torch.int32, torch.float32
+        types = (int32, int32, int32, int32, int32, int32, idx_dtype, idx_dtype, float32, None, None)
+        words = record_words(num_topk, is_expanded)
+        fixed = (context.state, num_topk, num_local, context.num_ranks, context.rank, words)
+        self._launch = Launch(kernel, types, fixed)
+
+    def __call__(
+        self,
+        records: torch.Tensor,
+        num_rows: int,
+        prefix: torch.Tensor,
+        experts: torch.Tensor,
+        rank_ends: torch.Tensor,
+        source_idx: torch.Tensor,
+        sources: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        ids: torch.Tensor | None,
+        weights: torch.Tensor,
+    ) -> None:
+        """Split the records of one call.
+
+        Args:
+            records: [n, W] int32.
+            num_rows: n, for which there is memory.
+            prefix: [R, R] int32.
+            experts: [2 L + 1] int32, the last of which is M, see `notify.Selected`.
+            rank_ends: [R] int32, written: rows that came from ranks 0..s.
+            source_idx: [n] int32, written: the token of each row at its source.
+            sources: [n, 2 + K] int32, written, see `EPHandle.recv_src_metadata`.
+            topk_idx: [n, K], written: local ids; None: the result is expanded.
+            ids: [n, K], the same once more, which the caller does not get.
+            weights: Written: [n, K] float32, or [X] where the result is expanded: of each row.
+        """
+        nothing, num_weights = self._nothing, weights.shape[0]
+        if topk_idx is None or ids is None:
+            topk_idx = ids = nothing
+        num_blocks = max(1, min(self._most_blocks, -(-num_rows // self._tile)))
+        tensors = (records, prefix, experts, rank_ends, source_idx, sources, topk_idx, ids, weights)
+        self._launch(num_blocks, tensors, (num_rows, num_weights))
+
+
+@jit
+def _unpack_selections_kernel(
+    records,
+    prefix,
+    experts,
+    rank_ends,
+    source_idx,
+    sources,
+    topk_idx,
+    kept_idx,
+    weights,
+    num_rows: tl.int32,
+    num_weights: tl.int32,
+    state,
+    num_topk: tl.int32,
+    num_local: tl.int32,
+    num_ranks: tl.int32,
+    rank: tl.int32,
+    num_record_words: tl.int32,
+    IS_EXPANDED: tl.constexpr,
+    TOPK: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Blocks split tiles of rows; the first block copies the ends.
+
+    Example: record `[4, 1, -1, bits(0.5), bits(0.2), 7, 3]` with K = 2 and M = 16, from rank 1: sources are
+    `[20, 2, 7, -1]`, and the weight of expanded row 7 is 0.5.
+    """
+    num_came = tl.load(prefix + (num_ranks - 1) * num_ranks + rank)
+    num_came = tl.minimum(tl.where(tl.load(state + _FAILED) == 0, num_came, 0), num_rows)  # see `put._unpack_kernel`
+    max_tokens = tl.load(experts + 2 * num_local)
+    if tl.program_id(0) == 0:
+        lanes = tl.arange(0, LANES)
+        is_rank = lanes < num_ranks
+        tl.store(rank_ends + lanes, tl.load(prefix + lanes * num_ranks + rank, mask=is_rank), mask=is_rank)
+    columns = tl.arange(0, TOPK)
+    is_column = (columns < num_topk)[None, :]
+    for start in range(tl.program_id(0) * TILE, num_rows, tl.num_programs(0) * TILE):
+        row_idx = start + tl.arange(0, TILE)
+        came, is_row = row_idx < num_came, row_idx < num_rows
+        is_cell = came[:, None] & is_column
+        record = records + row_idx.to(tl.int64) * num_record_words
+        token = tl.load(record, mask=came, other=-1)
+        tl.store(source_idx + row_idx, token, mask=is_row)
+        source = source_of(row_idx, prefix, num_ranks, rank, LANES)
+        ids = tl.load(record[:, None] + 1 + columns[None, :], mask=is_cell, other=-1)
+        weight = tl.load(record[:, None] + 1 + num_topk + columns[None, :], mask=is_cell, other=0)
+        weight = weight.to(tl.float32, bitcast=True)
+        highest = tl.max(tl.where(ids >= 0, columns[None, :], -1), 1)
+        described = sources + row_idx.to(tl.int64) * (2 + num_topk)
+        tl.store(described, tl.where(came, source * max_tokens + token, -1), mask=is_row)
+        tl.store(described + 1, tl.where(came, source * num_topk + highest, -1), mask=is_row)
+        cells = described[:, None] + 2 + columns[None, :]
+        is_written = is_row[:, None] & is_column
+        if IS_EXPANDED:
+            row = tl.load(record[:, None] + 1 + 2 * num_topk + columns[None, :], mask=is_cell, other=-1)
+            row = tl.where(ids >= 0, row, -1)
+            tl.store(cells, row, mask=is_written)
+            tl.store(weights + row, weight, mask=(row >= 0) & (row < num_weights))
+        else:
+            tl.store(cells, tl.full([TILE, TOPK], -1, tl.int32), mask=is_written)
+            targets = row_idx.to(tl.int64)[:, None] * num_topk + columns[None, :]
+            tl.store(topk_idx + targets, ids, mask=is_written)
+            tl.store(kept_idx + targets, ids, mask=is_written)
+            tl.store(weights + targets, weight, mask=is_cell)
+
+
+def zero_gaps(out: torch.Tensor, ends: torch.Tensor, alignment: int) -> None:
+    """Set the rows between the experts' to zero.
+
+    Args:
+        out: [X, columns] of any strides, or [X].
+        ends: [L] int32, where the rows of each expert end.
+        alignment: To which each end is rounded up.
+
+    Example:
+        Ends `[1, 4]` with alignment 2: rows 1 and no others.
+    """
+    if alignment == 1 or not out.numel():
+        return
+    rows = out[:, None] if out.dim() == 1 else out
+    word = integer_of(rows.element_size())
+    num_columns, strides = rows.shape[1], rows.stride()
+    args = (rows.view(word), ends, rows.shape[0], num_columns, *strides, alignment)
+    block = min(1024, next_power_of_2(num_columns))
+    launch(_zero_gaps_kernel, ends.shape[0], args, (word,), BLOCK=block)
+
+
+@jit
+def _zero_gaps_kernel(
+    out,
+    ends,
+    num_rows: tl.int64,
+    num_columns: tl.int32,
+    stride_row: tl.int64,
+    stride_column: tl.int64,
+    alignment: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    """A block for each expert."""
+    end = tl.load(ends + tl.program_id(0)).to(tl.int64)
+    stop = tl.minimum((end + alignment - 1) // alignment * alignment, num_rows)
+    for row in range(end, stop):
+        for start in range(0, num_columns, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            cells = out + row * stride_row + columns * stride_column
+            tl.store(cells, tl.zeros([BLOCK], out.dtype.element_ty), mask=columns < num_columns)
+
+
+def address_rows(
+    addresses: torch.Tensor, rows: torch.Tensor, memory: torch.Tensor, ends: torch.Tensor, first: int = 0
+) -> None:
+    """Turn rows of this rank's own memory into addresses, for `PutSelections` or `PullSelections`.
+
+    Args:
+        addresses: [.., n, K] int64 contiguous, of which n * K from `first * n * K` on are written; 0: no row.
+        rows: [n, K] int32, a view of columns; -1: none.
+        memory: [X, columns], contiguous rows.
+        ends: [R] int32, the last of which is how many of the n rows came.
+        first: Which of the stacked matrices.
+    """
+    num_rows, num_topk = rows.shape
+    row_bytes = memory.stride(0) * memory.element_size()
+    args = (
+        addresses, rows, ends, first * num_rows * num_topk, num_rows, num_topk, rows.stride(0), ends.shape[0],
+        memory.data_ptr(), row_bytes, memory.shape[0],
+    )  # fmt: skip
+    tile, topk = tile_tokens(num_topk), next_power_of_2(num_topk)
+    launch(_address_rows_kernel, max(1, -(-num_rows // tile)), args, TOKENS=tile, TOPK=topk)
+
+
+@jit
+def _address_rows_kernel(
+    addresses,
+    rows,
+    ends,
+    offset: tl.int64,
+    num_rows: tl.int32,
+    num_topk: tl.int32,
+    stride: tl.int32,
+    num_ranks: tl.int32,
+    base: tl.int64,
+    row_bytes: tl.int64,
+    limit: tl.int64,
+    TOKENS: tl.constexpr,
+    TOPK: tl.constexpr,
+):
+    """Example: rows `[[1, -1]]` of memory at 1000 with rows of 16 bytes are `[[1016, 0]]`."""
+    num_came = tl.minimum(tl.load(ends + num_ranks - 1), num_rows)
+    row_idx, columns = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TOPK)
+    is_column = (columns < num_topk)[None, :]
+    cells = row_idx.to(tl.int64)[:, None] * stride + columns[None, :]
+    row = tl.load(rows + cells, mask=(row_idx < num_came)[:, None] & is_column, other=-1).to(tl.int64)
+    address = tl.where((row >= 0) & (row < limit), base + row * row_bytes, 0)
+    targets = offset + row_idx.to(tl.int64)[:, None] * num_topk + columns[None, :]
+    tl.store(addresses + targets, address, mask=(row_idx < num_rows)[:, None] & is_column)
+
+
+# Combine -------------------------------------------------------------------------------------------------------------
+
+
+class Arrange:
+    """Finds the addresses that a token's rows are pulled from, in the order in which they are added.
+
+    Args:
+        context: Holds the peers' offers.
+        num_topk: K.
+        row_bytes: Bytes of a row.
+        has_rows: Selections may have rows of their own, at ranks that give expanded rows.
+        is_grouped: The rows of each rank are summed first; otherwise they are added in the order of columns.
+    """
+
+    def __init__(self, context: Context, num_topk: int, row_bytes: int, has_rows: bool, is_grouped: bool):
+        self._num_topk, self._nothing = num_topk, context.state
+        constants = {
+            "HAS_ROWS": has_rows,
+            "IS_GROUPED": is_grouped,
+            "TOKENS": tile_tokens(num_topk),
+            "TOPK": next_power_of_2(num_topk),
+        }
+        types = (torch.int32, torch.int32, torch.int32, torch.int64, None)
+        fixed = (context.table, num_topk, context.num_ranks, row_bytes)
+        self._launch = Launch(variant(_arrange_kernel, _ELEMENTWISE_WARPS, constants), types, fixed)
+
+    def __call__(
+        self, owners: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor | None, sources: torch.Tensor
+    ) -> None:
+        """Arrange the rows of one call.
+
+        Args:
+            owners: [T, K] int32, see `Place`.
+            slots: [T, K] int32, likewise.
+            rows: [T, K] int32, likewise; None: all rows are compact.
+            sources: [T, K] int64, written: addresses, and 1 added to the last one of each group; 0 behind them.
+        """
+        num_tokens = owners.shape[0]
+        tensors = (owners, slots, self._nothing if rows is None else rows, sources)
+        self._launch(num_tiles(num_tokens, self._num_topk), tensors, (num_tokens,))
+
+
+@jit
+def _arrange_kernel(
+    owners,
+    slots,
+    rows,
+    sources,
+    num_tokens: tl.int32,
+    table,
+    num_topk: tl.int32,
+    num_ranks: tl.int32,
+    row_bytes: tl.int64,
+    HAS_ROWS: tl.constexpr,
+    IS_GROUPED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOPK: tl.constexpr,
+):
+    """A block for each tile of tokens.
+
+    Example: owners `[[0, 1, -1, 0]]`, of which all give expanded rows `[[a, b, -1, c]]`: grouped they are
+    `[[b + 1, a, c + 1, 0]]`, since the sum of rank 0 stands at its highest column; otherwise
+    `[[a + 1, b + 1, c + 1, 0]]`.
+    """
+    tokens, columns = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TOPK)
+    is_cell = (tokens < num_tokens)[:, None] & (columns < num_topk)[None, :]
+    cells = tokens.to(tl.int64)[:, None] * num_topk + columns[None, :]
+    owner = tl.load(owners + cells, mask=is_cell, other=-1)
+    slot = tl.load(slots + cells, mask=is_cell, other=-1)
+    row = slot
+    if HAS_ROWS:
+        row = tl.load(rows + cells, mask=is_cell, other=-1)
+    is_expanded, given, comes = _choose(table, owner, slot, row, num_ranks)
+    rank = columns[None, :] + tl.zeros_like(owner)
+    is_last = comes
+    if IS_GROUPED:
+        highest = _highest(owner, columns)
+        rank += highest * TOPK
+        is_last = comes & (~is_expanded | (columns[None, :] == highest))
+    rank += tl.where(comes, 0, TOPK * TOPK)  # behind all that come
+    position = tl.sum((rank[:, None, :] < rank[:, :, None]).to(tl.int32), 2)
+    address = tl.load(table + owner, mask=comes, other=0) + given * row_bytes + is_last.to(tl.int64)
+    targets = tokens.to(tl.int64)[:, None] * num_topk + position
+    tl.store(sources + targets, tl.where(comes, address, 0), mask=is_cell)
+
+
+class PullSelections:
+    """Sums each token's rows out of the memory of this rank and of its peers.
+
+    `out[t] = sum(biases[t]) + sum(of groups of rows)`, in FP32 (FP64 of FP64), rounded once; the sum of a group is
+    rounded, too.
+
+    Args:
+        context: For whether the buffer has failed.
+        shape: How to launch.
+        hidden: H.
+        dtype: The dtype of the rows.
+        num_topk: K.
+        num_biases: At most two.
+        is_aligned: `out`, the rows and the biases consist of vectors, see `put.word_of`.
+        is_grouped: Rows are summed in groups; otherwise each is added by itself.
+        is_fold: Rows are this rank's own: a sum of no more than one row is that row, and the kernel is no `combine`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        shape: LaunchShape,
+        hidden: int,
+        dtype: torch.dtype,
+        num_topk: int,
+        num_biases: int = 0,
+        is_aligned: bool = True,
+        is_grouped: bool = False,
+        is_fold: bool = False,
+    ):
+        vector = VECTOR_BYTES if is_aligned else dtype.itemsize
+        block = min(shape.words * 4 // dtype.itemsize, next_power_of_2(hidden))
+        self._num_pieces = -(-hidden // block)
+        self._most_blocks = shape.num_blocks
+        constants = {
+            "NUM_BIASES": num_biases,
+            "BLOCK": block,
+            "TOPK": next_power_of_2(num_topk),
+            "VECTOR": vector,
+            "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
+            "IS_GROUPED": is_grouped,
+        }
+        num_warps = shape.warps_for(block * dtype.itemsize, vector)
+        kernel = _fold_selections_kernel if is_fold else combine_selections_kernel
+        made = variant(kernel, num_warps, constants, (dtype,), shape.num_registers)
+        fixed = (context.state, hidden * dtype.itemsize // vector, num_topk)
+        self._launch = Launch(made, (dtype, dtype, dtype, torch.int64, None), fixed)
+
+    def __call__(self, out: torch.Tensor, sources: torch.Tensor, biases: Sequence[torch.Tensor] = ()) -> None:
+        """Sum the rows of one call.
+
+        Args:
+            out: [T, H], written.
+            sources: [T, K] int64, see `Arrange`, or `address_rows`.
+            biases: Tensors [T, H] of out's dtype, added first and in order.
+        """
+        num_tokens = out.shape[0]
+        first, second = (*biases, out, out)[:2] if biases else (out, out)
+        num_blocks = min(self._most_blocks, num_tokens * self._num_pieces)
+        self._launch(num_blocks, (out, first, second, sources), (num_tokens,))
+
+
+@jit
+def combine_selections_kernel(
+    out,
+    bias_0,
+    bias_1,
+    sources,
+    num_tokens: tl.int32,
+    state,
+    row_vectors: tl.int32,
+    num_topk: tl.int32,
+    NUM_BIASES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOPK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    WIDE: tl.constexpr,
+    IS_GROUPED: tl.constexpr,
+):
+    """Example: one token with sources `[[a, b + 1, c + 1]]`: out is `round(round(a + b) + c)`."""
+    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+        _sum_selections(
+            out, bias_0, bias_1, sources, num_tokens, row_vectors, num_topk, NUM_BIASES, BLOCK, TOPK, VECTOR, WIDE,
+            IS_GROUPED, 0.0,
+        )  # fmt: skip
+
+
+@jit
+def _fold_selections_kernel(
+    out,
+    bias_0,
+    bias_1,
+    sources,
+    num_tokens: tl.int32,
+    state,
+    row_vectors: tl.int32,
+    num_topk: tl.int32,
+    NUM_BIASES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOPK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    WIDE: tl.constexpr,
+    IS_GROUPED: tl.constexpr,
+):
+    """The same, of rows that are this rank's own. It comes before the call's first words, so nothing is held."""
+    if tl.load(state + _FAILED) == 0:
+        _sum_selections(
+            out, bias_0, bias_1, sources, num_tokens, row_vectors, num_topk, NUM_BIASES, BLOCK, TOPK, VECTOR, WIDE,
+            IS_GROUPED, -0.0,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum_selections(
+    out, bias_0, bias_1, sources, num_tokens, row_vectors, num_topk, NUM_BIASES: tl.constexpr, BLOCK: tl.constexpr,
+    TOPK: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, IS_GROUPED: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. Without biases a sum begins with ZERO."""
+    ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    hidden = row_vectors * (VECTOR // ELEMENT_BYTES)  # so the compiler knows that vectors of elements are whole
+    num_pieces = tl.cdiv(hidden, BLOCK)
+    num_items = num_tokens * num_pieces
+    start, step = tl.program_id(0), tl.num_programs(0)
+    source = load_columns(sources, start // num_pieces, num_tokens, num_topk, 1, num_topk, TOPK)
+    for item in range(start, num_items, step):
+        following = (item + step) // num_pieces
+        next_source = load_columns(sources, following, num_tokens, num_topk, 1, num_topk, TOPK)
+        columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
+        begin = tl.cast(item // num_pieces, tl.int64) * hidden
+        total = tl.full([BLOCK], ZERO, WIDE)
+        if NUM_BIASES > 0:
+            total = add_biases(bias_0 + begin, bias_1 + begin, columns, hidden, NUM_BIASES, VECTOR, WIDE)
+        total = _add_selections(total, out, source, columns, hidden, num_topk, VECTOR, WIDE, IS_GROUPED)
+        target = tl.multiple_of(out + begin, VECTOR) + columns
+        tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
+        source = next_source
+
+
+@triton.jit
+def _add_selections(
+    total, like, source, columns, hidden, num_topk, VECTOR: tl.constexpr, WIDE: tl.constexpr, IS_GROUPED: tl.constexpr
+):  # fmt: skip
+    """Add one piece of some rows to a sum, in order, those of a group by way of their own sum."""
+    lanes = tl.arange(0, source.shape[0])
+    AT_ONCE: tl.constexpr = source.shape[0] if source.shape[0] < _UNROLLED else _UNROLLED
+    group = tl.full([columns.shape[0]], -0.0, WIDE)  # adding to it changes nothing, not even the sign of a zero
+    for first in range(0, num_topk, AT_ONCE):
+        for turn in tl.static_range(AT_ONCE):
+            word = tl.sum(tl.where(lanes == first + turn, source, 0))
+            is_last = (word & 1) != 0
+            row = word - (word & 1)
+            pointer = tl.multiple_of(row.to(like.dtype), VECTOR)
+            value = tl.load(pointer + columns, mask=columns < tl.where(row != 0, hidden, 0), other=0.0).to(WIDE)
+            if IS_GROUPED:
+                group = group + value  # nothing comes behind the last group, so what is added there is never used
+                whole = rounded(group, like.dtype.element_ty).to(WIDE)
+                total = tl.where(is_last, total + whole, total)
+                group = tl.where(is_last, -0.0, group)
+            else:
+                total = tl.where(row != 0, total + value, total)  # adding nothing must not make 0.0 of -0.0
+    return total
