@@ -197,7 +197,8 @@ def empty_topk(routing: Routing | None, num_rows: int) -> tuple[torch.Tensor | N
     if routing is None or routing.topk_idx is None or routing.topk_weights is None:
         return None, None
     topk_idx, topk_weights = routing.topk_idx, routing.topk_weights
-    return topk_idx.new_empty(num_rows, topk_idx.size(1)), topk_weights.new_empty(num_rows, topk_weights.size(1))
+    num_topk = topk_idx.shape[1]
+    return topk_idx.new_empty(num_rows, num_topk), topk_weights.new_empty(num_rows, num_topk)
 
 
 def empty_handle(

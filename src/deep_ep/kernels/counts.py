@@ -21,7 +21,7 @@ def empty_layout(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate what `dispatch_layout` computes: counts [R + N + E] int32, and mask [T, R] bool."""
     counts = topk_idx.new_empty(num_ranks + num_nodes + num_experts, dtype=torch.int32)
-    return counts, topk_idx.new_empty((topk_idx.shape[0], num_ranks), dtype=torch.bool)
+    return counts, topk_idx.new_empty(topk_idx.shape[0], num_ranks, dtype=torch.bool)
 
 
 def dispatch_layout(
