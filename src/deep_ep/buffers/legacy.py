@@ -354,8 +354,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         """Send each token to the ranks that own its experts.
 
         Received rows are ordered by source rank and then by token. They lie in the window: no copy is made of them,
-        and their memory is free again when the last view of the tensor is gone. All other results are ordinary
-        memory.
+        and their memory is free again when the last view of the tensor, and of the scales that came with it, is gone.
+        All other results are ordinary memory.
 
         Args:
             x: [T, H] any dtype, contiguous; or a tuple of that and scales [T, S] of any dtype and strides.

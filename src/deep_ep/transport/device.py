@@ -28,6 +28,7 @@ _LEAST_RECORD_BYTES = 64 << 10
 _MOST_AGE = 16
 _MIXED_AGE = 64
 _NO_END = 1 << 62  # behind all bytes of any segment
+_LINE_BYTES = 128  # to which tensors of one region are aligned
 
 # Private functions of torch. `torch.as_tensor` and views would take three times as long. None: not in this
 # torch, or, the second one, not without CUDA.
@@ -166,31 +167,31 @@ class _Segment:
 
 @dataclass(eq=False, slots=True)
 class _Layout:
-    """A contiguous tensor.
+    """Contiguous tensors of one region, one behind the other.
 
     Attributes:
-        num_bytes: Bytes of the tensor.
+        num_bytes: Bytes of all of them; 0: they are empty.
         whole_bytes: The same, in whole units.
-        shape: Its shape.
-        strides: In elements.
-        dtype: Its dtype.
-        metadata: All this, for `_new_cuda_tensor`.
+        tensors: Of each what `_new_cuda_tensor` takes: shape, strides and offset in elements, dtype, device.
     """
 
     num_bytes: int
     whole_bytes: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    metadata: dict[str, Any]
+    tensors: list[dict[str, Any]]
 
 
 @functools.lru_cache(256)  # a program's calls repeat a few
-def _layout(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Layout:
-    num_bytes = math.prod(shape) * dtype.itemsize
-    strides = tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))
-    metadata = {"size": shape, "stride": strides, "storage_offset": 0, "dtype": dtype, "device": device}
-    return _Layout(num_bytes, whole_units(num_bytes), shape, strides, dtype, metadata)
+def _layout(shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], device: torch.device) -> _Layout:
+    tensors = []
+    num_bytes = 0
+    for shape, dtype in shapes:
+        num_own_bytes = math.prod(shape) * dtype.itemsize
+        start = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES if num_own_bytes else 0
+        strides = tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))
+        offset = start // dtype.itemsize
+        tensors.append({"size": shape, "stride": strides, "storage_offset": offset, "dtype": dtype, "device": device})
+        num_bytes = max(num_bytes, start + num_own_bytes)
+    return _Layout(num_bytes, whole_units(num_bytes), tensors)
 
 
 class _Used(NamedTuple):
@@ -304,9 +305,29 @@ class DeviceArena:
             is_capturing: The stream is being captured: take only what needs no wait, and keep it until
                 `release_captured`.
         """
-        layout = _layout(tuple(shape), dtype, self._segments[0].device)
+        tensors = self.allocate_together(((tuple(shape), dtype),), stream, is_capturing)
+        return tensors[0] if tensors is not None else None
+
+    def allocate_together(
+        self,
+        shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+        stream: Any = None,
+        is_capturing: bool = False,
+    ) -> list[torch.Tensor] | None:
+        """Allocate contiguous tensors over one region, which is free when the last of them is gone; None if there is
+        no memory left.
+
+        It takes half the time of a region for each of them.
+
+        Args:
+            shapes: Of each tensor its shape and dtype.
+            stream: As in `allocate`.
+            is_capturing: Likewise.
+        """
+        first = self._segments[0]
+        layout = _layout(shapes, first.device)
         if layout.num_bytes == 0:
-            return self._segments[0].owner.memory.new_empty(shape, dtype=dtype)
+            return [first.owner.memory.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
         users = () if stream is None else (stream,)
         if is_capturing:
             block, is_ordered = self._take_unused(layout.whole_bytes), True
@@ -321,14 +342,14 @@ class DeviceArena:
             return None
         try:
             used = self._used if is_ordered else self._follow(block, stream)
-            tensor = self._wrap(block, users, layout)
+            tensors = self._wrap(block, users, layout)
             self._used = used  # not before: if the allocation fails, the next user of the memory must still wait
         except BaseException:
             self._give_back(block, stream)
             raise
         if is_capturing:
-            self._captured.append(tensor)
-        return tensor
+            self._captured.append(tensors[0])
+        return tensors
 
     def records(self, num_bytes: int, stream: Any = None, is_capturing: bool = False) -> torch.Tensor | None:
         """Return memory for the records of a call, [num_bytes] uint8: the same for all calls, which follow one
@@ -519,8 +540,8 @@ class DeviceArena:
             stream.wait_event(event)
         return kept
 
-    def _wrap(self, block: tuple[_Segment, Span], users: tuple[Any, ...], layout: _Layout) -> torch.Tensor:
-        """A tensor over memory that was taken, and the region to know it by."""
+    def _wrap(self, block: tuple[_Segment, Span], users: tuple[Any, ...], layout: _Layout) -> list[torch.Tensor]:
+        """Tensors over memory that was taken, and the region to know them by."""
         segment, (start, _) = block
         address = segment.address + start
         watched: Any
@@ -540,14 +561,18 @@ class DeviceArena:
         self._regions[address] = region
         if self._can_watch_storages:
             if segment.is_cuda and _new_cuda_tensor is not None:
-                return _new_cuda_tensor(layout.metadata, watched)
-            like = torch.empty(0, dtype=layout.dtype, device=segment.device)
-            return like.set_(watched, 0, layout.shape, layout.strides)
+                return [_new_cuda_tensor(tensor, watched) for tensor in layout.tensors]
+            return [
+                torch.empty(0, dtype=tensor["dtype"], device=segment.device).set_(
+                    watched, tensor["storage_offset"], tensor["size"], tensor["stride"]
+                )
+                for tensor in layout.tensors
+            ]
         if segment.is_cuda:
-            tensor = torch.as_tensor(watched, device=segment.device)
+            memory = torch.as_tensor(watched, device=segment.device)
         else:
-            tensor = torch.frombuffer(watched, dtype=torch.uint8)
-        return tensor.view(layout.dtype).view(layout.shape)
+            memory = torch.frombuffer(watched, dtype=torch.uint8)
+        return [_view(memory, tensor) for tensor in layout.tensors]
 
     def _give_back(self, block: tuple[_Segment, Span], stream: Any) -> None:
         """Make memory free that was taken, and that an exception has kept from becoming a region."""
@@ -577,6 +602,13 @@ class DeviceArena:
                 segment.free.remove(span)
                 return segment, span
         return None
+
+
+def _view(memory: torch.Tensor, tensor: dict[str, Any]) -> torch.Tensor:
+    """A view of bytes, as a layout has it."""
+    shape, dtype = tensor["size"], tensor["dtype"]
+    start = tensor["storage_offset"] * dtype.itemsize
+    return memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _recorded(stream: Any, events: dict[Any, Any]) -> Any:

@@ -121,26 +121,26 @@ class Memory:
     def sections(self, columns: Columns, num_rows: int) -> Sections | None:
         """Allocate regions for `num_rows` rows; None if the arena has no memory left."""
         hidden, dtype, num_scales, scale_dtype, record_words = columns
-        x = self.region((num_rows, hidden), dtype)
-        if x is None:
-            return None
+        arena, stream, is_capturing = self._arena, self._stream.current, self._stream.is_capturing
         scales = records = None
-        if scale_dtype is not None:
-            scales = self.region((num_rows, num_scales), scale_dtype)
-            if scales is None:
-                self._arena.give_up(x)
+        scale_base = record_base = -1
+        if scale_dtype is None:
+            x = arena.allocate((num_rows, hidden), dtype, stream, is_capturing)
+            if x is None:
                 return None
+        else:
+            shapes = (((num_rows, hidden), dtype), ((num_rows, num_scales), scale_dtype))
+            both = arena.allocate_together(shapes, stream, is_capturing)
+            if both is None:
+                return None
+            x, scales = both
+            scale_base = self.base(scales)
         if record_words:
-            stream = self._stream
-            num_bytes = 4 * num_rows * record_words
-            records = self._arena.records(num_bytes, stream.current, stream.is_capturing)
+            records = arena.records(4 * num_rows * record_words, stream, is_capturing)
             if records is None:
-                for part in (x, scales):
-                    if part is not None:
-                        self._arena.give_up(part)
+                arena.give_up(x)
                 return None
-        scale_base = -1 if scales is None else self.base(scales)
-        record_base = -1 if records is None else self.base(records)
+            record_base = self.base(records)
         return make_sections((x, scales, records, num_rows, 0, (self.base(x), scale_base, record_base)))
 
     def staged_sections(self, scope: CudaScope, columns: Columns, num_rows: int) -> Sections:
