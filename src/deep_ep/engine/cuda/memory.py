@@ -107,7 +107,7 @@ class Memory:
         caller.
         """
         if not self._stream.is_capturing:
-            self._arena.reclaim(self._stream.current)
+            self._arena.reclaim_released(self._stream.current)
 
     def guess(self, columns: Columns) -> Sections:
         """Allocate memory for a few rows more than the last dispatch received; `NO_SECTIONS` if there is none left."""
