@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -267,12 +268,15 @@ class DeviceArena:
 
     Args:
         limit_bytes: Of all segments together; 0: none.
+
+    Attributes:
+        bounds: Of each segment its first address, the one behind it, and its number.
     """
 
     def __init__(self, limit_bytes: int):
         self.limit_bytes = limit_bytes
+        self.bounds: list[tuple[int, int, int]] = []
         self._segments: list[_Segment] = []
-        self._bounds: list[tuple[int, int, int]] = []  # of a segment: its first address, the one behind it, its number
         self._regions: dict[int, _Region] = {}  # by address
         self._freed: deque[_Region] = deque()
         self._used: list[_Used] = []
@@ -282,6 +286,7 @@ class DeviceArena:
         self._captured: list[torch.Tensor] = []
         self._records: torch.Tensor | None = None
         self._some_records: torch.Tensor | None = None  # as many of them as the last call wanted
+        self._records_user: Any = None  # the stream of the last call that used them, which is known as a user
         self._can_watch_storages = _can_watch_storages()
 
     def add(self, number: int, part: Part, reserved_bytes: int) -> None:
@@ -291,7 +296,7 @@ class DeviceArena:
         free = SpanSet(Span(reserved_bytes, num_bytes)) if num_bytes > reserved_bytes else SpanSet()
         is_cuda = device.type == "cuda"
         self._segments.append(_Segment(number, address, num_bytes - reserved_bytes, part, device, is_cuda, free))
-        self._bounds.append((address, address + num_bytes, number))
+        self.bounds.append((address, address + num_bytes, number))
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, stream: Any = None, is_capturing: bool = False
@@ -358,14 +363,16 @@ class DeviceArena:
         if num_bytes == 0:
             return self.allocate((0,), torch.uint8)
         if self._records is None or self._records.numel() < num_bytes:
-            self._records = self._some_records = None
+            self._records = self._some_records = self._records_user = None
             size = max(_LEAST_RECORD_BYTES, 1 << (num_bytes - 1).bit_length())
             self._records = self.allocate((size,), torch.uint8, stream, is_capturing)
         elif is_capturing:
             self._captured.append(self._records)
         if self._records is None:
             return None
-        self.used_by(self._records, stream)
+        if stream is not self._records_user:
+            self.used_by(self._records, stream)
+            self._records_user = stream
         if self._some_records is None or self._some_records.numel() != num_bytes:
             self._some_records = self._records[:num_bytes]
         return self._some_records
@@ -375,7 +382,7 @@ class DeviceArena:
         if stream is None:
             return
         address = tensor.data_ptr()
-        for start, stop, _ in self._bounds:
+        for start, stop, _ in self.bounds:
             if start <= address < stop:
                 region = self._regions.get(address)
                 if region is None:  # a view that begins further in, or no region at all
@@ -387,7 +394,7 @@ class DeviceArena:
     def base_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return `(segment, offset)` of a contiguous tensor that lies in the arena."""
         address = tensor.data_ptr()
-        for start, stop, number in self._bounds:
+        for start, stop, number in self.bounds:
             if start <= address < stop:
                 return number, address - start
         return None
@@ -573,7 +580,7 @@ class DeviceArena:
         self._regions[address] = region
         if self._can_watch_storages:
             if segment.is_cuda and _new_cuda_tensor is not None:
-                return [_new_cuda_tensor(tensor, watched) for tensor in layout.tensors]
+                return [*map(_new_cuda_tensor, layout.tensors, repeat(watched))]  # without a function of Python
             return [
                 torch.empty(0, dtype=tensor["dtype"], device=segment.device).set_(
                     watched, tensor["storage_offset"], tensor["size"], tensor["stride"]

@@ -87,6 +87,7 @@ class Memory:
     def __init__(self, window: DeviceWindow, stream: LaunchStream, can_stage: bool = True):
         self._window = window
         self._arena = window.arena
+        self._bounds = window.arena.bounds  # asked two or three times in a call, so without a function in between
         self._stream = stream
         self._can_stage = can_stage
         self._has_warned = False
@@ -126,16 +127,15 @@ class Memory:
         arena, stream, is_capturing = self._arena, self._stream.current, self._stream.is_capturing
         scales = records = None
         scale_base = record_base = -1
-        if scale_dtype is None:
-            x = arena.allocate((num_rows, hidden), dtype, stream, is_capturing)
-            if x is None:
-                return None
-        else:
-            shapes = (((num_rows, hidden), dtype), ((num_rows, num_scales), scale_dtype))
-            both = arena.allocate_together(shapes, stream, is_capturing)
-            if both is None:
-                return None
-            x, scales = both
+        shapes: tuple = (((num_rows, hidden), dtype),)
+        if scale_dtype is not None:
+            shapes = (*shapes, ((num_rows, num_scales), scale_dtype))
+        made = arena.allocate_together(shapes, stream, is_capturing)
+        if made is None:
+            return None
+        x = made[0]
+        if scale_dtype is not None:
+            scales = made[1]
             scale_base = self.base(scales)
         if record_words:
             records = arena.records(4 * num_rows * record_words, stream, is_capturing)
@@ -190,8 +190,12 @@ class Memory:
 
     def base(self, region: torch.Tensor) -> int:
         """Return where a region is, as an offer has it; -1: it has no bytes, or there is none."""
-        base = self._arena.base_of(region) if region.numel() else None
-        return -1 if base is None else base[0] << SEGMENT_BITS | base[1]
+        if region.numel():
+            address = region.data_ptr()
+            for start, stop, number in self._bounds:
+                if start <= address < stop:
+                    return number << SEGMENT_BITS | address - start
+        return -1
 
     def source(self, parts: Sequence[torch.Tensor], num_tokens: int, can_stage: bool = True) -> CombineSource:
         """Return how rows are given: where they lie in the arena, as a copy in it, or, if it has no memory left,

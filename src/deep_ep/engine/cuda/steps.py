@@ -254,8 +254,7 @@ class DeviceCombine(ABC):
     def outputs(self, scope: CudaScope, parts: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
         """Allocate ordinary memory for the sums."""
         num_tokens = handle.num_tokens
-        with scope.outputs:
-            return [part.new_empty(num_tokens, part.shape[1]) for part in parts]
+        return [scope.empty(part, num_tokens, part.shape[1]) for part in parts]
 
     def notify(self, scope: CudaScope, parts: Sequence[torch.Tensor], handle: Any) -> CombineSource:
         """Copy rows into the window where that is needed, and exchange offers."""
