@@ -208,10 +208,12 @@ class OneHopDispatch(DeviceDispatch):
         """Return the result, with as many of the unpacked rows as were received."""
         del routes, told
         handle, topk_idx, topk_weights = unpacked
-        if num_rows != sections.num_rows:
+        x, scales, _, num_there, rows_per_source, _ = sections
+        assert x is not None
+        if num_rows != num_there:
             handle.recv_src_idx.resize_(num_rows)
-            shrink(sections, topk_idx, topk_weights, num_rows)
-        return DispatchResult(sections.x, sections.scales, topk_idx, topk_weights, handle, sections.rows_per_source > 0)
+            shrink((x, scales, topk_idx, topk_weights), num_rows)
+        return DispatchResult(x, scales, topk_idx, topk_weights, handle, rows_per_source > 0)
 
 
 class OneHopCombine(DeviceCombine):

@@ -288,23 +288,15 @@ class DeviceCombine(ABC):
         self._memory.reclaim()
 
 
-def shrink(
-    sections: Sections, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, num_rows: int
-) -> None:
-    """Give the rows of a full dispatch, for which there is more memory than was needed, their number.
+def shrink(matrices: Sequence[torch.Tensor | None], num_rows: int) -> None:
+    """Leave matrices of a full dispatch, for which there is more memory than was needed, their first rows.
 
     Nobody else has these tensors yet. So they are changed, which takes a third of the time that a view takes: the
     caller waits for what is done after the counts have come.
     """
-    x, scales = sections.x, sections.scales
-    assert x is not None
-    x.resize_(num_rows, x.shape[1])
-    if scales is not None:
-        scales.resize_(num_rows, scales.shape[1])
-    if topk_idx is not None and topk_weights is not None:
-        num_topk = topk_idx.shape[1]
-        topk_idx.resize_(num_rows, num_topk)
-        topk_weights.resize_(num_rows, num_topk)
+    for matrix in matrices:
+        if matrix is not None:
+            matrix.resize_(num_rows, matrix.shape[1])
 
 
 def rows_to_each(prefix: torch.Tensor, rank: int) -> torch.Tensor:
