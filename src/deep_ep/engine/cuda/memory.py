@@ -205,6 +205,11 @@ class Memory:
             EPTransportError: The arena has no memory left, and they cannot be staged.
         """
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        base = self.base(parts[0])
+        if len(parts) == 1 and base % VECTOR_BYTES == 0:  # as most often: rows alone, which lie in the window
+            return _make_source(
+                ("combine/pulled", make_post((parts[0].shape[0], 0, num_tokens, 0, (base, -1, -1), 0, 0)), copies)
+            )
         bases = [-1, -1, -1]
         for section, part in enumerate(parts):
             bases[section] = self.base(part)
