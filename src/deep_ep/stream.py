@@ -412,6 +412,10 @@ class LaunchStream:
         """Launches inside the block wait for nothing that was launched before, and are part of no capture."""
         yield
 
+    def is_on_device(self) -> bool:
+        """Whether the stream's device is the current one."""
+        return True
+
     def on_device(self) -> AbstractContextManager:
         """The stream's device is the current one inside the block."""
         return nullcontext()
@@ -605,9 +609,13 @@ class CudaStream(LaunchStream):
         with torch.cuda.stream(torch.cuda.Stream(self._index, priority=-1)):
             yield
 
+    def is_on_device(self) -> bool:
+        """Whether the stream's device is the current one."""
+        return torch._C._cuda_getDevice() == self._index
+
     def on_device(self) -> AbstractContextManager:
         """The stream's device is the current one inside the block."""
-        return torch.cuda.device(self._index) if torch._C._cuda_getDevice() != self._index else nullcontext()
+        return nullcontext() if self.is_on_device() else torch.cuda.device(self._index)
 
     def hold(self, tensors: Iterable[torch.Tensor | None], stream: torch.cuda.Stream) -> None:
         """Keep the memory of tensors until a stream is done with what was launched."""

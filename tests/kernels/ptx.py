@@ -20,10 +20,13 @@ from deep_ep.kernels import counts, exchange, finish, pull, put, rail, relay, re
 from deep_ep.kernels._triton import Launch
 from deep_ep.kernels.low_latency import combine, dispatch
 from deep_ep.kernels.low_latency import words as ll_words
-from deep_ep.kernels.notify import CopyingHandshake, Handshake, HandshakeForm, Terms
+from deep_ep.kernels.notify import CopyingHandshake, Handshake, HandshakeForm, SelectionHandshake, Terms
+from deep_ep.kernels.put import RowSpec
+from deep_ep.kernels.selections import Arrange, Place, PullSelections, PutSelections, UnpackSelections
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
+POINTERS |= {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 TERMS = Terms(1, 0, (0, 0))
 
 
@@ -99,6 +102,32 @@ def notifying() -> dict[str, str]:
         remote_context = replace(make_context(0, 8, "cpu"), num_nodes=2)
         ptx[f"receive nodes {name}"] = launched(Handshake(remote_context, TERMS, form._replace(sends=False)).launch)
     return ptx
+
+
+def of_selections() -> dict[str, str]:
+    """Calls of selections: top-8 of 256 experts, BF16, with and without records."""
+    ptx = {}
+    selected = HandshakeForm(has_counts=True, has_prefix=True)
+    for num_ranks, more in ((8, ""), (64, " of 64 ranks")):
+        context, terms = make_context(0, num_ranks, "cpu"), TERMS._replace(num_local=256 // num_ranks)
+        launch = SelectionHandshake(context, terms, selected, 128, True, 8, torch.int64).launch
+        ptx[f"notify selections{more}"] = launched(launch)
+    context = make_context(0, 8, "cpu")
+    for name, form in (("handle", HandshakeForm(has_prefix=True)), ("again", HandshakeForm(is_new=False))):
+        ptx[f"notify selections {name}"] = launched(SelectionHandshake(context, TERMS, form, 128, True, 8).launch)
+    shapes, bare = Shapes(), RowSpec(14336, torch.int32, True)
+    rows = bare._replace(has_records=True, num_topk=8, idx_dtype=torch.int64, keeps_weights=True)
+    pull = (context, shapes.pull, 7168, torch.bfloat16, 8)
+    made = {
+        "place": Place(context, rows, 8, 32, torch.int64, True, True),
+        "put selections": PutSelections(context, shapes.put, rows, 8, 32),
+        "unfold selections": PutSelections(context, shapes.put, bare, 8, is_unfold=True),
+        "unpack selections": UnpackSelections(context, 16, 8, 32, torch.int64, True),
+        "arrange": Arrange(context, 8, 14336, True, True),
+        "pull selections": PullSelections(*pull, is_grouped=True),
+        "fold selections": PullSelections(*pull, is_fold=True),
+    }
+    return ptx | {name: launched(kernel._launch) for name, kernel in made.items()}
 
 
 def signalling() -> dict[str, str]:
@@ -224,4 +253,4 @@ def low_latency() -> tuple[dict[str, str], dict[str, str]]:
 
 if __name__ == "__main__":
     low_latency_signal, low_latency_move = low_latency()
-    print(json.dumps(signalling() | moving() | low_latency_signal | low_latency_move))
+    print(json.dumps(signalling() | moving() | of_selections() | low_latency_signal | low_latency_move))

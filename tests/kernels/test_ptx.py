@@ -24,15 +24,17 @@ from deep_ep.kernels import (
     relay,
     relay_sums,
     route,
+    selections,
     send,
 )
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
 MORE = " of 64 ranks"
-NUMBERED = ("notify numbered", "notify nodes numbered")
+NUMBERED = ("notify numbered", "notify nodes numbered", "notify selections")
 COPIED = ("notify copied", "notify copied odd bytes")
 HANDSHAKES = ("notify handle", "notify bare", "notify again", "notify nodes handle", "notify nodes again")
+HANDSHAKES += ("notify selections handle", "notify selections again")
 SEND_PHASES = ("send nodes handle", "send nodes again")
 SEND_PHASES_NUMBERED = ("send nodes numbered",)
 RECEIVE_PHASES = ("receive nodes counts", "receive nodes handle", "receive nodes again")
@@ -44,7 +46,8 @@ OF_ONE_WARP = tuple(name + MORE for name in NUMBERED)
 FUSED = (*FUSED_WAITING, *SEND_PHASES_NUMBERED)
 WAITING = (*HANDSHAKES, *RECEIVE_PHASES, *FINISHING)  # of one warp
 SIGNALLING = (*WAITING, *SEND_PHASES, "ring doorbell", "await arrived", "rail handshake", "abort", "refuse")
-BULK = ("put", "pull", "copy_in", "forward", "forward fetched", "sum for rail", "sum nodes")
+OF_SELECTIONS = ("put selections", "unfold selections", "pull selections", "fold selections")
+BULK = ("put", "pull", "copy_in", "forward", "forward fetched", "sum for rail", "sum nodes", *OF_SELECTIONS)
 AHEAD = (
     "put",
     "copy_in",
@@ -52,9 +55,11 @@ AHEAD = (
     "forward fetched",
     "sum for rail",
     "sum nodes",
+    "put selections",
+    "unfold selections",
 )  # they ask for rows one round early
 SENDING = (*BULK, "unpack", "unpack across nodes")
-ROUTING = ("route", "route along a handle")
+ROUTING = ("route", "route along a handle", "place", "unpack selections", "arrange")
 
 LL_WAITS = ("wait",)
 LL_SENDS = (
@@ -166,7 +171,8 @@ def is_barrier(instruction: str) -> bool:
 
 
 def is_atomic(instruction: str) -> bool:
-    return instruction.startswith(("atom.", "red."))
+    """Whether it is one on global memory: a histogram counts in that of its block."""
+    return instruction.startswith(("atom.", "red.")) and "shared" not in instruction.split(".")
 
 
 def is_signal(instruction: str) -> bool:
@@ -327,7 +333,7 @@ def test_rows_are_loaded_in_the_loop_that_stores_them(ptx: dict[str, str], kerne
 
 def test_kernels_are_named_after_what_profiles_are_searched_for(ptx: dict[str, str]) -> None:
     """Callers find the kernels of a dispatch, of a combine, and of the handshake before, by a part of their names."""
-    modules = (send, counts, exchange, notify, pull, put, rail, relay, relay_sums, finish, route)
+    modules = (send, counts, exchange, notify, pull, put, rail, relay, relay_sums, finish, route, selections)
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     compiled = {kernel: re.findall(r"\.entry\s+(\w+)", text) for kernel, text in ptx.items()}
     normal = [kernel for kernel in compiled if kernel not in (*LL_SIGNALLING, *LL_RECEIVES)]
@@ -335,10 +341,14 @@ def test_kernels_are_named_after_what_profiles_are_searched_for(ptx: dict[str, s
     assert compiled["put"] == ["dispatch_rows_kernel"]
     assert compiled["pull"] == ["combine_rows_kernel"]
     for kernel in (*HANDSHAKES, *SEND_PHASES, *RECEIVE_PHASES, *FUSED):
-        assert compiled[kernel] == ["_notify_copied_kernel" if "copied" in kernel else "_notify_kernel"]
-    assert {name for name in names if "dispatch" in name} == {"dispatch_rows_kernel"}
-    assert {name for name in names if "combine" in name} == {"combine_rows_kernel"}
-    assert {name for name in names if "notify" in name} == {"_notify_kernel", "_notify_copied_kernel"}
+        kinds = [kind for kind in ("copied", "selections") if kind in kernel]
+        assert compiled[kernel] == ["_".join(["_notify", *kinds, "kernel"])]
+    assert compiled["put selections"] == ["dispatch_selections_kernel"]
+    assert compiled["pull selections"] == ["combine_selections_kernel"]
+    assert {name for name in names if "dispatch" in name} == {"dispatch_rows_kernel", "dispatch_selections_kernel"}
+    assert {name for name in names if "combine" in name} == {"combine_rows_kernel", "combine_selections_kernel"}
+    notifying = {"_notify_kernel", "_notify_copied_kernel", "_notify_selections_kernel"}
+    assert {name for name in names if "notify" in name} == notifying
 
 
 # Low latency ---------------------------------------------------------------------------------------------------------

@@ -192,6 +192,33 @@ def test_on_a_gpu_the_tensor_is_made_at_once(shape: tuple[int, ...], monkeypatch
     assert arena.base_of(region) == (0, 0)
 
 
+def test_tensors_of_one_region_are_beside_each_other_and_go_together(way: str) -> None:
+    arena, world = make_arena(8), World()
+    one, two = world.stream("one"), world.stream("two")
+    shapes = (((3, 50), torch.uint8), ((3, 2), torch.float32), ((3, 0), torch.int64))
+    made = arena.allocate_together(shapes, one)
+    assert made is not None
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in made] == list(shapes)
+    assert all(tensor.is_contiguous() for tensor in made)
+    rows, scales, nothing = made
+    assert [arena.base_of(rows), arena.base_of(scales)] == [(0, 0), (0, 256)], "aligned to 128 bytes"
+    rows.fill_(1)
+    scales.fill_(2)
+    assert rows.sum() == 150
+    arena.used_by(scales, two)
+    number = two.work()
+    del rows, made, nothing
+    assert arena.num_bytes()["used"] == UNIT_BYTES, "of what is left"
+    assert scales.tolist() == [[2, 2]] * 3
+    del scales
+    assert arena.num_bytes()["used"] == 0
+    again = take(arena, 1, one)
+    assert unit_of(arena, again) == 0
+    assert one.is_behind(two, number)
+    assert [tensor.shape for tensor in arena.allocate_together((((0, 4), torch.uint8),) * 2) or ()] == [(0, 4)] * 2
+    assert arena.allocate_together((((9, UNIT_BYTES), torch.uint8), ((1, 1), torch.uint8))) is None
+
+
 def test_default_device_and_inference_mode_do_not_matter(way: str) -> None:
     arena = make_arena(4)
     with torch.device("meta"), torch.inference_mode():
@@ -381,6 +408,27 @@ def test_memory_that_nobody_reclaimed_is_waited_for_too(world: World) -> None:
     other = take(arena, 3, two)
     assert unit_of(arena, other) == 0
     assert two.is_behind(one, number)
+
+
+def test_memory_that_a_call_releases_is_reclaimed_at_once_only_where_streams_take_turns(world: World) -> None:
+    arena, one, two = make_arena(64), world.stream("one"), world.stream("two")
+    for _ in range(3):
+        region = take(arena, 3, one)
+        number = one.work()
+        del region
+        arena.reclaim_released(one)
+        assert arena.num_bytes()["used"] == 0
+        assert arena._freed, "it is the next call's"
+    other = take(arena, 3, two)
+    assert two.is_behind(one, number)
+    del other
+    number = two.work()
+    arena.reclaim_released(two)
+    later = two.work()
+    assert not arena._freed
+    take(arena, 3, one)
+    assert one.is_behind(two, number)
+    assert not one.is_behind(two, later), "what came behind the call is not waited for"
 
 
 def test_every_piece_of_a_region_is_waited_for(world: World) -> None:

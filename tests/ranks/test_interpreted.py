@@ -98,6 +98,32 @@ def test_who_has_no_room_for_a_copy_gives_its_rows_through_staging() -> None:
     assert [one["combine/copied_in"] for one in calls] == [2, 1, 2]
 
 
+def guessed(rank: int, num_ranks: int) -> None:
+    """Results of a dispatch whose memory was guessed: tensors of their own, with the rows that came."""
+    buffer = make_buffer()
+    given = arguments(buffer)
+    scales = torch.arange(10.0).view(5, 2) + 10 * rank
+    first = buffer.dispatch(**given | {"x": (given["x"], scales)})
+    for _ in range(2):
+        (recv_x, recv_scales), ids, weights, _, handle, _ = buffer.dispatch(**given | {"x": (given["x"], scales)})
+        made, expected = (recv_x, recv_scales, ids, weights, *handle), (*first[0], *first[1:3], *first[4])
+        for one, other in zip(made, expected, strict=True):
+            assert torch.equal(one, other)
+            assert one.is_contiguous()
+            assert one._base is None or one is handle.is_token_in_rank
+    kept = recv_scales.clone()
+    del recv_x, made, one, other
+    buffer.dispatch(**given)[0].fill_(-1)
+    assert torch.equal(recv_scales, kept), "scales keep their memory, whatever becomes of the rows"
+    recv_scales.resize_(1, 2).fill_(3)
+    ids.resize_(1, 2)
+    assert torch.equal(handle.recv_src_idx, first[4].recv_src_idx)
+
+
+def test_results_in_guessed_memory_are_tensors_of_their_own() -> None:
+    run_ranks(guessed, 2, env=INTERPRETED)
+
+
 def transport(rank: int, num_ranks: int) -> str:
     buffer = make_buffer()
     round_trip(buffer)

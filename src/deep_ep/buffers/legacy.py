@@ -354,8 +354,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         """Send each token to the ranks that own its experts.
 
         Received rows are ordered by source rank and then by token. They lie in the window: no copy is made of them,
-        and their memory is free again when the last view of the tensor is gone. All other results are ordinary
-        memory.
+        and their memory is free again when the last view of the tensor, and of the scales that came with it, is gone.
+        All other results are ordinary memory.
 
         Args:
             x: [T, H] any dtype, contiguous; or a tuple of that and scales [T, S] of any dtype and strides.
@@ -381,10 +381,9 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             `recv_topk_weights` [n, K] (0 elsewhere), the aligned counts per local expert (empty with
             `num_worst_tokens`), the handle, the event. With a handle: only `recv_x` and the event, None between.
         """
-        where = "dispatch"
-        layout = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
-        order = _AT_ONCE
+        where, order = "dispatch", _AT_ONCE
         if previous_event is not None or async_finish or allocate_on_comm_stream:
+            layout = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
             stream = (previous_event, async_finish, allocate_on_comm_stream)
             order = self._order(where, *stream, x, handle, layout, topk_idx, topk_weights)
         given = checks.check_config(where, config) if config is not None else None
@@ -406,21 +405,24 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             return recv_x, None, None, None, None, EventOverlap(event)
         routing = None
         if self._num_nodes == 1:
-            given_layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
-            routing = usual.routing(num_tokens, self.group_size, self.device, *given_layout, self._known_layout)
-        routing = routing or checks.check_routing(
-            where,
-            num_tokens,
-            self.group_size,
-            num_tokens_per_rank,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            self.device,
-            self._num_nodes,
-            num_tokens_per_rdma_rank,
-        )
+            routing = usual.routing(
+                num_tokens, self.group_size, self.device, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert,
+                topk_idx, topk_weights, self._known_layout,
+            )  # fmt: skip
+        if routing is None:
+            routing = checks.check_routing(
+                where,
+                num_tokens,
+                self.group_size,
+                num_tokens_per_rank,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                topk_idx,
+                topk_weights,
+                self.device,
+                self._num_nodes,
+                num_tokens_per_rdma_rank,
+            )
         known_ids = self._known_ids
         routing.has_known_ids = known_ids is not None and known_ids() is topk_idx
         most, num_channels = checks.MOST_ROWS, self._num_channels(given)
@@ -502,13 +504,14 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         parsed = self._parse(handle, where)
         shape, device = (parsed.num_rows, "columns"), self.device
         if (
-            not usual.is_matrix(x, self.device)
+            not usual.is_matrix(x, device)
             or x.shape[0] != shape[0]
             or x.dtype not in checks.COMBINE_DTYPES
             or (not x.is_contiguous())
         ):
             x = checks.check_tensor(where, "x", x, shape, checks.COMBINE_DTYPES, device=device)
-        checks.warn_of_lost_gradients(where, x)
+        if x.requires_grad:
+            checks.warn_of_lost_gradients(where, x)
         if topk_weights is not None:
             dtypes = (torch.float32,)
             topk_weights = checks.check_tensor(where, "topk_weights", topk_weights, shape, dtypes, device=device)
@@ -796,10 +799,12 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         return num_channels
 
     def _parse(self, handle: Any, where: str) -> Any:
-        known = self._known_head
-        parsed = usual.handle(handle, self.group_size, self.device, known) if self._num_nodes == 1 else None
-        parsed = parsed or parse_handle(handle, self.group_size, self.device, where, self._num_nodes)
-        require_same_ranks(where, handle[_MARKED[self._num_nodes > 1]], self._ranks)
+        parsed, num_nodes = None, self._num_nodes
+        if num_nodes == 1:
+            parsed = usual.handle(handle, self.group_size, self.device, self._known_head)
+        if parsed is None:
+            parsed = parse_handle(handle, self.group_size, self.device, where, num_nodes)
+        require_same_ranks(where, handle[_MARKED[num_nodes > 1]], self._ranks)
         return parsed
 
     def _require_nodes(self, where: str) -> None:

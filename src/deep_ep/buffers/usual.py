@@ -19,6 +19,7 @@ from ..transport import MAX_EXPERTS
 _Tensor = torch.Tensor
 _strided = torch.strided
 _int32, _int64, _float32, _bool = torch.int32, torch.int64, torch.float32, torch.bool
+_IDS = (_int64, _int32)
 _has_transform = torch._C._functorch.peek_interpreter_stack
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -108,35 +109,53 @@ def routing(
         and known[1]() is mask is not None
         and known[2]() is per_expert is not None
     )
-    tensors = (topk_idx, topk_weights) if is_known else (per_rank, mask, per_expert, topk_idx, topk_weights)
-    for tensor in tensors:
-        if type(tensor) is not _Tensor or tensor.is_nested or tensor.layout is not _strided or tensor.device != device:
-            return None
-        if not tensor.is_contiguous():
-            return None
-    if not is_known and (per_rank.dtype is not _int32 or per_expert.dtype is not _int32 or mask.dtype is not _bool):
+    if not is_known and not _is_layout(num_ranks, device, per_rank, mask, per_expert):
         return None
-    if topk_idx.dtype not in (_int32, _int64) or topk_weights.dtype is not _float32 or topk_weights.is_neg():
+    # Written out, and not a loop over both: every full dispatch comes by here.
+    if (
+        num_ranks == 1
+        or type(topk_idx) is not _Tensor
+        or type(topk_weights) is not _Tensor
+        or topk_idx.is_nested
+        or topk_weights.is_nested
+        or topk_idx.layout is not _strided
+        or topk_weights.layout is not _strided
+        or topk_idx.dtype not in _IDS
+        or topk_weights.dtype is not _float32
+        or topk_idx.device != device
+        or topk_weights.device != device
+        or topk_weights.is_neg()
+        or not topk_idx.is_contiguous()
+        or not topk_weights.is_contiguous()
+    ):
         return None
-    num_experts, shape = per_expert.numel(), topk_idx.shape
+    shape = topk_idx.shape
     is_usual = (
-        num_ranks > 1
-        and mask.shape == (num_tokens, num_ranks)
-        and len(shape) == 2
+        len(shape) == 2
         and shape[0] == num_tokens
         and shape[1] > 1
         and topk_weights.shape == shape
-        and (
-            is_known
-            or (
-                per_rank.shape == (num_ranks,)
-                and len(per_expert.shape) == 1
-                and 1 < num_experts <= MAX_EXPERTS
-                and num_experts % num_ranks == 0
-            )
-        )
+        and mask.shape == (num_tokens, num_ranks)
     )
     return Routing(per_rank, per_expert, mask, topk_idx, topk_weights) if is_usual else None
+
+
+def _is_layout(num_ranks: int, device: torch.device, per_rank: Any, mask: Any, per_expert: Any) -> bool:
+    """Whether these are counts and a mask as `get_dispatch_layout` makes them; the shape of the mask is not checked."""
+    for tensor in (per_rank, mask, per_expert):
+        if type(tensor) is not _Tensor or tensor.is_nested or tensor.layout is not _strided or tensor.device != device:
+            return False
+        if not tensor.is_contiguous():
+            return False
+    if per_rank.dtype is not _int32 or per_expert.dtype is not _int32 or mask.dtype is not _bool:
+        return False
+    num_experts = per_expert.numel()
+    return (
+        per_rank.shape == (num_ranks,)
+        and len(per_expert.shape) == 1
+        and 1 < num_experts <= MAX_EXPERTS
+        and num_experts % num_ranks == 0
+    )
 
 
 def handle(given: Any, num_ranks: int, device: torch.device, known: ReferenceType | None) -> Handle | None:

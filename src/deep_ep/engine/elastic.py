@@ -415,7 +415,7 @@ class Unfold:
         for index, (source, target) in enumerate(zip(sent, outputs, strict=True)):
             if source is None:
                 continue
-            if index == _WEIGHTS and self._form.is_expanded:
+            if index == _WEIGHTS and self._form.is_expanded and target is not None:
                 self._unfold_weights(layout, source, target)
             elif self.is_straight or not self._form.is_expanded:
                 if target is not None:

@@ -70,12 +70,13 @@ class Payload:
     Attributes:
         x: [T, H] any dtype, contiguous.
         scales: [T, S] any dtype and strides, or None.
-        expansion: Only for engines that put expanded rows; None: one row travels for each (token, rank).
+        expansion: What the steps of a dispatch of V2 must know beside it: an `Expansion`, on a GPU a `DeviceUnfold`;
+            None: they are those of V1.
     """
 
     x: torch.Tensor
     scales: torch.Tensor | None = None
-    expansion: Expansion | None = None
+    expansion: Any = None
 
 
 @dataclass(slots=True)
@@ -197,7 +198,8 @@ def empty_topk(routing: Routing | None, num_rows: int) -> tuple[torch.Tensor | N
     if routing is None or routing.topk_idx is None or routing.topk_weights is None:
         return None, None
     topk_idx, topk_weights = routing.topk_idx, routing.topk_weights
-    return topk_idx.new_empty(num_rows, topk_idx.size(1)), topk_weights.new_empty(num_rows, topk_weights.size(1))
+    num_topk = topk_idx.shape[1]
+    return topk_idx.new_empty(num_rows, num_topk), topk_weights.new_empty(num_rows, num_topk)
 
 
 def empty_handle(

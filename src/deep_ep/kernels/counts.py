@@ -11,6 +11,7 @@ import torch
 
 from ._triton import Launch, Variant, jit, next_power_of_2, tl
 
+_int32, _bool = torch.int32, torch.bool
 _TILE_ELEMENTS = 4096  # of the largest matrix that a program holds
 _MOST_TOKENS_ALONE = 1024  # of one program that does it all: clearing the sums before takes longer than it does
 _MOST_TOKENS = 128  # of a program: enough programs to fill a GPU from a few thousand tokens
@@ -20,8 +21,8 @@ def empty_layout(
     topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate what `dispatch_layout` computes: counts [R + N + E] int32, and mask [T, R] bool."""
-    counts = topk_idx.new_empty(num_ranks + num_nodes + num_experts, dtype=torch.int32)
-    return counts, topk_idx.new_empty((topk_idx.shape[0], num_ranks), dtype=torch.bool)
+    counts = topk_idx.new_empty(num_ranks + num_nodes + num_experts, dtype=_int32)
+    return counts, topk_idx.new_empty(topk_idx.shape[0], num_ranks, dtype=_bool)
 
 
 def dispatch_layout(

@@ -972,7 +972,9 @@ def _take_selections(
         tokens = tl.load(headers + _TOKENS, mask=is_peer, other=0)
         tl.store(experts + 2 * num_local, tl.max(tokens).to(tl.int32))
         if has_stats != 0:
-            tl.store(stats + own, tl.load(stats + own, mask=is_own, other=0) + total, mask=is_own)
+            so_far = tl.load(stats + own, mask=is_own, other=0)
+            tl.debug_barrier()  # threads that have the same element load it before one of them stores it
+            tl.store(stats + own, so_far + total, mask=is_own)
         if IS_EXPANDED:
             needed = tl.sum(aligned, 1)
             if ticket != 0:

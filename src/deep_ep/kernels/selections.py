@@ -676,10 +676,10 @@ def zero_gaps(out: torch.Tensor, ends: torch.Tensor, alignment: int) -> None:
     """
     if alignment == 1 or not out.numel():
         return
-    rows = out[:, None] if out.dim() == 1 else out
-    word = integer_of(rows.element_size())
-    num_columns, strides = rows.shape[1], rows.stride()
-    args = (rows.view(word), ends, rows.shape[0], num_columns, *strides, alignment)
+    word = integer_of(min(8, out.element_size()))
+    rows = (out[:, None] if out.dim() == 1 else out).view(word)
+    num_rows, num_columns = rows.shape
+    args: tuple[torch.Tensor | int, ...] = (rows, ends, num_rows, num_columns, *rows.stride(), alignment)
     block = min(1024, next_power_of_2(num_columns))
     launch(_zero_gaps_kernel, ends.shape[0], args, (word,), BLOCK=block)
 
@@ -719,7 +719,7 @@ def address_rows(
     """
     num_rows, num_topk = rows.shape
     row_bytes = memory.stride(0) * memory.element_size()
-    args = (
+    args: tuple[torch.Tensor | int, ...] = (
         addresses, rows, ends, first * num_rows * num_topk, num_rows, num_topk, rows.stride(0), ends.shape[0],
         memory.data_ptr(), row_bytes, memory.shape[0],
     )  # fmt: skip

@@ -6,8 +6,8 @@ import functools
 
 from ..protocol import OPERATIONS, Agreement
 
-# Bits of each item of an `Agreement` in its word. The handle has a word of its own, which a kernel computes; where there
-# is no handle, the alignment of expanded rows is in it.
+# Bits of each item of an `Agreement` in its word. The handle has a word of its own, which a kernel computes; without a
+# handle, the alignment of expanded rows is in it.
 _BITS = (
     {"operation": 4, "num_experts": 20, "dtype": 8, "scale_dtype": 8, "idx_dtype": 8, "num_topk": 12, "has_weights": 1},
     {"hidden": 28, "num_scales": 17, "max_tokens": 17, "is_reduced_once": 1},

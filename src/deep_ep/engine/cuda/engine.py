@@ -6,7 +6,8 @@ its staging instead; the end of `move`, or of `sum`, then brings its rows throug
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from .trace_marks import TraceMarks
 _MOST_SCALE_BYTES = 8  # an integer of a kernel
 _MOST_AGREED_TOKENS = 1 << 17  # of a word, see `digest.py`: larger numbers are not compared
 _MOST_SIGNATURES = 1024  # that are remembered, of each operation
+_make_layout: Callable[[tuple], layout.DispatchLayout] = partial(tuple.__new__, layout.DispatchLayout)
 _kept: list[CudaEngine] = []  # engines whose memory could not be given back
 
 
@@ -67,7 +69,7 @@ class CudaEngine(Engine):
         self._is_capturing = window.memory.is_capturing
         self.require_working = signals.require_working  # type: ignore[method-assign]  # a call less for every call
         self._ops = ops
-        self._dispatches: dict[tuple, DispatchSteps] = {}  # by signature, of which a plain tuple is made faster
+        self._dispatches: dict[tuple, Any] = {}  # by signature, of which a plain tuple is made faster
         self._combines: dict[tuple, CombineSteps] = {}
         self._num_local_bytes = num_local_bytes
         self._local: torch.Tensor | None = None
@@ -82,15 +84,17 @@ class CudaEngine(Engine):
         """Count where this rank's tokens go. Local: it takes no part in the order of the calls."""
         sizes = (num_experts, self.window.num_ranks, num_nodes)
         if order.after is None and not order.is_async:
+            if self.stream.is_on_device():  # as nearly always, and without a context
+                return _make_layout(counts.dispatch_layout(topk_idx, *sizes)), None
             with self.stream.on_device():
-                return layout.DispatchLayout(*counts.dispatch_layout(topk_idx, *sizes)), None
+                return _make_layout(counts.dispatch_layout(topk_idx, *sizes)), None
         caller = self.stream.caller()
         with self.stream.entered(order.after, order.is_async):
             if order.is_async:
                 self.stream.hold([topk_idx], self.stream.raw)
             with self.stream.allocation_stream(caller if order.after is None else self.stream.raw):
                 tensors = counts.empty_layout(topk_idx, *sizes)
-            counted = layout.DispatchLayout(*counts.dispatch_layout(topk_idx, *sizes, tensors))
+            counted = _make_layout(counts.dispatch_layout(topk_idx, *sizes, tensors))
         self.stream.hold(counted, self.stream.raw if order.after is None else caller)
         return counted, self.stream.leave(order.is_async)
 

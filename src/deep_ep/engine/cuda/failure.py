@@ -65,8 +65,8 @@ class Record:
         if self.code == exchange.EXPANDED_OVERFLOW:
             return EPOverflow(
                 f"dispatch: rank {self.subject} receives {self.seen} expanded rows, and the worst case is "
-                f"{self.expected} ({me}): tokens name an expert more than once. Dispatch with do_cpu_sync=True, or have "
-                "each token name an expert once. The buffer is closed: make a new one"
+                f"{self.expected} ({me}): tokens name an expert more than once. Dispatch with do_cpu_sync=True, or "
+                "have each token name an expert once. The buffer is closed: make a new one"
             )
         if self.code == exchange.DISAGREE:
             clashes = [(f"rank {one}", header(self.origin), header(one)) for one in _bits(self.subject)]

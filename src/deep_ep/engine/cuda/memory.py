@@ -87,6 +87,7 @@ class Memory:
     def __init__(self, window: DeviceWindow, stream: LaunchStream, can_stage: bool = True):
         self._window = window
         self._arena = window.arena
+        self._bounds = window.arena.bounds  # asked two or three times in a call, so without a function in between
         self._stream = stream
         self._can_stage = can_stage
         self._has_warned = False
@@ -108,7 +109,7 @@ class Memory:
         caller.
         """
         if not self._stream.is_capturing:
-            self._arena.reclaim(self._stream.current)
+            self._arena.reclaim_released(self._stream.current)
 
     def guess(self, columns: Columns) -> Sections:
         """Allocate memory for a few rows more than the last dispatch received; `NO_SECTIONS` if there is none left."""
@@ -117,27 +118,30 @@ class Memory:
 
     def guess_from(self, num_rows: int) -> None:
         """Set how many rows came with the last dispatch, from which `guess` starts."""
-        self.guessed_rows = num_rows + num_rows // 16 + 64
+        self.guessed_rows = next_guess(self.guessed_rows, num_rows)
 
     def sections(self, columns: Columns, num_rows: int) -> Sections | None:
         """Allocate regions for `num_rows` rows; None if the arena has no memory left."""
         hidden, dtype, num_scales, scale_dtype, record_words = columns
-        x = self.region((num_rows, hidden), dtype)
-        if x is None:
-            return None
+        arena, stream, is_capturing = self._arena, self._stream.current, self._stream.is_capturing
         scales = records = None
+        scale_base = record_base = -1
+        shapes: tuple = (((num_rows, hidden), dtype),)
         if scale_dtype is not None:
-            scales = self.region((num_rows, num_scales), scale_dtype)
-            if scales is None:
-                self._arena.give_up(x)
-                return None
+            shapes = (*shapes, ((num_rows, num_scales), scale_dtype))
+        made = arena.allocate_together(shapes, stream, is_capturing)
+        if made is None:
+            return None
+        x = made[0]
+        if scale_dtype is not None:
+            scales = made[1]
+            scale_base = self.base(scales)
         if record_words:
-            records = self.records(4 * num_rows * record_words)
+            records = arena.records(4 * num_rows * record_words, stream, is_capturing)
             if records is None:
-                self.give_up(make_sections((x, scales, None, num_rows, 0, (), 0)))
+                arena.give_up(x)
                 return None
-        scale_base = -1 if scales is None else self.base(scales)
-        record_base = -1 if records is None else self.base(records)
+            record_base = self.base(records)
         return make_sections((x, scales, records, num_rows, 0, (self.base(x), scale_base, record_base), 0))
 
     def records(self, num_bytes: int) -> torch.Tensor | None:
@@ -145,11 +149,9 @@ class Memory:
         stream = self._stream
         return self._arena.records(num_bytes, stream.current, stream.is_capturing)
 
-    def give_up(self, sections: Sections) -> None:
-        """Have a capture not keep what was allocated in vain."""
-        for part in (sections.x, sections.scales):
-            if part is not None:
-                self._arena.give_up(part)
+    def give_up(self, x: torch.Tensor) -> None:
+        """Have a capture not keep rows that were allocated in vain, nor the scales beside them."""
+        self._arena.give_up(x)
 
     @property
     def reserved_bytes(self) -> int:
@@ -201,8 +203,12 @@ class Memory:
 
     def base(self, region: torch.Tensor) -> int:
         """Return where a region is, as an offer has it; -1: it has no bytes, or there is none."""
-        base = self._arena.base_of(region) if region.numel() else None
-        return -1 if base is None else base[0] << SEGMENT_BITS | base[1]
+        if region.numel():
+            address = region.data_ptr()
+            for start, stop, number in self._bounds:
+                if start <= address < stop:
+                    return number << SEGMENT_BITS | address - start
+        return -1
 
     def source(self, parts: Sequence[torch.Tensor], num_tokens: int, can_stage: bool = True) -> CombineSource:
         """Return how rows are given: where they lie in the arena, as a copy in it, or, if it has no memory left,
@@ -212,6 +218,11 @@ class Memory:
             EPTransportError: The arena has no memory left, and they cannot be staged.
         """
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        base = self.base(parts[0])
+        if len(parts) == 1 and base % VECTOR_BYTES == 0:  # as most often: rows alone, which lie in the window
+            return _make_source(
+                ("combine/pulled", make_post((parts[0].shape[0], 0, num_tokens, 0, (base, -1, -1), 0, 0)), copies)
+            )
         bases = [-1, -1, -1]
         for section, part in enumerate(parts):
             bases[section] = self.base(part)
@@ -278,19 +289,18 @@ class Memory:
         row_bytes, scale_bytes, record_bytes = columns.widths()
         come_bytes = 0 if told.fits else row_bytes + scale_bytes + 2 * record_bytes
         back_bytes = columns.back_bytes(num_topk)
-        if min(told.free_bytes) >= _needed_bytes((max(told.num_rows) * come_bytes,), max(told.num_rows), back_bytes):
-            return
-        self.grow_for(told, [(rows * come_bytes,) for rows in told.num_rows], back_bytes)
+        most = max(told.num_rows)
+        if min(told.free_bytes) < _needed_bytes((most * come_bytes, most * back_bytes)):
+            self.grow_for(told, [(rows * come_bytes, rows * back_bytes) for rows in told.num_rows])
 
-    def grow_for(self, told: Counts, sizes: Sequence[Sequence[int]], back_bytes: int) -> None:
-        """Add a segment if any rank lacks memory for regions of some sizes, and for a copy of its compact rows.
+    def grow_for(self, told: Counts, sizes: Sequence[Sequence[int]]) -> None:
+        """Add a segment if any rank lacks memory for regions of some sizes.
 
         Args:
             told: The counts.
             sizes: For each rank, the bytes of its regions.
-            back_bytes: Bytes of a row of the copy.
         """
-        wanted = [_needed_bytes(regions, rows, back_bytes) for regions, rows in zip(sizes, told.num_rows, strict=True)]
+        wanted = [_needed_bytes(regions) for regions in sizes]
         if any(free < size for free, size in zip(told.free_bytes, wanted, strict=True)):
             self._window.grow(align(max(wanted), GROWTH_BYTES))
 
@@ -323,8 +333,18 @@ class Memory:
         return zeros
 
 
-def _needed_bytes(regions: Sequence[int], num_rows: int, back_bytes: int) -> int:
-    return sum(whole_units(size) for size in regions) + whole_units(num_rows * back_bytes) + _SPARE_BYTES
+def next_guess(guessed: int, num_rows: int) -> int:
+    """Return how many rows the next dispatch is expected to receive at most, if the last one received `num_rows`.
+
+    A guess that will do stays: calls that take as much memory as the one before take the same memory.
+    """
+    if num_rows // 32 + 32 <= guessed - num_rows <= num_rows // 8 + 128:
+        return guessed
+    return num_rows + num_rows // 16 + 64
+
+
+def _needed_bytes(regions: Sequence[int]) -> int:
+    return sum(whole_units(size) for size in regions) + _SPARE_BYTES
 
 
 def staging_bytes(num_ranks: int) -> int:

@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from ...kernels.finish import FinishCombine, FinishDispatch
 from ...kernels.notify import CopyingHandshake, HandshakeForm, Post, can_share_a_wait
 from ...kernels.pull import Pull, copy_in
 from ...kernels.put import VECTOR_BYTES, Put, Unpack, word_of
-from ..ops import Counts, Sections, received_of
+from ..ops import Counts, Sections
 from ..payload import DispatchResult, Payload, Routing, Unpacked, empty_topk
 from ..protocol import ANNOUNCED, OFFERED, READY
 from .memory import MARGIN_BYTES, CombineSource, Memory
@@ -35,6 +36,7 @@ from .steps import (
     combine_terms,
     rows_of,
     rows_to_each,
+    shrink,
     terms_of,
 )
 
@@ -76,23 +78,24 @@ class OneHopOps:
         """Do nothing: there is nothing to close inside one node."""
 
 
-class OneHopRoutes(NamedTuple):
+@dataclass(slots=True)
+class OneHopRoutes:
     """Which slot each token takes at each rank.
 
     Attributes:
         slots: [T, R] int32, relative to the first slot of this rank, or those of a handle.
-        send_head: [T, R] int32, written with the slots as a handle has them; None: there is a handle.
         prefix: [R, R] int32.
+        send_head: [T, R] int32, written with the slots as a handle has them; None: there is a handle, or no row has
+            been moved yet.
     """
 
     slots: torch.Tensor
-    send_head: torch.Tensor | None
     prefix: torch.Tensor
+    send_head: torch.Tensor | None = None
 
 
-_make_unpacked: Callable[[tuple], Unpacked] = partial(tuple.__new__, Unpacked)
+_make_unpacked: Callable[[tuple], Unpacked] = partial(tuple.__new__, Unpacked)  # see `notify.make_post`
 _make_handle: Callable[[tuple], Handle] = partial(tuple.__new__, Handle)
-_make_routes: Callable[[tuple], OneHopRoutes] = partial(tuple.__new__, OneHopRoutes)  # see `notify.make_post`
 
 
 class OneHopDispatch(DeviceDispatch):
@@ -119,15 +122,14 @@ class OneHopDispatch(DeviceDispatch):
         """Allocate slots and prefix sums."""
         del num_channels, num_rows
         num_tokens, num_ranks = routing.is_token_in_rank.shape
-        like = self._ops.counts
-        with scope.outputs:
-            send_head, prefix = like.new_empty((num_tokens, num_ranks)), like.new_empty((num_ranks, num_ranks))
-        return _make_routes((self._ops.memory.scratch(num_tokens * num_ranks), send_head, prefix))
+        return OneHopRoutes(
+            self._memory.scratch(num_tokens * num_ranks), scope.empty(self._ops.counts, num_ranks, num_ranks)
+        )
 
     def follow(self, scope: CudaScope, handle: Handle) -> OneHopRoutes:
         """Return the slots and prefix sums of a handle."""
         del scope
-        return _make_routes((handle.send_head.contiguous(), None, handle.rank_prefix_matrix.contiguous()))
+        return OneHopRoutes(handle.send_head.contiguous(), handle.rank_prefix_matrix.contiguous())
 
     def _notify(
         self, scope: CudaScope, post: Post, payload: Payload, routing: Routing | None, routes: OneHopRoutes
@@ -156,11 +158,12 @@ class OneHopDispatch(DeviceDispatch):
         self, scope: CudaScope, payload: Payload, routing: Routing | None, routes: OneHopRoutes, sections: Sections
     ) -> None:
         """Put this rank's rows, and wait until the peers' rows have arrived."""
-        topk_idx = topk_weights = None
+        topk_idx = topk_weights = send_head = None
+        x, scales, slots, prefix = payload.x, payload.scales, routes.slots, routes.prefix
         if routing is not None:
-            topk_idx, topk_weights = routing.topk_idx, routing.topk_weights
-        x, scales = payload.x, payload.scales
-        slots, send_head, prefix = routes
+            topk_idx, topk_weights, send_head = routing.topk_idx, routing.topk_weights, routes.send_head
+            if send_head is None:  # allocated only now: peers wait for the handshake, which has been launched
+                send_head = routes.send_head = scope.empty(prefix, x.shape[0], prefix.shape[0])
         if scope.reach is not None:
             scope.reach("put")
         self._put(x, scales, slots, send_head, topk_idx, topk_weights)
@@ -188,16 +191,21 @@ class OneHopDispatch(DeviceDispatch):
     ) -> Unpacked:
         """Split the records into source indices, ids and weights."""
         assert sections.records is not None
-        num_rows = sections.num_rows
-        with scope.outputs:
-            source_idx = routes.prefix.new_empty(num_rows)
+        num_rows, prefix, send_head = sections.num_rows, routes.prefix, routes.send_head
+        if scope.is_elsewhere:
+            with scope.outputs:
+                source_idx = prefix.new_empty(num_rows)
+                topk_idx, topk_weights = empty_topk(routing, num_rows)
+        else:
+            source_idx = prefix.new_empty(num_rows)
             topk_idx, topk_weights = empty_topk(routing, num_rows)
-        self._unpack(sections.records, num_rows, routes.prefix, source_idx, topk_idx, topk_weights)
+        self._unpack(sections.records, num_rows, prefix, source_idx, topk_idx, topk_weights)
         nothing = self._memory.no_channels(num_channels)
-        assert routes.send_head is not None
-        handle = (routes.prefix, nothing, nothing, source_idx, routing.is_token_in_rank, routes.send_head)
+        assert send_head is not None
+        handle = (prefix, nothing, nothing, source_idx, routing.is_token_in_rank, send_head)
         unpacked = _make_unpacked((_make_handle(handle), topk_idx, topk_weights))
-        scope.hold_unpacked(routing, unpacked)
+        if scope.is_elsewhere:
+            scope.hold_unpacked(routing, unpacked)
         return unpacked
 
     def received(
@@ -206,10 +214,12 @@ class OneHopDispatch(DeviceDispatch):
         """Return the result, with as many of the unpacked rows as were received."""
         del routes, told
         handle, topk_idx, topk_weights = unpacked
-        if num_rows != sections.num_rows:
-            prefix, nothing, none, source_idx, mask, send_head = handle
-            handle = _make_handle((prefix, nothing, none, source_idx[:num_rows], mask, send_head))
-        return received_of(sections, num_rows, topk_idx, topk_weights, handle)
+        x, scales, _, num_there, rows_per_source, *_ = sections
+        assert x is not None
+        if num_rows != num_there:
+            handle.recv_src_idx.resize_(num_rows)
+            shrink((x, scales, topk_idx, topk_weights), num_rows)
+        return DispatchResult(x, scales, topk_idx, topk_weights, handle, rows_per_source > 0)
 
 
 class OneHopCombine(DeviceCombine):

@@ -35,11 +35,21 @@ from ..elastic import Arrived, ElasticRequest, Layout, Unfold
 from ..ops import NO_SECTIONS, Counts, Sections, make_sections
 from ..payload import DispatchResult, Payload, Routing, Unpacked
 from ..protocol import ANNOUNCED, OFFERED, READY
-from .memory import CombineSource, Memory
+from .memory import CombineSource, Memory, next_guess
 from .scope import CudaScope
 from .shapes import Shapes
 from .signals import Signals
-from .steps import CombineSignature, DeviceCombine, DispatchSignature, columns_of, combine_terms, rows_of, terms_of
+from .steps import (
+    CombineSignature,
+    DeviceCombine,
+    DispatchSignature,
+    columns_of,
+    combine_terms,
+    rows_of,
+    rows_to_each,
+    shrink,
+    terms_of,
+)
 
 _UNLIMITED = 1 << 40  # rows of an expanded result that is made locally, in memory that is allocated when they are known
 
@@ -287,8 +297,8 @@ class SelectionDispatch:
                 call.is_straight = True
                 bases = (*wide.bases[:2], -1 if records is None else memory.base(records))
                 return make_sections((wide.x, wide.scales, records, num_rows, 0, bases, num_expanded))
-            if wide is not None:
-                memory.give_up(wide)
+            if wide is not None and wide.x is not None:
+                memory.give_up(wide.x)
         sections = memory.sections(columns, num_rows)
         return None if sections is None else sections._replace(expanded_rows=-limit)
 
@@ -391,7 +401,7 @@ class SelectionDispatch:
         topk_idx = call.ids = None
         num_expanded = abs(sections.expanded_rows)
         if num_expanded == _UNLIMITED:
-            num_expanded = self._ops.guessed_rows if self._told is None else call.num_expanded(self._told)
+            num_expanded = call.num_expanded(self._told)
         with scope.outputs:
             source_idx = routes.prefix.new_empty(num_rows)
             call.sources = routes.prefix.new_empty((num_rows, 2 + num_topk))
@@ -426,8 +436,7 @@ class SelectionDispatch:
         self._told = told = told._replace(max_tokens=max(told.num_tokens))
         self._memory.guess_from(told.num_rows[self._signals.context.rank])
         if self._plan.form.is_expanded:
-            num_expanded = self._call.num_expanded(told)
-            self._ops.guessed_rows = num_expanded + num_expanded // 16 + 64
+            self._ops.guessed_rows = next_guess(self._ops.guessed_rows, self._call.num_expanded(told))
         return told
 
     def rerouted(self, scope: CudaScope, routes: SelectionRoutes, told: Counts, routing: Routing) -> SelectionRoutes:
@@ -444,18 +453,19 @@ class SelectionDispatch:
         handle, topk_idx, weights = unpacked
         assert x is not None
         assert call.sources is not None
-        num_there = num_rows
-        if call.is_straight:
-            num_there = call.num_expanded(told) if told is not None else sections.expanded_rows
-        if num_rows != sections.num_rows:
-            handle = handle._replace(recv_src_idx=handle.recv_src_idx[:num_rows])
-            call.sources = call.sources[:num_rows]
-            if topk_idx is not None and call.ids is not None:
-                topk_idx, call.ids, weights = topk_idx[:num_rows], call.ids[:num_rows], weights[:num_rows]
-        if self._plan.form.is_expanded and told is not None:
-            weights = weights[: call.num_expanded(told)]
-        if num_there != x.shape[0]:
-            x, scales = x[:num_there], None if scales is None else scales[:num_there]
+        if told is not None and num_rows != sections.num_rows:
+            handle.recv_src_idx.resize_(num_rows)
+            shrink((call.sources, topk_idx, call.ids), num_rows)
+        if told is not None and weights is not None:
+            num_there = num_rows
+            if self._plan.form.is_expanded:
+                num_expanded = call.num_expanded(told)
+                weights.resize_(num_expanded)
+                num_there = num_expanded if call.is_straight else num_rows
+            else:
+                shrink((weights,), num_rows)
+            if num_there != x.shape[0]:
+                shrink((x, scales), num_there)
         return DispatchResult(x, scales, topk_idx, weights, handle, sections.rows_per_source > 0)
 
 
@@ -623,8 +633,9 @@ class SelectionCombine(DeviceCombine):
         self._signals.is_announced = True
         self._handshake(source.post, 0 if handle.expanded_rows is None else handle.num_rows, prefix)
 
-    def _rows_from(self, handle: ColumnHandle) -> torch.Tensor | None:
-        return None
+    def _rows_from(self, handle: ColumnHandle) -> torch.Tensor:
+        """Return the rows that come back from each rank, of compact rows: as many as the dispatch sent there."""
+        return rows_to_each(handle.rank_prefix_matrix, self._context.rank)
 
     def sum(
         self,

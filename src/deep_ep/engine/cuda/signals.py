@@ -26,6 +26,9 @@ from .trace_marks import TraceMarks
 
 _NUM_LOOKS = 4000  # how often the host looks for the counts before it pauses: even the shortest pause takes 60 us
 _PAUSE_SECS, _MOST_PAUSE_SECS = 2e-5, 5e-4
+_RECORD, _FAILED, _HELD, _SAID = exchange.STATE_RECORD, exchange.STATE_FAILED, exchange.STATE_HELD, exchange.STATE_WORDS
+_COUNTS = exchange.COUNTS
+_make_counts: Callable[[tuple], Counts] = partial(tuple.__new__, Counts)  # see `notify.make_post`
 
 
 Handshaking = Callable[..., None]
@@ -83,6 +86,7 @@ class Signals:
             pin_memory=device.type == "cuda",
         )
         self._words = (ctypes.c_int64 * self._host.numel()).from_address(self._host.data_ptr())
+        self._view = memoryview(self._words).cast("B").cast("q")  # makes lists of them in half the time
         self._ticket_word = ctypes.c_int64.from_address(self._host.data_ptr())
         self._failed_word = ctypes.c_int64.from_address(self._host.data_ptr() + 8 * exchange.STATE_FAILED)
         self.context = Context(
@@ -146,23 +150,28 @@ class Signals:
                 self._wait_for_ticket()
         else:
             self._wait_for_ticket()
-        num_ranks, words = self.context.num_ranks, self._words
-        if words[exchange.STATE_RECORD] == exchange.COUNTS and not words[exchange.STATE_FAILED]:
+        num_ranks, words = self.context.num_ranks, self._view
+        if words[_RECORD] == _COUNTS and not words[_FAILED]:
             record = self._record()
             if record.origin == self.context.rank:
                 words[exchange.STATE_RECORD] = 0
                 self.is_announced = False  # the kernel has announced nothing
                 raise self._error(record)
-        first = exchange.STATE_WORDS
-        last = first + 3 * num_ranks + num_ranks * num_ranks
-        return Counts(
-            words[last - num_ranks : last],
-            words[last : last + num_experts // num_ranks],
-            not words[exchange.STATE_HELD],
-            0,
-            words[first + num_ranks : first + 2 * num_ranks],
-            words[first : first + num_ranks],
-            words[first + 2 * num_ranks : first + 3 * num_ranks],
+        # What each rank says of itself; prefix sums, of which the last row is of use; and selections of experts.
+        behind = _SAID + 3 * num_ranks
+        last = behind + num_ranks * num_ranks
+        said = words[_SAID:behind].tolist()
+        counted = words[last - num_ranks : last + num_experts // num_ranks].tolist()
+        return _make_counts(
+            (
+                counted[:num_ranks],
+                counted[num_ranks:],
+                not words[_HELD],
+                0,
+                said[num_ranks : 2 * num_ranks],
+                said[:num_ranks],
+                said[2 * num_ranks :],
+            )
         )
 
     def _wait_for_ticket(self) -> None:
@@ -172,7 +181,9 @@ class Signals:
         """
         word, ticket, failed = self._ticket_word, self._ticket, self._failed_word
         for _ in range(_NUM_LOOKS):  # some hundred microseconds, within which counts come as a rule
-            if word.value == ticket or failed.value:
+            if word.value == ticket:
+                return
+            if failed.value:
                 break
         begin = time.monotonic()
         while word.value != ticket:

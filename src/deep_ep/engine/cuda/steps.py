@@ -17,7 +17,7 @@ import torch
 from ...handle import ColumnHandle
 from ...kernels.notify import Post, Terms, make_post
 from ...kernels.put import RowSpec, record_words, widest_word
-from ..ops import CombineSteps, Counts, DispatchSteps, Sections
+from ..ops import CombineSteps, Counts, Sections
 from ..payload import Payload, Routing
 from ..protocol import OFFERED, OPERATIONS, Agreement
 from .digest import pack
@@ -95,13 +95,15 @@ class Ops(Protocol):
     Attributes:
         shapes: How bulk kernels are launched, of steps that are made from now on.
         memory: The memory of the buffer.
+        selections: What V2's calls need, a `SelectionOps`; None: they cannot be made.
     """
 
     shapes: Shapes
     memory: Memory
+    selections: Any
 
-    def dispatch(self, signature: DispatchSignature) -> DispatchSteps:
-        """Make the steps of dispatches with a signature."""
+    def dispatch(self, signature: DispatchSignature) -> Any:
+        """Make the steps of dispatches with a signature; of V2's dispatches their `SelectionPlan`."""
         ...
 
     def combine(self, signature: CombineSignature) -> CombineSteps:
@@ -258,8 +260,7 @@ class DeviceCombine(ABC):
     def outputs(self, scope: CudaScope, parts: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
         """Allocate ordinary memory for the sums."""
         num_tokens = handle.num_tokens
-        with scope.outputs:
-            return [part.new_empty((num_tokens, part.shape[1])) for part in parts]
+        return [scope.empty(part, num_tokens, part.shape[1]) for part in parts]
 
     def notify(self, scope: CudaScope, parts: Sequence[torch.Tensor], handle: Any) -> CombineSource:
         """Copy rows into the window where that is needed, and exchange offers."""
@@ -291,6 +292,17 @@ class DeviceCombine(ABC):
         """Release the regions that rows were copied to, after everything that has been launched."""
         source.copies.clear()
         self._memory.reclaim()
+
+
+def shrink(matrices: Sequence[torch.Tensor | None], num_rows: int) -> None:
+    """Leave matrices of a full dispatch, for which there is more memory than was needed, their first rows.
+
+    Nobody else has these tensors yet. So they are changed, which takes a third of the time that a view takes: the
+    caller waits for what is done after the counts have come.
+    """
+    for matrix in matrices:
+        if matrix is not None:
+            matrix.resize_(num_rows, matrix.shape[1])
 
 
 def rows_to_each(prefix: torch.Tensor, rank: int) -> torch.Tensor:

@@ -64,6 +64,8 @@ class TwoHopOps:
         shapes: How bulk kernels are launched.
     """
 
+    selections = None
+
     def __init__(self, topology: Topology, remote: RemoteMemory, signals: Signals, memory: Memory, shapes: Shapes):
         context, device = signals.context, signals.context.state.device
         self.topology = topology
