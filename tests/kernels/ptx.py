@@ -227,7 +227,7 @@ def low_latency() -> tuple[dict[str, str], dict[str, str]]:
         name = f"dispatch send fp8={use_fp8} rounded={is_rounded}"
         signal[name] = ptx_of(dispatch._send_kernel, words | rows, constants, 8)
     for is_copied, use_logfmt in ((True, False), (True, True), (False, False)):
-        pointers = words | rows | ({} if use_logfmt or not is_copied else {"x": "*i32"})
+        pointers = words | rows | ({"x": "*i64" if use_logfmt else "*i32"} if is_copied else {})
         constants = {"IS_COPIED": is_copied, "USE_LOGFMT": use_logfmt, "UNIT": 1024, "VECTOR": 16, "BLOCK": 2048}
         name = f"combine send copied={is_copied} logfmt={use_logfmt}"
         signal[name] = ptx_of(combine._send_kernel, pointers, constants | tile, 4)
@@ -247,7 +247,9 @@ def low_latency() -> tuple[dict[str, str], dict[str, str]]:
             "TOPK": 8,
             "LANES": 8,
         }
-        move[f"combine receive logfmt={use_logfmt}"] = ptx_of(combine._receive_kernel, words | rows, constants, 8)
+        num_warps = 1 if use_logfmt else 8
+        name = f"combine receive logfmt={use_logfmt}"
+        move[name] = ptx_of(combine._receive_kernel, words | rows, constants, num_warps)
     return signal, move
 
 

@@ -658,6 +658,29 @@ def test_logfmt_is_what_the_twin_makes_within_one_code(device: str, hidden: int)
     assert torch.equal(group.memory[0][group.board_bytes :], before[group.board_bytes :])
 
 
+def test_logfmt_sums_rows_of_all_kinds_in_their_order(device: str) -> None:
+    """More rows than are loaded at once: eight that are compressed and without zeros, then such and others."""
+    hidden = 1024
+    usual = (torch.rand(9, hidden, generator=torch.Generator().manual_seed(3)) - 0.5).bfloat16()
+    usual[usual.abs() < 2.0**-20] = 0.25
+    usual[1] *= 2.0**-120  # and below what is a normal number
+    rows = torch.cat([usual, logfmt_rows(hidden)[1:7]])
+    num_rows = rows.size(0)
+    group = Group(Geometry(1, num_rows, 1, hidden, num_rows), device)
+    call, sizes = group.combine(use_logfmt=True)
+    ids, earlier = torch.arange(num_rows)[None], torch.empty(1, num_rows, dtype=torch.int32)
+    layout_range = torch.full((num_rows, 1), span(1, 0))
+    combine.send(group.contexts[0], call, sizes, rows[:, None], layout_range, ids, earlier, None)
+    values = logfmt.decode(*logfmt.encode(rows), hidden)
+    for weights in (torch.linspace(0.5, 2.0, num_rows), torch.eye(num_rows)[1], torch.eye(num_rows)[-1]):
+        out = torch.empty(1, hidden).bfloat16()
+        combine.receive(group.contexts[0], sizes, 0, out, ids, weights[None], earlier)
+        expected, reach = weights @ values, weights @ values.abs()
+        # A code may be off by one, of a group's 511.
+        assert ((out[0].float() - expected).abs() <= 0.05 * reach).all()
+        assert torch.equal(out[0] == 0, expected.bfloat16() == 0)
+
+
 @pytest.mark.parametrize("hidden", [130, 1024])
 def test_a_nan_survives_logfmt_and_touches_nobody(device: str, hidden: int) -> None:
     rows = logfmt_rows(hidden)[:2].clone()

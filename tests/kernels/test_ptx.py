@@ -441,6 +441,22 @@ def test_low_latency_rows_move_in_vectors_of_16_bytes(
         assert any(one.startswith(direction) and one.endswith("v4.b32") for one in instructions[kernel]), direction
 
 
+def test_warps_that_encode_or_decode_logfmt_do_not_wait_for_each_other(ptx: dict[str, str]) -> None:
+    """How tiles are laid out is up to the compiler: a group must lie in a warp, and a thread have whole vectors."""
+    encoding = [loop for loop in loops(ptx["combine send copied=True logfmt=True"]) if count(loop, "lg2.approx") > 2]
+    innermost = min(encoding, key=len)
+    assert count(innermost, "lg2.approx") == 34, "of 32 channels, and of the ends of a range"
+    assert [one for one in innermost if is_barrier(one)] == []
+    assert count(innermost, "ld.global.v2.b64") == count(innermost, "st.global.v2.b32") == 4
+    decoding = INSTRUCTION.findall(ptx["combine receive logfmt=True"])
+    assert count(decoding, "ld.global.v4.b32") == 16 + 2, "8 rows of 32 channels at once, or one by one"
+    assert count(decoding, "ex2.approx") == 8 * 32 + 32
+
+
+def count(instructions: list[str], start: str) -> int:
+    return sum(one.startswith(start) for one in instructions)
+
+
 NAMES = dict.fromkeys((one for one in (*LL_SENDS, *LL_RECEIVES) if one.startswith("dispatch")), "low_latency::dispatch")
 NAMES |= dict.fromkeys((one for one in (*LL_SENDS, *LL_RECEIVES) if one.startswith("combine")), "low_latency::combine")
 NAMES |= {"wait": "low_latency::wait", "barrier": "low_latency::signal", "join": "low_latency::join"}

@@ -55,6 +55,63 @@ if INTERPRETED:
         code = tl.where(values == values, code, 0x7F) | tl.where(values.to(tl.int32, bitcast=True) < 0, 0x80, 0)
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
+    @triton.jit
+    def fast_log2(values):
+        """Logarithms to base 2 of FP32 values."""
+        return tl.log2(values)
+
+    @triton.jit
+    def fast_exp2(values):
+        """Powers of 2, of FP32 exponents."""
+        return tl.exp2(values)
+
+    @triton.jit
+    def bytes_of(first, second, SELECTOR: tl.constexpr):
+        """Four bytes of two int32 words, see the compiled form."""
+        word = first & 0
+        for index in tl.static_range(4):
+            source = first if (SELECTOR >> 4 * index) & 4 == 0 else second
+            byte = (source >> 8 * ((SELECTOR >> 4 * index) & 3)) & 0xFF
+            byte = byte if (SELECTOR >> 4 * index) & 8 == 0 else (byte >> 7) * 0xFF
+            word = word | byte << 8 * index
+        return word
+
+    @triton.jit
+    def byte_of(words, index):
+        """The bytes of int32 words that an index from 0 to 3 names."""
+        return (words >> 8 * index) & 0xFF
+
+    @triton.jit
+    def scaled_magnitude(values, FACTOR: tl.constexpr):
+        """Magnitudes of FP32 values times a factor."""
+        return tl.abs(values) * FACTOR
+
+    @triton.jit
+    def larger_pairs(first, second):
+        """The larger of two pairs of BF16 magnitudes, each pair an int32; a NaN is larger than all others."""
+        return (
+            tl.maximum(first & 0xFFFF, second & 0xFFFF)
+            | tl.maximum((first >> 16) & 0xFFFF, (second >> 16) & 0xFFFF) << 16
+        )
+
+    @triton.jit
+    def smaller_pairs(first, second):
+        """The smaller of two pairs of BF16 magnitudes, each pair an int32; a NaN is larger than all others."""
+        return (
+            tl.minimum(first & 0xFFFF, second & 0xFFFF)
+            | tl.minimum((first >> 16) & 0xFFFF, (second >> 16) & 0xFFFF) << 16
+        )
+
+    @triton.jit
+    def largest_pairs(words, axis):
+        """Reduce pairs of BF16 magnitudes by `larger_pairs`."""
+        return tl.max(words & 0xFFFF, axis) | tl.max((words >> 16) & 0xFFFF, axis) << 16
+
+    @triton.jit
+    def smallest_pairs(words, axis):
+        """Reduce pairs of BF16 magnitudes by `smaller_pairs`."""
+        return tl.min(words & 0xFFFF, axis) | tl.min((words >> 16) & 0xFFFF, axis) << 16
+
 else:
 
     @triton.jit
@@ -124,6 +181,76 @@ else:
     def to_fp8(values):
         """FP32 values of at most 448 as FP8 E4M3, rounded to the nearest, ties to even."""
         return values.to(tl.float8e4nv)
+
+    @triton.jit
+    def fast_log2(values):
+        """Logarithms to base 2 of FP32 values, to 2**-22: one instruction. What is below 2**-126 counts as 0."""
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def fast_exp2(values):
+        """Powers of 2, of FP32 exponents, to 2**-22 of them: one instruction. What is below 2**-126 becomes 0."""
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def bytes_of(first, second, SELECTOR: tl.constexpr):
+        """Four bytes of two int32 words.
+
+        Each hexadecimal digit of the selector, from the last on, names the source of one byte of the result, from the
+        lowest on: 0 to 3 a byte of the first word, 4 to 7 one of the second, and 8 more, its highest bit eight times.
+        """
+        selector = tl.full([], SELECTOR, tl.int32)
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [first, second, selector], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def byte_of(words, index):
+        """The bytes of int32 words that an index from 0 to 3 names."""
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, 0x4440 + index], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def scaled_magnitude(values, FACTOR: tl.constexpr):
+        """Magnitudes of FP32 values times a factor: one instruction, where `tl.abs` takes another one."""
+        factor = tl.full([], FACTOR, tl.float32)
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 %magnitude; abs.f32 %magnitude, $1; mul.f32 $0, %magnitude, $2; }",
+            "=f,f,f",
+            [values, factor],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+
+    @triton.jit
+    def larger_pairs(first, second):
+        """The larger of two pairs of BF16 magnitudes, each pair an int32; a NaN is larger than all others."""
+        return tl.inline_asm_elementwise(
+            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def smaller_pairs(first, second):
+        """The smaller of two pairs of BF16 magnitudes, each pair an int32; a NaN is larger than all others."""
+        return tl.inline_asm_elementwise(
+            "min.bf16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def largest_pairs(words, axis: tl.constexpr):
+        """Reduce pairs of BF16 magnitudes by `larger_pairs`."""
+        return tl.reduce(words, axis, larger_pairs)
+
+    @triton.jit
+    def smallest_pairs(words, axis: tl.constexpr):
+        """Reduce pairs of BF16 magnitudes by `smaller_pairs`."""
+        return tl.reduce(words, axis, smaller_pairs)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
 from ..exchange import is_last_block
 from ..primitives import rounded
 from .dispatch import number_tokens, tile_of, valid_ids
-from .logfmt import decode, encode_row, unit_of
+from .logfmt import encode_row, store_sums, sum_rows, unit_of
 from .words import (
     ARRIVED,
     MASKED,
@@ -42,6 +42,9 @@ _CHANNELS_AT_ONCE = 2048  # that a block sums
 _MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
 _SHARES = 2  # blocks that share the rows of an expert for a rank
 _MOST_IDLE_BLOCKS = 64  # where no row is copied
+# Most registers of a thread; 0: the compiler decides. It would sum BF16 rows with fewer, and wait for rows before it
+# issues the last loads. LogFMT is bound by instructions: the more warps are there, the fewer cycles have none to issue.
+_SUM_REGISTERS, _DECODE_REGISTERS, _ENCODE_REGISTERS = 64, 128, 80
 _MASKED = tl.constexpr(MASKED)
 
 
@@ -182,15 +185,16 @@ def _send_variant(
         # The condition of a wait's loop must be one value for a warp: no fewer lanes than it has.
         "LANES": max(32, lanes) if waits else lanes,
     }
-    return Variant(_send_kernel, constants, num_warps=4)
+    is_usual = is_copied and sizes.use_logfmt and vector == 16
+    return Variant(_send_kernel, constants, 4, _ENCODE_REGISTERS if is_usual else 0)
 
 
 def _words_of(is_aligned: bool, sizes: CombineSizes) -> tuple[torch.dtype, int]:
-    """Return what rows are read in: a type, and the bytes of a vector."""
-    vector = 16 if sizes.hidden % 8 == 0 and is_aligned else 2
-    if sizes.use_logfmt:
-        return torch.bfloat16, vector
-    return (torch.int32, 16) if vector == 16 else (torch.int16, 2)
+    """Return what rows are read in: a type, and the bytes of a vector. LogFMT reads four channels of whole groups."""
+    whole = 128 if sizes.use_logfmt else 8
+    if sizes.hidden % whole or not is_aligned:
+        return torch.int16, 2
+    return (torch.int64 if sizes.use_logfmt else torch.int32), 16
 
 
 @jit(name="low_latency::combine")
@@ -264,9 +268,10 @@ def _send_kernel(
                 slots = memory + offset
                 if USE_LOGFMT:
                     hidden = row_vectors * (VECTOR // 2)
+                    row_words = row_vectors * (VECTOR // (x.dtype.element_ty.primitive_bitwidth // 8))
                     for row in range(first + share, last, num_shares):
-                        target = slots + row * slot_lines * 16
-                        encode_row(tl.multiple_of(x + row * hidden, VECTOR), target, hidden, ranges_offset, UNIT)
+                        source = tl.multiple_of(x + row * row_words, VECTOR)
+                        encode_row(source, slots + row * slot_lines * 16, hidden, ranges_offset, UNIT)
                 else:
                     _copy_rows(x, slots, first + share, last, num_shares, row_vectors, slot_lines, VECTOR, BLOCK)
         # From the last block on: those beyond the pairs have nothing else to do.
@@ -377,9 +382,11 @@ def _receive_variant(sizes: CombineSizes, idx_dtype: torch.dtype, is_aligned: bo
         "TOPK": next_power_of_2(max(1, sizes.num_topk)),
         "LANES": lanes,
     }
-    num_warps = max(1, min(16, block // 256))
-    # Otherwise the compiler uses fewer registers, and waits for rows before it issues the last loads.
-    num_registers = 0 if sizes.use_logfmt else 64
+    # A warp that decodes has a unit for itself, and needs no other warp to know whether it is compressed.
+    num_warps = 1 if sizes.use_logfmt else max(1, min(16, block // 256))
+    num_registers = _SUM_REGISTERS
+    if sizes.use_logfmt:  # in a loop over more rows they would not suffice
+        num_registers = _DECODE_REGISTERS if sizes.num_topk <= _MOST_AT_ONCE else 0
     return Variant(_receive_kernel, constants, num_warps, num_registers), -(-hidden // block)
 
 
@@ -439,20 +446,18 @@ def _receive_kernel(
         is_there = is_there & (start != 0)
         rows = tl.where(is_there, memory + start + tl.cast(index, tl.int64) * slot_lines * 16, 0)
         weights = tl.where(is_there, weights, 0.0)
-        total = tl.zeros([BLOCK], tl.float32)
-        if USE_LOGFMT:
-            for k in range(num_topk):
-                row = tl.sum(tl.where(ks == k, rows, 0))
-                if row != 0:
-                    weight = tl.sum(tl.where(ks == k, weights, 0.0))
-                    total += weight * decode(row, first_channel, hidden, ranges_offset, BLOCK)
-        elif AT_ONCE >= TOPK:  # without a loop, across which the compiler would not issue loads early
-            total = _add_rows(total, rows, weights, 0, channels, hidden, AT_ONCE)
-        else:
-            for start in range(0, num_topk, AT_ONCE):
-                total = _add_rows(total, rows, weights, start, channels, hidden, AT_ONCE)
         target = tl.multiple_of(out + tl.cast(token, tl.int64) * hidden, VECTOR)
-        tl.store(target + channels, rounded(total, tl.bfloat16), mask=channels < hidden)
+        if USE_LOGFMT:
+            sums = sum_rows(rows, weights, num_topk, first_channel, hidden, ranges_offset, BLOCK, WHOLE, AT_ONCE)
+            store_sums(target, first_channel, hidden, sums, VECTOR == 16, BLOCK)
+        else:
+            total = tl.zeros([BLOCK], tl.float32)
+            if AT_ONCE >= TOPK:  # without a loop, across which the compiler would not issue loads early
+                total = _add_rows(total, rows, weights, 0, channels, hidden, AT_ONCE)
+            else:
+                for start in range(0, num_topk, AT_ONCE):
+                    total = _add_rows(total, rows, weights, start, channels, hidden, AT_ONCE)
+            tl.store(target + channels, rounded(total, tl.bfloat16), mask=channels < hidden)
 
 
 @triton.jit
