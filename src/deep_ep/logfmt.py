@@ -14,7 +14,9 @@ A compressed unit of C channels has the low 8 bits of its codes in C bytes, then
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +27,7 @@ _SPAN = 32.0  # binary orders of magnitude below the largest that are kept
 _STEPS = 510.0  # from the code of the smallest magnitude, 1, to that of the largest, 511
 _MOST = 511
 _SIGN, _SIGN_SHIFT = 2, 14  # among the high bits of a code; from there to the sign of a BF16
+_SIGN_BIT = -(1 << 31)  # of a float32, as int32
 _LN_2 = math.log(2.0)
 _CODES_PER_BYTE = 4
 
@@ -44,18 +47,33 @@ def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         `units` [n, 2 * H] uint8, of which compressed units use only the first 5/8, and `ranges` [n, G, 2] BF16: the
         largest and the smallest magnitude of each group. Both are new.
     """
+    units = x.clone().view(torch.uint8)
+    ranges = x.new_empty(x.size(0), -(-x.size(1) // GROUP_CHANNELS), 2)
+    encode_into(x, units, ranges)
+    return units, ranges
+
+
+def encode_into(x: torch.Tensor, units: torch.Tensor, ranges: torch.Tensor) -> None:
+    """Compress rows into memory that is there, as `encode` does. What compressed units do not use stays as it is.
+
+    Args:
+        x: [n, H] BF16, contiguous.
+        units: [n, 2 * H] uint8, written; rows may be apart.
+        ranges: [n, G, 2] BF16, written; rows may be apart.
+    """
     hidden, magnitudes = x.size(1), x.float().abs_()
     amax = _groups(magnitudes, 0.0).amax(-1)
     amin = _groups(magnitudes, float("inf")).amin(-1)
+    ranges.copy_(torch.stack([amax, amin], dim=-1))
     codes = _codes(magnitudes, amax, amin)
-    signs = (x.view(torch.int16) >> _SIGN_SHIFT) & _SIGN
-    units = x.clone().view(torch.uint8)
-    for first, stop, is_fit in _units(amax, amin, hidden):
-        low, high = _planes(units, first, stop)
-        code = codes[:, first:stop]
-        _replace(low, code.to(torch.uint8), is_fit)
-        _replace(high, _pack(((code >> 8) | signs[:, first:stop]).to(torch.uint8)), is_fit)
-    return units, torch.stack([amax, amin], dim=-1).to(torch.bfloat16)
+    high = codes >> 8
+    high[:, :hidden] |= (x.view(torch.int16) >> _SIGN_SHIFT) & _SIGN
+    packed = _pack(high)
+    for block in _blocks(amax, amin, hidden):
+        low_plane, high_plane = block.planes(units)
+        _replace(low_plane, block.of(codes), block.is_fit)
+        _replace(high_plane, block.of(packed, _CODES_PER_BYTE), block.is_fit)
+        _replace(block.of(units.view(torch.bfloat16)), block.of(x), ~block.is_fit)
 
 
 def decode(units: torch.Tensor, ranges: torch.Tensor, hidden: int) -> torch.Tensor:
@@ -69,19 +87,34 @@ def decode(units: torch.Tensor, ranges: torch.Tensor, hidden: int) -> torch.Tens
     Returns:
         [n, H] float32, new.
     """
-    amax, amin = ranges.float().unbind(-1)
-    values = units.view(torch.bfloat16).float()
-    _, low_log, step_log = _scale(amax, amin)
-    step, zeroth = _per_channel(step_log, hidden), _per_channel(low_log - step_log, hidden)
-    for first, stop, is_fit in _units(amax, amin, hidden):
-        low, packed = _planes(units, first, stop)
-        high = _unpack(packed, stop - first)
-        code = low.float().add_((high & 1).float(), alpha=256.0)
-        is_value = code.clamp(max=1.0)  # code 0 is 0
-        value = code.mul_(step[:, first:stop]).add_(zeroth[:, first:stop]).exp2_().mul_(is_value)
-        value.mul_(1.0 - (high & _SIGN).float())
-        _replace(values[:, first:stop], value, is_fit)
+    values = units.new_empty(units.size(0), hidden, dtype=torch.float32)
+    decode_into(values, units, ranges)
     return values
+
+
+def decode_into(values: torch.Tensor, units: torch.Tensor, ranges: torch.Tensor) -> None:
+    """Undo `encode` in memory that is there.
+
+    Args:
+        values: [n, H] float32, written.
+        units: [n, 2 * H] uint8; rows may be apart.
+        ranges: [n, G, 2] BF16.
+    """
+    amax, amin = ranges.float().unbind(-1)
+    _, low_log, step_log = _scale(amax, amin)
+    step, zeroth = step_log.unsqueeze(-1), (low_log - step_log).unsqueeze(-1)
+    for block in _blocks(amax, amin, values.size(1)):
+        low, packed = block.planes(units)
+        words = _words(low, packed)
+        code = _groups((words & _MOST).float().flatten(1), 0.0)
+        # Code 0 is 0: the factor of a value is 0 or 1, with the sign, which the words have where int32 has it, too.
+        factor = code.clamp(max=1.0).flatten(1)[:, : words[0].numel()].view(words.shape)
+        factor.view(torch.int32).bitwise_or_(words.int().bitwise_and_(_SIGN_BIT))
+        groups = slice(block.first // GROUP_CHANNELS, block.first // GROUP_CHANNELS + code.size(1))
+        value = code.mul_(step[:, groups]).add_(zeroth[:, groups]).exp2_().flatten(1)[:, : words[0].numel()]
+        target = block.of(values)
+        _replace(target, value.reshape(words.shape).mul_(factor), block.is_fit)
+        _replace(target, block.of(units.view(torch.bfloat16)), ~block.is_fit)
 
 
 def pack_units(units: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
@@ -128,25 +161,50 @@ def _unit_bytes(ranges: torch.Tensor, hidden: int) -> list[tuple[slice, slice, t
     """The bytes of each unit, those that a compressed one uses, and which rows compress it, [n] bool."""
     amax, amin = ranges.float().unbind(-1)
     cuts = []
-    for first, stop, is_fit in _units(amax, amin, hidden):
-        used = 2 * first + (stop - first) + -(-(stop - first) // _CODES_PER_BYTE)
-        cuts.append((slice(2 * first, 2 * stop), slice(2 * first, used), is_fit[:, 0]))
+    for block in _blocks(amax, amin, hidden):
+        size = block.channels
+        for index in range(block.num_units):
+            first = 2 * (block.first + index * size)
+            used = slice(first, first + size + -(-size // _CODES_PER_BYTE))
+            cuts.append((slice(first, first + 2 * size), used, block.is_fit[:, index, 0]))
     return cuts
 
 
-def _planes(units: torch.Tensor, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of a compressed unit: low bits [n, C], then high bits [n, ceil(C / 4)]."""
-    middle = first + stop  # 2 * first and C more
-    return units[:, 2 * first : middle], units[:, middle : middle - (first - stop) // _CODES_PER_BYTE]
+class _Block(NamedTuple):
+    """Units of one size, side by side in each row.
+
+    Attributes:
+        first: Their first channel.
+        num_units: U.
+        channels: C, channels of a unit.
+        is_fit: [n, U, 1] bool, which rows compress them.
+    """
+
+    first: int
+    num_units: int
+    channels: int
+    is_fit: torch.Tensor
+
+    def of(self, rows: torch.Tensor, channels_per_element: int = 1) -> torch.Tensor:
+        """The part of rows [n, >= H / channels_per_element] that has these units: [n, U, elements of a unit]."""
+        first, size = self.first // channels_per_element, -(-self.channels // channels_per_element)
+        return rows[:, first : first + self.num_units * size].unflatten(1, (self.num_units, size))
+
+    def planes(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes of compressed units: low bits [n, U, C], then high bits [n, U, ceil(C / 4)]."""
+        stop = 2 * (self.first + self.num_units * self.channels)
+        whole = units[:, 2 * self.first : stop].unflatten(1, (self.num_units, 2 * self.channels))
+        used = self.channels + -(-self.channels // _CODES_PER_BYTE)
+        return whole[..., : self.channels], whole[..., self.channels : used]
 
 
 def _replace(target: torch.Tensor, values: torch.Tensor, is_wanted: torch.Tensor) -> None:
-    """Write [n, C] values into the rows where [n, 1] says so. As a rule all rows are of one kind."""
+    """Write [n, U, C] values into the units that [n, U, 1] names. As a rule all units are of one kind."""
     num_wanted = int(is_wanted.sum())
     if num_wanted == is_wanted.numel():
         target.copy_(values)
     elif num_wanted:
-        target.copy_(torch.where(is_wanted, values, target))
+        target.copy_(torch.where(is_wanted, values.to(target.dtype), target))
 
 
 def _groups(x: torch.Tensor, padding: float) -> torch.Tensor:
@@ -156,11 +214,6 @@ def _groups(x: torch.Tensor, padding: float) -> torch.Tensor:
     return padded.unflatten(-1, (-1, GROUP_CHANNELS))
 
 
-def _per_channel(group: torch.Tensor, hidden: int) -> torch.Tensor:
-    """[n, G] to [n, H]."""
-    return group.repeat_interleave(GROUP_CHANNELS, -1)[:, :hidden]
-
-
 def _scale(amax: torch.Tensor, amin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`hi`, `lo` and `step` of groups; the step of a group that has none is 1."""
     high = torch.log2(amax)
@@ -168,36 +221,56 @@ def _scale(amax: torch.Tensor, amin: torch.Tensor) -> tuple[torch.Tensor, torch.
     return high, low, torch.where(low < high, (high - low) / _STEPS, 1.0)
 
 
-def _units(amax: torch.Tensor, amin: torch.Tensor, hidden: int) -> list[tuple[int, int, torch.Tensor]]:
-    """First channel and end of each unit, and which rows compress it, [n, 1] bool. Decided from the ranges alone."""
+def _blocks(amax: torch.Tensor, amin: torch.Tensor, hidden: int) -> list[_Block]:
+    """The units of rows: the full ones, then one that is shorter. What is compressed is decided by the ranges alone."""
     high, low, _ = _scale(amax, amin)
     is_fit, unit = (high < 0) & (low < high), unit_channels(hidden)
-    groups = unit // GROUP_CHANNELS
-    starts = range(0, hidden, unit)
-    fits = [is_fit[:, i * groups : (i + 1) * groups].all(-1, keepdim=True) for i in range(len(starts))]
-    return [(first, min(first + unit, hidden), fit) for first, fit in zip(starts, fits, strict=True)]
+    groups, num_full, blocks = unit // GROUP_CHANNELS, hidden // unit, []
+    if num_full:
+        fits = is_fit[:, : num_full * groups].unflatten(1, (num_full, groups)).all(-1, keepdim=True)
+        blocks.append(_Block(0, num_full, unit, fits))
+    if hidden % unit:
+        fits = is_fit[:, num_full * groups :].all(-1).view(-1, 1, 1)
+        blocks.append(_Block(num_full * unit, 1, hidden % unit, fits))
+    return blocks
 
 
 def _codes(magnitudes: torch.Tensor, amax: torch.Tensor, amin: torch.Tensor) -> torch.Tensor:
-    """[n, H] int16 codes without signs; meaningless in units that are not compressed."""
-    hidden = magnitudes.size(1)
+    """[n, 128 * G] int16 codes without signs; meaningless in units that are not compressed. Overwrites magnitudes."""
     _, low, step = _scale(amax, amin)
     # Where values, not logarithms, are halfway between two codes.
     middle = 2.0 - torch.log2((1.0 + torch.exp2(step)) / 2.0) / step
     # The natural logarithm: torch has no fast one to base 2 on all CPUs.
-    factor, shift = _per_channel(1.0 / (_LN_2 * step), hidden), _per_channel(middle - low / step, hidden)
-    exact = torch.log(magnitudes).mul_(factor).add_(shift)
-    return exact.clamp_(0.0, _MOST).nan_to_num_(0.0).to(torch.int16)
+    factor, shift = (1.0 / (_LN_2 * step)).unsqueeze(-1), (middle - low / step).unsqueeze(-1)
+    exact = _groups(magnitudes.log_(), -float("inf")).mul_(factor).add_(shift)
+    return exact.clamp_(0.0, _MOST).to(torch.int16).flatten(1)
 
 
 def _pack(pairs: torch.Tensor) -> torch.Tensor:
-    """[n, C] uint8 numbers of two bits to [n, ceil(C / 4)] bytes, the first in the lowest bits."""
-    missing = -pairs.size(1) % _CODES_PER_BYTE
-    padded = torch.nn.functional.pad(pairs, (0, missing)) if missing else pairs
-    quads = padded.unflatten(-1, (-1, _CODES_PER_BYTE))
-    return quads[..., 0] | quads[..., 1] << 2 | quads[..., 2] << 4 | quads[..., 3] << 6
+    """[n, C] int16 numbers of two bits to [n, C / 4] int32, of which the low byte counts: the first in its lowest bits.
+
+    Example:
+        `[1, 0, 0, 2]` is `1 | 2 << 6`.
+    """
+    quads = pairs.to(torch.uint8).view(torch.int32)  # the first of four is in the lowest byte
+    return quads | quads >> 6 | quads >> 12 | quads >> 18
 
 
-def _unpack(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """The reverse: [n, count] uint8."""
-    return torch.stack([(packed >> (2 * i)) & 3 for i in range(_CODES_PER_BYTE)], -1).flatten(1)[:, :count]
+def _words(low: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Codes as int16: 9 bits, and the sign as int16 has it.
+
+    Args:
+        low: [n, U, C] uint8.
+        packed: [n, U, ceil(C / 4)] uint8.
+    """
+    quads = _quads().index_select(0, packed.int().flatten())
+    high = quads.view(torch.int16).view(*packed.shape[:-1], -1)
+    return low.to(torch.int16).bitwise_or_(high[..., : low.size(-1)])
+
+
+@functools.cache
+def _quads() -> torch.Tensor:
+    """[256] int64: for each byte of four pairs of bits, four int16, each with a pair where a word has it."""
+    pairs = (torch.arange(256, device="cpu").unsqueeze(1) >> torch.tensor([0, 2, 4, 6], device="cpu")) & 3
+    words = (pairs & 1) << 8 | (pairs & _SIGN) << _SIGN_SHIFT
+    return words.to(torch.int16).view(torch.int64).flatten()

@@ -3,19 +3,24 @@
 Shape letters: R ranks, E experts, L of each rank, T tokens of this rank, K selections of a token, H channels, n rows
 that come. A *grain* is a row of the atlas (`transport/sparse.py`): 16 bytes in the memory of any rank. The
 GPU's kernels are beside this file.
+
+Routing is computed by NumPy, whose operators take a third of the time of torch's where there are few numbers.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ... import logfmt, quant
 from ..script import Scripted
 
 _TILE_BYTES = 1 << 18  # of float32 rows: they and what they are made of stay in a core's cache
-_NOWHERE = (1 << 63) - 1  # the key of what selects nothing: behind all others
+_SUM_TILE_BYTES = 1 << 21  # of float32 rows: fewer tiles cost less than rows that leave a core's cache
+LOGFMT_ROWS = 32  # compressed, or decoded, at a time: what is made on the way stays in a core's cache
 _MAGNITUDE = 0x7FFF  # bits of a BF16 without its sign: as integers, magnitudes are in order
 _INFINITY = 0x7F80
 
@@ -45,30 +50,32 @@ def select(topk_idx: torch.Tensor, num_experts: int) -> Selections:
     Example:
         Ids `[[1, 0], [1, -1]]` of 2 experts: keys `[0, 2, 3]`, counts `[1, 2]`.
     """
-    num_tokens = topk_idx.size(0)
-    # Not torch.unique, which takes many times as long where hardly anything occurs twice.
-    keys, _ = _keys(topk_idx).masked_fill_(~is_selection(topk_idx, num_experts), _NOWHERE).flatten().sort()
-    is_first = keys != _NOWHERE
-    is_first[1:] &= keys[1:] != keys[:-1]
-    keys = keys[is_first]
-    return Selections(keys, torch.bincount(keys // max(1, num_tokens), minlength=num_experts))
+    ids, num_tokens = topk_idx.numpy(), topk_idx.size(0)
+    # A flag for each key, not a sort: it takes a third of the time, and what occurs twice is there once.
+    is_selected = np.zeros(num_experts * num_tokens, dtype=np.bool_)
+    is_selected[_keys(ids)[is_selection(ids, num_experts)]] = True
+    keys = is_selected.nonzero()[0]
+    counts = np.bincount(keys // max(1, num_tokens), minlength=num_experts)
+    return Selections(torch.from_numpy(keys), torch.from_numpy(counts))
 
 
-def is_selection(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+def is_selection(ids: np.ndarray, num_experts: int) -> np.ndarray:
     """Return [T, K] bool: whether an id names an expert."""
-    return (topk_idx >= 0) & (topk_idx < num_experts)
+    return (ids >= 0) & (ids < num_experts)
 
 
 def earlier_tokens(topk_idx: torch.Tensor, selections: Selections) -> torch.Tensor:
     """Return [T, K] int64: how many tokens before this one chose its expert. Arbitrary if an id names none."""
-    experts = topk_idx.clamp(0, selections.counts.numel() - 1).long()
-    starts = selections.counts.cumsum(0) - selections.counts
-    return torch.searchsorted(selections.keys, _keys(topk_idx)) - starts[experts]
+    keys, counts = selections.keys.numpy(), selections.counts.numpy()
+    experts = topk_idx.numpy().clip(0, counts.size - 1)
+    places = np.empty(counts.size * topk_idx.size(0), dtype=np.int64)
+    places[keys] = np.arange(keys.size)
+    return torch.from_numpy(places[_keys(experts)] - (counts.cumsum() - counts)[experts])
 
 
-def _keys(topk_idx: torch.Tensor) -> torch.Tensor:
-    num_tokens = topk_idx.size(0)
-    return topk_idx.long() * num_tokens + torch.arange(num_tokens, device="cpu").unsqueeze(1)
+def _keys(ids: np.ndarray) -> np.ndarray:
+    num_tokens = ids.shape[0]
+    return ids.astype(np.int64) * num_tokens + np.arange(num_tokens)[:, None]
 
 
 class Blocks(NamedTuple):
@@ -81,10 +88,10 @@ class Blocks(NamedTuple):
         expert_starts: [L] int64, the first row of each.
     """
 
-    counts: torch.Tensor
-    starts: torch.Tensor
-    expert_counts: torch.Tensor
-    expert_starts: torch.Tensor
+    counts: np.ndarray
+    starts: np.ndarray
+    expert_counts: np.ndarray
+    expert_starts: np.ndarray
 
     @classmethod
     def of(cls, counts: torch.Tensor) -> Blocks:
@@ -93,31 +100,25 @@ class Blocks(NamedTuple):
         Example:
             Counts `[[1, 2], [0, 3]]` start at `[[0, 1], [3, 3]]`.
         """
-        starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
-        return cls(counts, starts, counts.sum(1), starts[:, 0])
+        numbers = counts.numpy()
+        starts = numbers.cumsum().reshape(numbers.shape) - numbers
+        return cls(numbers, starts, numbers.sum(1), starts[:, 0])
 
     def layout_range(self) -> torch.Tensor:
         """Return [L, R] int64: `count | first row of its expert << 32`."""
-        return self.counts | (self.starts - self.expert_starts.unsqueeze(1)) << 32
-
-    def repeat(self, values: torch.Tensor) -> torch.Tensor:
-        """Return [n]: for each row, the value of its block in [L, R] `values`."""
-        return torch.repeat_interleave(values.flatten(), self.counts.flatten())
+        return torch.from_numpy(self.counts | (self.starts - self.expert_starts[:, None]) << 32)
 
     def rows_apart(self, num_rows: int) -> torch.Tensor:
         """Return [n] int64: where each row lies among [L * num_rows], if every expert has `num_rows`."""
-        apart = torch.arange(self.expert_counts.numel(), device="cpu") * num_rows - self.expert_starts
-        return torch.arange(int(self.expert_counts.sum()), device="cpu") + torch.repeat_interleave(
-            apart, self.expert_counts
-        )
+        apart = np.arange(self.expert_counts.size) * num_rows - self.expert_starts
+        return torch.from_numpy(_counted(apart, self.expert_counts))
 
 
 def rows_of_layout(layout_range: torch.Tensor, num_rows: int) -> tuple[Blocks, torch.Tensor]:
     """Return the blocks of a handle, and where among [L * num_rows] their rows lie, [n] int64."""
     blocks = Blocks.of(layout_range & 0xFFFFFFFF)
-    firsts = (layout_range >> 32) + (torch.arange(layout_range.size(0), device="cpu") * num_rows).unsqueeze(1)
-    rows = blocks.repeat(firsts - blocks.starts)
-    return blocks, rows.add_(torch.arange(rows.numel(), device="cpu"))
+    firsts = (layout_range.numpy() >> 32) + (np.arange(layout_range.size(0)) * num_rows)[:, None]
+    return blocks, torch.from_numpy(_counted(firsts - blocks.starts, blocks.counts))
 
 
 def rows_by_rank(blocks: Blocks) -> torch.Tensor:
@@ -126,9 +127,19 @@ def rows_by_rank(blocks: Blocks) -> torch.Tensor:
     Example:
         Counts `[[1, 2], [0, 3]]`: rank 0 has row 0, rank 1 rows 1 and 2 of expert 0 and 3 to 5 of expert 1.
     """
-    sizes, starts = blocks.counts.t().flatten(), blocks.starts.t().flatten()
-    rows = torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
-    return rows.add_(torch.arange(rows.numel(), device="cpu"))
+    sizes, starts = blocks.counts.T.ravel(), blocks.starts.T.ravel()
+    return torch.from_numpy(_counted(starts - (sizes.cumsum() - sizes), sizes))
+
+
+def _counted(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return [n]: each value as often as it is counted, plus 0, 1, ... over all of them.
+
+    Example:
+        Values `[10, 20]`, counted `[1, 2]`: `[10, 21, 22]`.
+    """
+    repeated = values.ravel().repeat(counts.ravel())
+    repeated += np.arange(repeated.size)
+    return repeated
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------
@@ -163,16 +174,10 @@ def unpack_rows(out: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> Non
         rows: [n, columns] of the same dtype.
         counts: L numbers.
     """
-    _unpack_rows(out, rows, counts)
-
-
-@Scripted
-def _unpack_rows(out: torch.Tensor, rows: torch.Tensor, counts: list[int]) -> None:
-    start = 0
-    for expert, count in enumerate(counts):
-        if count > 0:
-            out[expert][:count].copy_(rows[start : start + count])
-            start += count
+    # One operator for all experts: there are few numbers to copy.
+    experts = np.arange(len(counts)).repeat(counts)
+    first_rows = np.cumsum(counts) - counts
+    out.numpy()[experts, _counted(-first_rows, np.asarray(counts))] = rows.numpy()
 
 
 class Caster:
@@ -238,10 +243,14 @@ def _at_least(scratch: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class Summer:
-    """Sums each token's rows, weighted: FP32, k ascending, one rounding."""
+    """Sums each token's rows, weighted: FP32, k ascending, each product and its sum in one rounding, the result in one.
+
+    `embedding_bag` adds up so: it keeps a token's sum in registers, where `addcmul_` for each k reads and writes it.
+    """
 
     def __init__(self) -> None:
         self._wide = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._narrow = torch.empty(0, dtype=torch.bfloat16, device="cpu")
 
     def sum(
         self,
@@ -257,27 +266,58 @@ class Summer:
         Args:
             out: [T, H] BF16, written.
             atlas: [grains, H] BF16.
-            grains: [T, K] int64; readable, if meaningless, where a selection is skipped.
+            grains: [T, K] int64; not read where a selection is skipped.
             weights: [T, K] float32.
             is_skipped: [T, K] bool.
             ranges: [grains, 2 * G] BF16, the ranges of the rows, which are LogFMT; None: they are BF16.
         """
-        num_tokens, hidden = out.shape
+        (num_tokens, hidden), num_topk = out.shape, grains.size(1)
         if out.numel() == 0:
             return
-        tile = min(num_tokens, max(1, _TILE_BYTES // (4 * hidden)))
-        self._wide = _at_least(self._wide, 2 * tile * hidden)
-        total, wide = self._wide[: 2 * tile * hidden].view(2, tile, hidden)
-        # Also the weight: an infinite one times the nothing of a skipped row would be NaN.
-        weights = weights.masked_fill(is_skipped, 0.0).t().contiguous().unsqueeze(-1)
-        columns = grains.t().contiguous()
-        skipped = is_skipped.t().contiguous().unsqueeze(-1)
-        has_skipped = is_skipped.any(0).tolist()
+        tile = min(num_tokens, max(1, _SUM_TILE_BYTES // (4 * hidden * num_topk)))
+        bags = _Bags.of(grains, weights, is_skipped, tile)
+        size = tile * num_topk * hidden
+        self._wide, self._narrow = _at_least(self._wide, size), _at_least(self._narrow, size)
+        wide, narrow = (one[:size].view(-1, hidden) for one in (self._wide, self._narrow))
         if ranges is not None:
-            _sum_logfmt(out, atlas, ranges, columns, weights, skipped, total)
+            _sum_logfmt(out, atlas, ranges, bags, tile, wide, narrow)
         else:
-            narrow = out.new_empty(tile, hidden)
-            _sum_tiles(out, atlas, columns, weights, skipped, has_skipped, total, wide, narrow)
+            _sum_tiles(out, atlas, *bags, tile, wide, narrow)
+
+
+class _Bags(NamedTuple):
+    """What each token sums, without what it skips, in tiles of tokens. m selections.
+
+    Attributes:
+        grains: [m] int64, the rows, by token.
+        weights: [m] float32.
+        starts: [T] int64, the first selection of each token, counted from the first of its tile.
+        order: At least as many numbers 0, 1, ... as a tile has selections.
+        bounds: The first selection of each tile, and m.
+    """
+
+    grains: torch.Tensor
+    weights: torch.Tensor
+    starts: torch.Tensor
+    order: torch.Tensor
+    bounds: list[int]
+
+    @classmethod
+    def of(cls, grains: torch.Tensor, weights: torch.Tensor, is_skipped: torch.Tensor, tile: int) -> _Bags:
+        """Make them from [T, K] each.
+
+        Example:
+            2 tokens of 2 selections, of which token 0 skips its first, in a tile: starts `[0, 1]`, bounds `[0, 3]`.
+        """
+        is_kept = is_skipped.logical_not()
+        counts = is_kept.sum(1)
+        starts = counts.cumsum(0) - counts
+        firsts = starts[::tile]
+        inside = starts - firsts.repeat_interleave(tile)[: starts.numel()]
+        # Not weights of zero for what is skipped: an infinity times zero would be NaN.
+        kept = grains[is_kept], weights[is_kept]
+        order = torch.arange(tile * grains.size(1), device="cpu")
+        return cls(*kept, inside, order, [*firsts.tolist(), kept[0].numel()])
 
 
 @Scripted
@@ -286,60 +326,66 @@ def _sum_tiles(
     atlas: torch.Tensor,
     grains: torch.Tensor,
     weights: torch.Tensor,
-    skipped: torch.Tensor,
-    has_skipped: list[bool],
-    total: torch.Tensor,
+    starts: torch.Tensor,
+    order: torch.Tensor,
+    bounds: list[int],
+    tile: int,
     wide: torch.Tensor,
     narrow: torch.Tensor,
 ) -> None:
-    """Tile by tile of tokens, k by k: gather, widen, add.
+    """Tile by tile of tokens: gather, widen, sum.
 
     Args:
         out: [T, H].
         atlas: [grains, H].
-        grains: [K, T].
-        weights: [K, T, 1].
-        skipped: [K, T, 1].
-        has_skipped: K times, whether any token skips it.
-        total: [tile, H] float32 scratch.
-        wide: [tile, H] float32 scratch.
-        narrow: [tile, H] scratch of out's dtype.
+        grains: See `_Bags`, also for the next four.
+        weights: Likewise.
+        starts: Likewise.
+        order: Likewise.
+        bounds: Likewise.
+        tile: Tokens of a tile.
+        wide: [tile * K, H] float32 scratch.
+        narrow: [tile * K, H] scratch of out's dtype.
     """
-    tile, num_tokens = total.size(0), out.size(0)
-    for start in range(0, num_tokens, tile):
-        stop = min(start + tile, num_tokens)
-        size = stop - start
-        part, rows, gathered = total[:size], wide[:size], narrow[:size]
-        part.zero_()
-        for k in range(len(has_skipped)):
-            torch.index_select(atlas, 0, grains[k, start:stop], out=gathered)
-            rows.copy_(gathered)
-            if has_skipped[k]:
-                rows.masked_fill_(skipped[k, start:stop], 0.0)
-            part.addcmul_(rows, weights[k, start:stop])
-        out[start:stop].copy_(part)
+    for index in range(len(bounds) - 1):
+        first, last, start = bounds[index], bounds[index + 1], index * tile
+        stop = min(start + tile, out.size(0))
+        if first == last:
+            out[start:stop].zero_()
+            continue
+        rows, gathered = wide[: last - first], narrow[: last - first]
+        torch.index_select(atlas, 0, grains[first:last], out=gathered)
+        rows.copy_(gathered)
+        _sum_bags(out[start:stop], rows, weights[first:last], starts[start:stop], order)
+
+
+def _sum_bags(
+    out: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor, order: torch.Tensor
+) -> None:
+    """Sum float32 rows for each token of a tile, see `_Bags`."""
+    sums = torch.embedding_bag(rows, order[: rows.size(0)], starts, False, 0, False, weights)
+    out.copy_(sums[0])
 
 
 def _sum_logfmt(
     out: torch.Tensor,
     atlas: torch.Tensor,
     ranges: torch.Tensor,
-    grains: torch.Tensor,
-    weights: torch.Tensor,
-    skipped: torch.Tensor,
-    total: torch.Tensor,
+    bags: _Bags,
+    tile: int,
+    wide: torch.Tensor,
+    narrow: torch.Tensor,
 ) -> None:
-    """Do what `_sum_tiles` does, with rows that are LogFMT.
-
-    Decoding takes most of the time, so this is not optimised.
-    """
-    tile, (num_tokens, hidden) = total.size(0), out.shape
-    for start in range(0, num_tokens, tile):
-        stop = min(start + tile, num_tokens)
-        part = total[: stop - start].zero_()
-        for k in range(grains.size(0)):
-            wanted = grains[k, start:stop]
-            units = atlas.index_select(0, wanted).view(torch.uint8)
-            rows = logfmt.decode(units, ranges.index_select(0, wanted).unflatten(-1, (-1, 2)), hidden)
-            part.addcmul_(rows.masked_fill_(skipped[k, start:stop], 0.0), weights[k, start:stop])
-        out[start:stop].copy_(part)
+    """Do what `_sum_tiles` does, with rows that are LogFMT. Its operators are few and long: there is no script."""
+    for index, (first, last) in enumerate(itertools.pairwise(bags.bounds)):
+        part, start = out[index * tile : (index + 1) * tile], index * tile
+        if first == last:
+            part.zero_()
+            continue
+        rows = wide[: last - first]
+        for begin in range(first, last, LOGFMT_ROWS):
+            wanted = bags.grains[begin : min(begin + LOGFMT_ROWS, last)]
+            units = torch.index_select(atlas, 0, wanted, out=narrow[: wanted.numel()]).view(torch.uint8)
+            decoded = rows[begin - first : begin - first + wanted.numel()]
+            logfmt.decode_into(decoded, units, ranges.index_select(0, wanted).unflatten(-1, (-1, 2)))
+        _sum_bags(part, rows, bags.weights[first:last], bags.starts[start : start + tile], bags.order)

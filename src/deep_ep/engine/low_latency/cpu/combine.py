@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from .... import logfmt
@@ -25,8 +26,6 @@ from .shared import ExcludedError, Shared, SpoiledError
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
     from ....transport.mesh import Mesh
-
-_LOGFMT_ROWS = 64  # compressed at a time
 
 
 class LowLatencyCombine(LowLatencyCall):
@@ -66,7 +65,7 @@ class LowLatencyCombine(LowLatencyCall):
             torch.bitwise_or(layout & 0xFFFFFFFF, firsts << 32, out=table)
             return LocalPost(table.size(0) * geometry.num_rows, self.shared.base(self._offset))
         blocks, rows = kernels.rows_of_layout(layout, geometry.num_rows)
-        torch.bitwise_or(blocks.counts, blocks.starts << 32, out=table)
+        np.bitwise_or(blocks.counts, blocks.starts << 32, out=table.numpy())
         offset = self._offset
         self._require_possible(rows, geometry.num_experts)
         slots = self.shared.bytes(offset, rows.numel() * geometry.slot_bytes).view(-1, geometry.slot_bytes)
@@ -78,11 +77,12 @@ class LowLatencyCombine(LowLatencyCall):
         geometry = self._geometry
         blocks, rows = kernels.rows_of_layout(self._rows.layout_range[:, rank : rank + 1], geometry.num_rows)
         self._require_possible(rows, geometry.num_local_experts)
+        counts = torch.from_numpy(blocks.expert_counts)
         if self._use_logfmt:
             slots = ordinary_tensor((rows.numel(), geometry.slot_bytes), torch.uint8)
             self._write(rows, slots)
-            return remote_rows.logfmt_frame(mesh, self._said, geometry, blocks.expert_counts, slots)
-        frame, slots = remote_rows.plain_frame(mesh, self._said, geometry, blocks.expert_counts)
+            return remote_rows.logfmt_frame(mesh, self._said, geometry, counts, slots)
+        frame, slots = remote_rows.plain_frame(mesh, self._said, geometry, counts)
         self._write(rows, slots)
         return frame
 
@@ -123,27 +123,27 @@ class LowLatencyCombine(LowLatencyCall):
     def _compress(self, x: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         geometry = self._geometry
         first, stop = geometry.ranges_offset, geometry.ranges_offset + 4 * geometry.num_groups
-        for wanted, part in zip(rows.split(_LOGFMT_ROWS), slots.split(_LOGFMT_ROWS), strict=True):
-            units, ranges = logfmt.encode(x.index_select(0, wanted))
-            part[:, : 2 * geometry.hidden] = units
-            part[:, first:stop] = ranges.flatten(1).view(torch.uint8)
+        for wanted, part in zip(rows.split(kernels.LOGFMT_ROWS), slots.split(kernels.LOGFMT_ROWS), strict=True):
+            ranges = part[:, first:stop].view(torch.bfloat16).unflatten(1, (-1, 2))
+            logfmt.encode_into(x.index_select(0, wanted), part[:, : 2 * geometry.hidden], ranges)
 
     def _fetch(self, posts: Posts) -> None:
         geometry, topk_idx = self._geometry, self._rows.topk_idx
         selections = kernels.select(topk_idx, geometry.num_experts)
         remote = self._remote_rows(posts.remote)
         starts, pitches = self._expert_grains(posts.local, remote, selections)
-        experts = topk_idx.clamp(0, geometry.num_experts - 1).long()
+        ids = topk_idx.numpy()
+        experts = ids.clip(0, geometry.num_experts - 1)
         grains = starts[experts]
-        is_skipped = ~kernels.is_selection(topk_idx, geometry.num_experts) | (grains < 0)
-        grains += kernels.earlier_tokens(topk_idx, selections) * pitches[experts]
-        grains.masked_fill_(is_skipped, self.shared.own_grain())
+        is_skipped = ~kernels.is_selection(ids, geometry.num_experts) | (grains < 0)
+        grains += kernels.earlier_tokens(topk_idx, selections).numpy() * pitches[experts]
+        chosen = torch.from_numpy(grains), self._rows.topk_weights, torch.from_numpy(is_skipped)
         atlas, ranges = self.shared.atlas.rows(geometry.hidden, torch.bfloat16), None
         if self._use_logfmt:
             ranges = self.shared.atlas.rows(2 * geometry.num_groups, torch.bfloat16, geometry.ranges_offset)
-        self.shared.summer.sum(self._out, atlas, grains, self._rows.topk_weights, is_skipped, ranges)
+        self.shared.summer.sum(self._out, atlas, *chosen, ranges)
         if self.shared.window.trace is not None:
-            self._note(selections.counts.view(geometry.num_ranks, -1).sum(1), geometry.slot_bytes)
+            self._note(selections.counts.view(geometry.num_ranks, -1).sum(1).tolist(), geometry.slot_bytes)
 
     def _remote_rows(self, posts: dict[int, RemotePost]) -> dict[int, RemoteRows]:
         """Return the rows that ranks of other nodes have sent, after mapping them in the atlas.
@@ -159,40 +159,40 @@ class LowLatencyCombine(LowLatencyCall):
 
     def _expert_grains(
         self, posts: dict[int, LocalPost], remote: dict[int, RemoteRows], selections: kernels.Selections
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return where this rank's rows lie at each expert, after checking what the peers have published.
 
         Returns:
             [E] int64: the grain of its first row, -1 if there is none. [E] int64: grains from one row to the next.
         """
         geometry, num_local = self._geometry, self._geometry.num_local_experts
-        starts = torch.full((geometry.num_ranks, num_local), -1, device="cpu")
-        pitches = torch.full_like(starts, geometry.slot_bytes // GRAIN_BYTES)
-        wanted = selections.counts.view(geometry.num_ranks, num_local)
+        starts = np.full((geometry.num_ranks, num_local), -1, dtype=np.int64)
+        pitches = np.full_like(starts, geometry.slot_bytes // GRAIN_BYTES)
+        wanted = selections.counts.view(geometry.num_ranks, num_local).numpy()
         for rank, post in posts.items():
             # A copy, which a peer that has gone on cannot change.
-            blocks = self._peer_table(rank, post, geometry.num_experts).view(num_local, -1)[:, self.shared.rank].clone()
+            table = self._peer_table(rank, post, geometry.num_experts).numpy().reshape(num_local, -1)
+            blocks = table[:, self.shared.rank].copy()
             counts, firsts = blocks & 0xFFFFFFFF, blocks >> 32
             is_right = (counts == wanted[rank]) & (firsts >= 0) & (firsts + counts <= post.num_rows)
             start = self._peer_grain(rank, post, post.num_rows * geometry.slot_bytes)
             grains = start + firsts * (geometry.slot_bytes // GRAIN_BYTES)
             starts[rank] = self._wanted_grains(rank, is_right, grains, has_none=not counts.any())
-        for rank, (counts, slots) in remote.items():
+        for rank, (amounts, slots) in remote.items():
             pitches[rank] = pitch = slots.size(1) // GRAIN_BYTES
-            firsts = self.shared.atlas.grain_at(slots.data_ptr()) + (counts.cumsum(0) - counts) * pitch
-            starts[rank] = self._wanted_grains(rank, counts == wanted[rank], firsts, has_none=not counts.any())
-        return starts.flatten(), pitches.flatten()
+            counts = amounts.numpy()
+            grains = self.shared.atlas.grain_at(slots.data_ptr()) + (counts.cumsum() - counts) * pitch
+            starts[rank] = self._wanted_grains(rank, counts == wanted[rank], grains, has_none=not counts.any())
+        return starts.ravel(), pitches.ravel()
 
-    def _wanted_grains(
-        self, rank: int, is_right: torch.Tensor, grains: torch.Tensor, *, has_none: bool
-    ) -> torch.Tensor:
+    def _wanted_grains(self, rank: int, is_right: np.ndarray, grains: np.ndarray, *, has_none: bool) -> np.ndarray:
         """Return the grains at which a rank has the rows that are wanted.
 
         Raises:
             SpoiledError: It has other rows than are wanted.
             ExcludedError: It has none, and ranks may be masked.
         """
-        if bool(is_right.all()):
+        if is_right.all():
             return grains
         if self.shared.can_mask and has_none:
             raise ExcludedError(rank, ", which had masked this rank at the dispatch and has no rows for it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from .... import quant
@@ -107,11 +108,11 @@ class LowLatencyDispatch(LowLatencyCall):
         kernels.fetch_rows(packed.x.view(columns), atlas, arrivals.grains, counts)
         if packed.scales is not None:
             self._fetch_scales(packed.scales, arrivals.grains, counts)
-        packed.src_info.view(-1).index_copy_(0, blocks.rows_apart(geometry.num_rows), tokens.int())
-        packed.num_rows.copy_(blocks.expert_counts)
+        packed.src_info.view(-1).numpy()[blocks.rows_apart(geometry.num_rows).numpy()] = tokens
+        packed.num_rows.numpy()[:] = blocks.expert_counts
         packed.layout_range.copy_(blocks.layout_range())
         if self.shared.window.trace is not None:
-            self._note(blocks.counts.sum(0), geometry.row_bytes(self._form), experts=counts)
+            self._note(blocks.counts.sum(0).tolist(), geometry.row_bytes(self._form), experts=counts)
 
     def _finish(self) -> None:
         if self._recv_stats is not None:
@@ -137,57 +138,57 @@ class LowLatencyDispatch(LowLatencyCall):
         It is checked, as it becomes addresses.
         """
         geometry, row_bytes = self._geometry, self._geometry.row_bytes(self._form)
-        shape = (geometry.num_ranks, geometry.num_local_experts)
-        counts = torch.zeros(shape, dtype=torch.int64, device="cpu")
+        counts = np.zeros((geometry.num_ranks, geometry.num_local_experts), dtype=np.int64)
         parts = dict(
             sorted({**self._local_parts(posts.local, counts), **self._remote_parts(posts.remote, counts)}.items())
         )
-        blocks, sizes, ranks = kernels.Blocks.of(counts.t().contiguous()), counts.sum(1), list(parts)
-        nothing = counts.new_empty(0)  # comes where all ranks are masked
-        tokens = torch.cat([nothing, *(part.tokens for part in parts.values())])
-        indices = torch.cat([nothing, *(part.rows for part in parts.values())]) if posts.remote else tokens
-        limits, bases = sizes.new_zeros(2, geometry.num_ranks)
-        limits[ranks] = limits.new_tensor([part.num_rows for part in parts.values()])
-        if not bool(((indices >= 0) & (indices < limits.repeat_interleave(sizes))).all()):
+        blocks = kernels.Blocks.of(torch.from_numpy(counts.T.copy()))
+        sizes = counts.sum(1)[list(parts)]
+        nothing = np.empty(0, dtype=np.int32)  # comes where all ranks are masked
+        tokens = np.concatenate([nothing, *(part.tokens for part in parts.values())])
+        indices = np.concatenate([nothing, *(part.rows for part in parts.values())]) if posts.remote else tokens
+        limits = np.array([part.num_rows for part in parts.values()], dtype=np.int64)
+        if not ((indices >= 0) & (indices < limits.repeat(sizes))).all():
             raise self._spoiled()
-        bases[ranks] = bases.new_tensor([part.grain for part in parts.values()])
-        grains = bases.repeat_interleave(sizes).add_(indices, alpha=row_bytes // GRAIN_BYTES)
-        rows = kernels.rows_by_rank(blocks)
-        return _Arrivals(
-            blocks,
-            torch.empty_like(tokens).scatter_(0, rows, tokens),
-            torch.empty_like(grains).scatter_(0, rows, grains),
-        )
+        bases = np.array([part.grain for part in parts.values()], dtype=np.int64)
+        grains = bases.repeat(sizes) + indices.astype(np.int64) * (row_bytes // GRAIN_BYTES)
+        # From the order of ranks to that of experts.
+        rows, packed_tokens, packed_grains = kernels.rows_by_rank(blocks).numpy(), tokens.copy(), grains.copy()
+        packed_tokens[rows], packed_grains[rows] = tokens, grains
+        return _Arrivals(blocks, packed_tokens, torch.from_numpy(packed_grains))
 
-    def _local_parts(self, posts: dict[int, LocalPost], counts: torch.Tensor) -> dict[int, _Part]:
+    def _local_parts(self, posts: dict[int, LocalPost], counts: np.ndarray) -> dict[int, _Part]:
         """Return what ranks of this node send, by rank. Writes their `counts` [R, L]."""
         if not posts:
             return {}
         geometry, row_bytes = self._geometry, self._geometry.row_bytes(self._form)
         first, num_local = self.shared.rank * geometry.num_local_experts, geometry.num_local_experts
-        tables = torch.stack([self._peer_table(rank, post, geometry.num_experts) for rank, post in posts.items()])
-        counts[list(posts)] = tables[:, first : first + num_local]
-        # Of the copies: what a peer that went on writes into its table must not be seen twice in different ways.
-        sizes, starts = counts[list(posts)].sum(1).tolist(), tables[:, :first].sum(1).tolist()
+        # Of these copies: what a peer that went on writes into its table must not be seen twice in different ways.
+        tables = np.stack([self._peer_table(rank, post, geometry.num_experts).numpy() for rank, post in posts.items()])
+        mine = tables[:, first : first + num_local]
+        counts[list(posts)] = mine
+        if (mine < 0).any():
+            raise self._spoiled()
+        sizes, starts = mine.sum(1).tolist(), tables[:, :first].sum(1).tolist()
         parts = {}
         for (rank, post), start, size in zip(posts.items(), starts, sizes, strict=True):
-            tokens = self._peer_tokens(rank, post, start, start + size)
+            tokens = self._peer_tokens(rank, post, start, start + size).numpy()
             grain = self._peer_grain(rank, post, post.num_rows * row_bytes)
             parts[rank] = _Part(tokens, tokens, post.num_rows, grain)
         return parts
 
-    def _remote_parts(self, posts: dict[int, RemotePost], counts: torch.Tensor) -> dict[int, _Part]:
+    def _remote_parts(self, posts: dict[int, RemotePost], counts: np.ndarray) -> dict[int, _Part]:
         """Return what ranks of other nodes have sent, by rank. Writes their `counts` [R, L]."""
         geometry, row_bytes, parts = self._geometry, self._geometry.row_bytes(self._form), {}
         for rank, post in posts.items():
             sizes = (8 * geometry.num_local_experts, 4 * post.extent, 4 * post.extent)
             numbers, tokens, indices, rows = post.sections((*sizes, post.num_rows * row_bytes))
-            counts[rank], tokens = numbers.view(torch.int64), tokens.view(torch.int32)
-            is_count = (counts[rank] >= 0) & (counts[rank] <= geometry.max_tokens)
-            post.require(is_count & (counts[rank].sum() == post.extent))
+            amounts, tokens = numbers.view(torch.int64), tokens.view(torch.int32)
+            post.require((amounts >= 0) & (amounts <= geometry.max_tokens) & (amounts.sum() == post.extent))
+            counts[rank] = amounts.numpy()
             post.require((tokens >= 0) & (tokens < geometry.max_tokens))
             grain = self.shared.atlas.grain_at(rows.data_ptr())
-            parts[rank] = _Part(tokens, indices.view(torch.int32), post.num_rows, grain)
+            parts[rank] = _Part(tokens.numpy(), indices.view(torch.int32).numpy(), post.num_rows, grain)
         return parts
 
     def _spoiled(self) -> SpoiledError:
@@ -221,8 +222,8 @@ class _Part(NamedTuple):
         grain: The grain of the first row.
     """
 
-    tokens: torch.Tensor
-    rows: torch.Tensor
+    tokens: np.ndarray
+    rows: np.ndarray
     num_rows: int
     grain: int
 
@@ -232,10 +233,10 @@ class _Arrivals(NamedTuple):
 
     Attributes:
         blocks: How many rows for which expert from which rank.
-        tokens: [n] int64, the token of each row at its source.
+        tokens: [n] int32, the token of each row at its source.
         grains: [n] int64, the grain of each row.
     """
 
     blocks: kernels.Blocks
-    tokens: torch.Tensor
+    tokens: np.ndarray
     grains: torch.Tensor

@@ -210,10 +210,11 @@ def _check_layout(layout_range: torch.Tensor, geometry: Geometry) -> None:
     Raises:
         ValueError: It names rows that a dispatch cannot have brought.
     """
-    counts = layout_range & 0xFFFFFFFF
-    last = int((counts + (layout_range >> 32)).amax())
+    ranges = layout_range.numpy()
+    counts = ranges & 0xFFFFFFFF
+    last = int((counts + (ranges >> 32)).max())
     num_rows, most = int(counts.sum()), geometry.num_experts * geometry.max_tokens
-    if int(layout_range.amin()) < 0 or last > geometry.num_rows or num_rows > most:
+    if ranges.min() < 0 or last > geometry.num_rows or num_rows > most:
         raise ValueError(
             f"low_latency_combine: the `handle`'s `packed_recv_layout_range` names {num_rows} rows, up to row {last} "
             f"of an expert: at most {most} rows, and {geometry.num_rows} of an expert, can have come. "

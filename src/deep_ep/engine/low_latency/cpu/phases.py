@@ -223,11 +223,11 @@ class LowLatencyCall(ABC):
         trace = self.shared.window.trace
         return trace.slice(name, kind) if trace is not None else NO_SLICE
 
-    def _note(self, counts: torch.Tensor, row_bytes: int, **more: Any) -> None:
+    def _note(self, counts: list[int], row_bytes: int, **more: Any) -> None:
         """Note in the trace the rows from each rank, and further facts of the call."""
         trace = self.shared.window.trace
         assert trace is not None
-        trace.note(rows_from=counts.tolist(), row_bytes=row_bytes, **more)
+        trace.note(rows_from=counts, row_bytes=row_bytes, **more)
 
     # Peers -----------------------------------------------------------------------------------------------------------
 
