@@ -120,7 +120,7 @@ def of_selections() -> dict[str, str]:
     pull = (context, shapes.pull, 7168, torch.bfloat16, 8)
     made = {
         "place": Place(context, rows, 8, 32, torch.int64, True, True),
-        "put selections": PutSelections(context, shapes.put, rows, 8, 32),
+        "put selections": PutSelections(context, shapes.put, bare, 8),
         "unfold selections": PutSelections(context, shapes.put, bare, 8, is_unfold=True),
         "unpack selections": UnpackSelections(context, 16, 8, 32, torch.int64, True),
         "arrange": Arrange(context, 8, 14336, True, True),

@@ -25,18 +25,7 @@ from ._triton import Launch, jit, launch, next_power_of_2, tl, triton, variant
 from .exchange import STATE_FAILED, STATE_HELD, TABLE_CAPACITIES, TABLE_EXPANDED, TABLE_STARTS, Context
 from .primitives import rounded
 from .pull import add_biases
-from .put import (
-    VECTOR_BYTES,
-    LaunchShape,
-    RowSpec,
-    integer_of,
-    load_columns,
-    load_piece,
-    load_slots,
-    put_topk,
-    record_words,
-    source_of,
-)
+from .put import VECTOR_BYTES, LaunchShape, RowSpec, integer_of, load_columns, load_piece, record_words, source_of
 
 _FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
 _CAPACITIES, _STARTS = tl.constexpr(TABLE_CAPACITIES), tl.constexpr(TABLE_STARTS)
@@ -46,7 +35,6 @@ _COMPARED = tl.constexpr(32)  # with which it is compared at once
 _TILES_AT_ONCE = tl.constexpr(8)  # earlier tiles whose counts are loaded at once
 _UNROLLED = tl.constexpr(8)  # selections whose loads or stores stand one behind the other, without a branch
 _ELEMENTWISE_WARPS = 4
-_MOST_RECORD_WARPS = 16  # see `put.py`
 
 
 def tile_tokens(num_topk: int) -> int:
@@ -84,7 +72,9 @@ def _load_ids(topk_idx, tile, num_tokens, num_topk, num_experts, TOKENS: tl.cons
 
 
 class Place:
-    """Finds the row of each selection at its rank, and the addresses that rows are put to.
+    """Finds the row of each selection at its rank and the addresses that rows are put to, and writes the records.
+
+    (A kernel that moves rows with few blocks would wait for all that a record consists of, token after token.)
 
     Args:
         context: Holds the peers' offers, and the first slots.
@@ -113,21 +103,33 @@ class Place:
             "HAS_SCALES": rows.scale_bytes > 0,
             "TOKENS": tile_tokens(num_topk),
             "TOPK": next_power_of_2(num_topk),
+            "LANES": next_power_of_2(context.num_ranks),
         }
         kernel = variant(_place_kernel, _ELEMENTWISE_WARPS, constants, (idx_dtype,))
         int32 = torch.int32
-        types = (idx_dtype, int32, int32, int32, int32, int32, int32, torch.int64, None)
+        types = (idx_dtype, torch.float32, *(int32,) * 7, torch.int64, None)
         row_bytes, scale_bytes = rows.row_bytes, rows.num_scales * rows.scale_bytes
-        fixed = (context.table, context.state, num_topk, num_local, context.num_ranks, row_bytes, scale_bytes)
+        fixed = (
+            context.table,
+            context.state,
+            num_topk,
+            num_local,
+            context.num_ranks,
+            row_bytes,
+            scale_bytes,
+            record_words(num_topk, has_rows=True),
+        )
         self._launch = Launch(kernel, types, fixed)
 
     def __call__(
         self,
         num_tokens: int,
         topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
         tiles: torch.Tensor,
         first: torch.Tensor,
         numbers: torch.Tensor,
+        send_head: torch.Tensor,
         owners: torch.Tensor,
         slots: torch.Tensor,
         rows: torch.Tensor,
@@ -137,26 +139,30 @@ class Place:
 
         Args:
             num_tokens: T.
-            topk_idx: [T, K]; not read if they are not new, as the next three.
+            topk_idx: [T, K]; not used if they are not new, as all up to `send_head`.
+            topk_weights: [T, K] float32, for the records.
             tiles: [tiles, E] int32, see `count_tile`.
             first: [E] int32, the first row of this rank's selections of each expert, at its rank.
             numbers: [T, R] int32, see `notify.Numbered`.
+            send_head: [T, R] int32, written with the compact rows, see `Handle`; not if the result is compact.
             owners: [T, K] int32, the rank of each selection; -1: there is none. Written if they are new.
             slots: [T, K] int32, the compact row of the token at that rank, in the highest column of the rank; -1 in
                 others. Written likewise.
             rows: [T, K] int32, the expanded row of each selection; -1: none. Written likewise.
             targets: [2, T, K] int64, written: where the payload and the scales of each selection go; 0: nowhere.
         """
-        tensors = (topk_idx, tiles, first, numbers, owners, slots, rows, targets)
+        tensors = (topk_idx, topk_weights, tiles, first, numbers, send_head, owners, slots, rows, targets)
         self._launch(num_tiles(num_tokens, self._num_topk), tensors, (num_tokens,))
 
 
 @jit
 def _place_kernel(
     topk_idx,
+    topk_weights,
     tiles,
     first,
     numbers,
+    send_head,
     owners,
     slots,
     rows,
@@ -169,11 +175,13 @@ def _place_kernel(
     num_ranks: tl.int32,
     row_bytes: tl.int64,
     scale_bytes: tl.int64,
+    num_record_words: tl.int32,
     IS_NEW: tl.constexpr,
     IS_EXPANDED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     TOKENS: tl.constexpr,
     TOPK: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """A block for each tile.
 
@@ -201,6 +209,12 @@ def _place_kernel(
                 )
                 row = tl.where(is_id, tl.load(first + expert, mask=is_id, other=0) + before, -1)
                 tl.store(rows + cells, row, mask=is_cell)
+                if tl.load(state + _HELD) == 0:
+                    weights = tl.load(topk_weights + cells, mask=is_cell, other=0.0)
+                    _put_records(
+                        numbers, send_head, table, tokens, expert, is_id, weights, row, num_tokens, num_topk, num_local,
+                        num_ranks, num_record_words, LANES,
+                    )  # fmt: skip
         else:
             owner = tl.load(owners + cells, mask=is_cell, other=-1)
             slot = tl.load(slots + cells, mask=is_cell, other=-1)
@@ -213,6 +227,37 @@ def _place_kernel(
                 address = tl.load(table + num_ranks + owner, mask=goes, other=0) + taken * scale_bytes
                 behind = tl.cast(num_tokens, tl.int64) * num_topk
                 tl.store(targets + behind + cells, tl.where(goes, address, 0), mask=is_cell)
+
+
+@triton.jit
+def _put_records(
+    numbers, send_head, table, tokens, expert, is_id, weights, row, num_tokens, num_topk, num_local, num_ranks,
+    num_record_words, LANES: tl.constexpr,
+):  # fmt: skip
+    """Write the records of a tile of tokens to all their ranks: index, ids as the rank counts them, weights, rows.
+
+    All but the index are [TOKENS, TOPK]; cells are [TOKENS, LANES, TOPK], of which a record has one for each column.
+    """
+    lanes, columns = tl.arange(0, LANES), tl.arange(0, expert.shape[1])
+    is_rank = lanes < num_ranks
+    bases = tl.load(table + 2 * num_ranks + lanes, mask=is_rank, other=0)
+    capacities = tl.load(table + _CAPACITIES * num_ranks + lanes, mask=is_rank, other=0)
+    starts = tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0)
+    is_pair = (tokens < num_tokens)[:, None] & is_rank[None, :]
+    pairs = tokens.to(tl.int64)[:, None] * num_ranks + lanes[None, :]
+    number = tl.load(numbers + pairs, mask=is_pair, other=-1)
+    compact = tl.where(number >= 0, number + starts[None, :], -1)
+    tl.store(send_head + pairs, compact.to(tl.int32), mask=is_pair)
+    goes = (compact >= 0) & (compact < capacities[None, :])
+    record = (bases[None, :] + compact * num_record_words * 4).to(tl.pointer_type(tl.int32))
+    tl.store(record, tokens[:, None] + tl.zeros_like(number), mask=goes)
+    cells = record[:, :, None] + 1 + columns[None, None, :]
+    is_cell = goes[:, :, None] & (columns < num_topk)[None, None, :]
+    local = expert[:, None, :] - lanes[None, :, None] * num_local
+    is_local = is_id[:, None, :] & (local >= 0) & (local < num_local)
+    tl.store(cells, tl.where(is_local, local, -1), mask=is_cell)
+    tl.store(cells + num_topk, weights.to(tl.int32, bitcast=True)[:, None, :] + local * 0, mask=is_cell)
+    tl.store(cells + 2 * num_topk, row[:, None, :] + local * 0, mask=is_cell)
 
 
 @triton.jit
@@ -264,90 +309,52 @@ class PutSelections:
     """Writes each token's rows to the addresses of its selections.
 
     Args:
-        context: Holds where the peers' records are, and the first slots.
+        context: For whether the buffer has failed.
         shape: How to launch.
         rows: What the rows are made of.
         num_topk: K.
-        num_local: L.
         is_unfold: The addresses are in this rank's own memory, and the kernel is no `dispatch`.
     """
 
     def __init__(
-        self,
-        context: Context,
-        shape: LaunchShape,
-        rows: RowSpec,
-        num_topk: int,
-        num_local: int = 0,
-        is_unfold: bool = False,
-    ):
+        self, context: Context, shape: LaunchShape, rows: RowSpec, num_topk: int, is_unfold: bool = False
+    ):  # fmt: skip
         self._nothing = context.state  # a dummy for arguments that are not used
         word_bytes = rows.word.itemsize
         row_words = rows.row_bytes // word_bytes
         vector = VECTOR_BYTES if rows.is_aligned else word_bytes
         block = min(shape.words * 4 // word_bytes, next_power_of_2(row_words))
-        most_warps = _MOST_RECORD_WARPS if rows.has_records else shape.num_warps
-        num_warps = min(most_warps, shape.warps_for(block * word_bytes, vector))
+        num_warps = shape.warps_for(block * word_bytes, vector)
         self._num_pieces = -(-row_words // block)
         self._most_blocks = shape.num_blocks
-        scale_bytes = rows.scale_bytes or 4
         constants = {
             "WORD_BYTES": word_bytes,
             "VECTOR": vector,
             "BLOCK": block,
             "HAS_SCALES": rows.scale_bytes > 0,
             "SCALES": next_power_of_2(rows.num_scales),
-            "HAS_RECORDS": rows.has_records,
             "TOPK": next_power_of_2(num_topk),
-            "LANES": next_power_of_2(context.num_ranks),
             "IS_WHOLE": row_words <= block,
         }
-        types = (
-            rows.word, integer_of(scale_bytes), torch.int64, torch.int32, torch.int32, rows.idx_dtype, torch.float32,
-            torch.int32, None, None, None,
-        )  # fmt: skip
-        fixed: tuple[torch.Tensor | int, ...] = (
-            row_words * word_bytes // vector,
-            rows.num_scales,
-            context.table,
-            context.state,
-            num_topk,
-            num_local,
-            context.num_ranks,
-            record_words(num_topk, has_rows=True),
-        )
+        scale_type = integer_of(rows.scale_bytes or 4)
         kernel = _unfold_selections_kernel if is_unfold else dispatch_selections_kernel
-        made = variant(kernel, num_warps, constants, (rows.idx_dtype,), shape.num_registers)
+        made = variant(kernel, num_warps, constants, (rows.word, scale_type), shape.num_registers)
+        types = (rows.word, scale_type, torch.int64, None, None, None)
+        fixed = (row_words * word_bytes // vector, rows.num_scales, context.state, num_topk)
         self._launch = Launch(made, types, fixed)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        targets: torch.Tensor,
-        slots: torch.Tensor | None = None,
-        send_head: torch.Tensor | None = None,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        rows: torch.Tensor | None = None,
-    ) -> None:
+    def __call__(self, x: torch.Tensor, scales: torch.Tensor | None, targets: torch.Tensor) -> None:
         """Put the rows of one call.
 
         Args:
             x: [T, H] contiguous.
             scales: [T, S] of any strides, or None.
             targets: [2, T, K] int64, addresses for payload and scales; 0: a row goes nowhere.
-            slots: [T, R] int32, relative to the first slots; None, as all below: no records travel.
-            send_head: [T, R] int32, written with the slots.
-            topk_idx: [T, K].
-            topk_weights: [T, K] float32.
-            rows: [T, K] int32, the expanded row of each selection.
         """
         num_tokens = x.shape[0]
         stride_t, stride_s = (0, 0) if scales is None else scales.stride()
-        given = (x, scales, targets, slots, send_head, topk_idx, topk_weights, rows)
-        tensors = tuple(self._nothing if one is None else one for one in given)
         num_blocks = min(self._most_blocks, num_tokens * self._num_pieces)
+        tensors = (x, self._nothing if scales is None else scales, targets)
         self._launch(num_blocks, tensors, (stride_t, stride_s, num_tokens))
 
 
@@ -356,38 +363,26 @@ def dispatch_selections_kernel(
     x,
     scales,
     targets,
-    slots,
-    send_head,
-    topk_idx,
-    topk_weights,
-    rows,
     scale_stride_t: tl.int32,
     scale_stride_s: tl.int32,
     num_tokens: tl.int32,
     row_vectors: tl.int32,
     num_scales: tl.int32,
-    table,
     state,
     num_topk: tl.int32,
-    num_local: tl.int32,
-    num_ranks: tl.int32,
-    num_record_words: tl.int32,
     WORD_BYTES: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     SCALES: tl.constexpr,
-    HAS_RECORDS: tl.constexpr,
     TOPK: tl.constexpr,
-    LANES: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
     """Example: one token with targets `[[a, 0, b]]`: its row is written at `a` and at `b`."""
     if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
         _put_selections(
-            x, scales, targets, slots, send_head, topk_idx, topk_weights, rows, scale_stride_t, scale_stride_s,
-            num_tokens, row_vectors, num_scales, table, num_topk, num_local, num_ranks, num_record_words, WORD_BYTES,
-            VECTOR, BLOCK, HAS_SCALES, SCALES, HAS_RECORDS, TOPK, LANES, IS_WHOLE,
+            x, scales, targets, scale_stride_t, scale_stride_s, num_tokens, row_vectors, num_scales, num_topk,
+            WORD_BYTES, VECTOR, BLOCK, HAS_SCALES, SCALES, TOPK, IS_WHOLE,
         )  # fmt: skip
 
 
@@ -396,82 +391,75 @@ def _unfold_selections_kernel(
     x,
     scales,
     targets,
-    slots,
-    send_head,
-    topk_idx,
-    topk_weights,
-    rows,
     scale_stride_t: tl.int32,
     scale_stride_s: tl.int32,
     num_tokens: tl.int32,
     row_vectors: tl.int32,
     num_scales: tl.int32,
-    table,
     state,
     num_topk: tl.int32,
-    num_local: tl.int32,
-    num_ranks: tl.int32,
-    num_record_words: tl.int32,
     WORD_BYTES: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     SCALES: tl.constexpr,
-    HAS_RECORDS: tl.constexpr,
     TOPK: tl.constexpr,
-    LANES: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
     """The same, to addresses in this rank's own memory."""
     if tl.load(state + _FAILED) == 0:
         _put_selections(
-            x, scales, targets, slots, send_head, topk_idx, topk_weights, rows, scale_stride_t, scale_stride_s,
-            num_tokens, row_vectors, num_scales, table, num_topk, num_local, num_ranks, num_record_words, WORD_BYTES,
-            VECTOR, BLOCK, HAS_SCALES, SCALES, HAS_RECORDS, TOPK, LANES, IS_WHOLE,
+            x, scales, targets, scale_stride_t, scale_stride_s, num_tokens, row_vectors, num_scales, num_topk,
+            WORD_BYTES, VECTOR, BLOCK, HAS_SCALES, SCALES, TOPK, IS_WHOLE,
         )  # fmt: skip
 
 
 @triton.jit
 def _put_selections(
-    x, scales, targets, slots, send_head, topk_idx, topk_weights, rows, scale_stride_t, scale_stride_s, num_tokens,
-    row_vectors, num_scales, table, num_topk, num_local, num_ranks, num_record_words, WORD_BYTES: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr, SCALES: tl.constexpr,
-    HAS_RECORDS: tl.constexpr, TOPK: tl.constexpr, LANES: tl.constexpr, IS_WHOLE: tl.constexpr,
+    x, scales, targets, scale_stride_t, scale_stride_s, num_tokens, row_vectors, num_scales, num_topk,
+    WORD_BYTES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr,
+    SCALES: tl.constexpr, TOPK: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece also moves scales and
-    records.
-    """
+    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece also moves the scales."""
     row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
     num_pieces = 1 if IS_WHOLE else tl.cdiv(row_words, BLOCK)  # 1 is known: nothing is divided by it
     num_items = num_tokens * num_pieces
     start, step = tl.program_id(0), tl.num_programs(0)
+    sources = (x, scales, targets)
+    widths = (row_words, num_scales, scale_stride_t, scale_stride_s, num_topk)
+    sizes = (num_pieces, num_items, num_tokens)
     # The next item is loaded while this one is written, as in `put.py`.
-    row = load_piece(x, row_words, start, num_pieces, num_items, VECTOR, BLOCK)
-    target = load_columns(targets, start // num_pieces, num_tokens, num_topk, 1, num_topk, TOPK)
+    coming = _load_item(sources, widths, sizes, start, VECTOR, BLOCK, HAS_SCALES, SCALES, TOPK)
     for item in range(start, num_items, step):
+        row, target, scale, cells = coming
+        coming = _load_item(sources, widths, sizes, item + step, VECTOR, BLOCK, HAS_SCALES, SCALES, TOPK)
         words = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
-        next_row = load_piece(x, row_words, item + step, num_pieces, num_items, VECTOR, BLOCK)
-        next_target = load_columns(
-            targets, (item + step) // num_pieces, num_tokens, num_topk, 1, num_topk, TOPK
-        )  # fmt: skip
         _write_selections(row, words, row_words, target, num_topk, VECTOR)
-        if HAS_SCALES or HAS_RECORDS:
+        if HAS_SCALES:
             if item % num_pieces == 0:
-                token = item // num_pieces
-                if HAS_SCALES:
-                    columns = tl.arange(0, SCALES)
-                    behind = tl.cast(num_tokens, tl.int64) * num_topk
-                    cells = load_columns(targets + behind, token, num_tokens, num_topk, 1, num_topk, TOPK)
-                    scale = load_columns(scales, token, num_tokens, scale_stride_t, scale_stride_s, num_scales, SCALES)
-                    is_scale = (cells != 0)[:, None] & (columns < num_scales)[None, :]
-                    tl.store(cells.to(scales.dtype)[:, None] + columns[None, :], scale[None, :], mask=is_scale)
-                if HAS_RECORDS:
-                    _put_record(
-                        slots, send_head, topk_idx, topk_weights, rows, table, token, num_tokens, num_topk,
-                        num_local, num_ranks, num_record_words, TOPK, LANES,
-                    )  # fmt: skip
-        row = next_row
-        target = next_target
+                columns = tl.arange(0, SCALES)
+                is_scale = (cells != 0)[:, None] & (columns < num_scales)[None, :]
+                tl.store(cells.to(scales.dtype)[:, None] + columns[None, :], scale[None, :], mask=is_scale)
+
+
+@triton.jit
+def _load_item(
+    sources, widths, sizes, item, VECTOR: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr,
+    SCALES: tl.constexpr, TOPK: tl.constexpr,
+):  # fmt: skip
+    """Load a piece of a row, its token's scales, and where both go; nothing is loaded if there is no such item."""
+    x, scales, targets = sources
+    row_words, num_scales, stride_t, stride_s, num_topk = widths
+    num_pieces, num_items, num_tokens = sizes
+    token = item // num_pieces
+    row = load_piece(x, row_words, item, num_pieces, num_items, VECTOR, BLOCK)
+    target = load_columns(targets, token, num_tokens, num_topk, 1, num_topk, TOPK)
+    scale, cells = target, target
+    if HAS_SCALES:
+        scale = load_columns(scales, token, num_tokens, stride_t, stride_s, num_scales, SCALES)
+        behind = targets + tl.cast(num_tokens, tl.int64) * num_topk
+        cells = load_columns(behind, token, num_tokens, num_topk, 1, num_topk, TOPK)
+    return row, target, scale, cells
 
 
 @triton.jit
@@ -493,30 +481,6 @@ def _write_to(row, words, row_words, address, VECTOR: tl.constexpr):
     """Write a piece of a row to an address, if there is one."""
     pointer = tl.multiple_of(address.to(tl.pointer_type(row.dtype)), VECTOR)
     tl.store(pointer + words, row, mask=words < tl.where(address != 0, row_words, 0))
-
-
-@triton.jit
-def _put_record(
-    slots, send_head, topk_idx, topk_weights, rows, table, token, num_tokens, num_topk, num_local, num_ranks,
-    num_record_words, TOPK: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Write a token's record to all its ranks: its index, ids, weights, and the rows of its selections there."""
-    lanes, columns = tl.arange(0, LANES), tl.arange(0, TOPK)
-    is_rank = lanes < num_ranks
-    bases = tl.load(table + 2 * num_ranks + lanes, mask=is_rank, other=0)
-    capacities = tl.load(table + _CAPACITIES * num_ranks + lanes, mask=is_rank, other=0)
-    slot = load_slots(slots, token, num_tokens, num_ranks, lanes)
-    compact = tl.where(slot >= 0, slot + tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0), -1)
-    goes = (compact >= 0) & (compact < capacities)
-    tl.store(send_head + tl.cast(token, tl.int64) * num_ranks + lanes, compact.to(tl.int32), mask=is_rank)
-    record = (bases + compact * num_record_words * 4).to(tl.pointer_type(tl.int32))
-    tl.store(record, token, mask=goes)
-    ids = load_columns(topk_idx, token, num_tokens, num_topk, 1, num_topk, TOPK)
-    weights = load_columns(topk_weights, token, num_tokens, num_topk, 1, num_topk, TOPK)
-    put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK, True)
-    row = load_columns(rows, token, num_tokens, num_topk, 1, num_topk, TOPK)
-    is_column = goes[:, None] & (columns < num_topk)[None, :]
-    tl.store(record[:, None] + 1 + 2 * num_topk + columns[None, :], row[None, :], mask=is_column)
 
 
 # Dispatch, at the receiver -------------------------------------------------------------------------------------------
@@ -546,14 +510,14 @@ class UnpackSelections:
         self._nothing = context.state
         self._most_blocks = num_blocks
         topk = next_power_of_2(num_topk)
-        self._tile = max(1, 2048 // topk)
+        self._tile = max(1, 4096 // topk)
         constants = {
             "IS_EXPANDED": is_expanded,
             "TOPK": topk,
             "LANES": next_power_of_2(context.num_ranks),
             "TILE": self._tile,
         }
-        kernel = variant(_unpack_selections_kernel, 8, constants, (idx_dtype,))
+        kernel = variant(_unpack_selections_kernel, 16, constants, (idx_dtype,))
         int32, float32 = torch.int32, torch.float32
         types = (int32, int32, int32, int32, int32, int32, idx_dtype, idx_dtype, float32, None, None)
         words = record_words(num_topk, is_expanded)

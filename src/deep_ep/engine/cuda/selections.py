@@ -187,7 +187,7 @@ class SelectionPlan:
         self.place = Place(context, rows, num_topk, num_local, idx_dtype, has_routing, is_expanded)
         self.put: Put | PutSelections
         if is_expanded:
-            self.put = PutSelections(context, shape, rows, num_topk, num_local)
+            self.put = PutSelections(context, shape, rows, num_topk)
         else:
             self.put = Put(context, shape, rows, num_local)
         self.finish = FinishDispatch(context, READY, terms.operation, rows, num_local)
@@ -359,14 +359,12 @@ class SelectionDispatch:
         topk_idx = topk_weights = None
         if routing is not None:
             topk_idx, topk_weights = routing.topk_idx, routing.topk_weights
-        x, scales, plan, call = payload.x, payload.scales, self._plan, self._call
+        x, scales, plan = payload.x, payload.scales, self._plan
         numbers, send_head, prefix, _ = routes
         if scope.reach is not None:
             scope.reach("put")
-        if plan.form.is_expanded:
-            targets = self._place(x.shape[0], routes)
-            records = (numbers, send_head, topk_idx, topk_weights, call.rows) if routing is not None else ()
-            plan.put(x, scales, targets, *records)
+        if isinstance(plan.put, PutSelections):
+            plan.put(x, scales, self._place(x.shape[0], routing, routes))
         else:
             plan.put(x, scales, numbers, send_head, topk_idx, topk_weights)
         if scope.reach is not None:
@@ -374,16 +372,21 @@ class SelectionDispatch:
         staged = (sections.num_rows, sections.addresses()) if sections.rows_per_source else ()
         plan.finish(x, scales, numbers, topk_idx, topk_weights, prefix, *staged)
 
-    def _place(self, num_tokens: int, routes: SelectionRoutes) -> torch.Tensor:
-        """Find the rows of this rank's selections, and the addresses that they are put to."""
+    def _place(self, num_tokens: int, routing: Routing | None, routes: SelectionRoutes) -> torch.Tensor:
+        """Find the rows of this rank's selections, and the addresses that they are put to. Put the records."""
         call, plan = self._call, self._plan
         assert call.owners is not None
         assert call.slots is not None
         targets = self._memory.scratch(4 * num_tokens * plan.form.num_topk, "targets")
         nothing = self._ops.counts
-        topk_idx, tiles, first = routes.selected[:3] if routes.selected is not None else (nothing,) * 3
+        topk_idx = weights = tiles = first = send_head = nothing
+        if routing is not None and routes.selected is not None and routes.send_head is not None:
+            topk_idx, tiles, first = routes.selected[:3]
+            assert routing.topk_weights is not None
+            weights, send_head = routing.topk_weights, routes.send_head
         rows = nothing if call.rows is None else call.rows
-        plan.place(num_tokens, topk_idx, tiles, first, routes.numbers, call.owners, call.slots, rows, targets)
+        tables = (call.owners, call.slots, rows, targets)
+        plan.place(num_tokens, topk_idx, weights, tiles, first, routes.numbers, send_head, *tables)
         return targets
 
     def unpack(
@@ -395,7 +398,7 @@ class SelectionDispatch:
         assert routing.topk_idx is not None
         assert routes.send_head is not None
         if not self._plan.form.is_expanded:  # nothing has needed them yet
-            self._place(routing.topk_idx.shape[0], routes)
+            self._place(routing.topk_idx.shape[0], routing, routes)
         if call.after is not None:
             call.after.current_stream_wait()
         topk_idx = call.ids = None
