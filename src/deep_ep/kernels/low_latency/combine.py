@@ -44,7 +44,7 @@ _SHARES = 2  # blocks that share the rows of an expert for a rank
 _MOST_IDLE_BLOCKS = 64  # where no row is copied
 # Most registers of a thread; 0: the compiler decides. It would sum BF16 rows with fewer, and wait for rows before it
 # issues the last loads. LogFMT is bound by instructions: the more warps are there, the fewer cycles have none to issue.
-_SUM_REGISTERS, _DECODE_REGISTERS, _ENCODE_REGISTERS = 64, 128, 80
+_SUM_REGISTERS, _DECODE_REGISTERS, _ENCODE_REGISTERS = 64, 128, 64
 _MASKED = tl.constexpr(MASKED)
 
 
