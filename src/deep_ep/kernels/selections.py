@@ -34,6 +34,7 @@ _TILE = 256  # selections that a block numbers: each is compared with all others
 _COMPARED = tl.constexpr(32)  # with which it is compared at once
 _TILES_AT_ONCE = tl.constexpr(8)  # earlier tiles whose counts are loaded at once
 _UNROLLED = tl.constexpr(8)  # selections whose loads or stores stand one behind the other, without a branch
+_FOLDED = 2  # rows that are folded at once: a token rarely selects more experts of one rank
 _ELEMENTWISE_WARPS = 4
 
 
@@ -675,7 +676,8 @@ def address_rows(
     """Turn rows of this rank's own memory into addresses, for `PutSelections` or `PullSelections`.
 
     Args:
-        addresses: [.., n, K] int64 contiguous, of which n * K from `first * n * K` on are written; 0: no row.
+        addresses: [.., n, K] int64 contiguous, of which n * K from `first * n * K` on are written: those of each row's
+            columns, in order, and 0 behind them.
         rows: [n, K] int32, a view of columns; -1: none.
         memory: [X, columns], contiguous rows.
         ends: [R] int32, the last of which is how many of the n rows came.
@@ -707,14 +709,16 @@ def _address_rows_kernel(
     TOKENS: tl.constexpr,
     TOPK: tl.constexpr,
 ):
-    """Example: rows `[[1, -1]]` of memory at 1000 with rows of 16 bytes are `[[1016, 0]]`."""
+    """Example: rows `[[-1, 1]]` of memory at 1000 with rows of 16 bytes are `[[1016, 0]]`."""
     num_came = tl.minimum(tl.load(ends + num_ranks - 1), num_rows)
     row_idx, columns = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TOPK)
     is_column = (columns < num_topk)[None, :]
     cells = row_idx.to(tl.int64)[:, None] * stride + columns[None, :]
     row = tl.load(rows + cells, mask=(row_idx < num_came)[:, None] & is_column, other=-1).to(tl.int64)
-    address = tl.where((row >= 0) & (row < limit), base + row * row_bytes, 0)
-    targets = offset + row_idx.to(tl.int64)[:, None] * num_topk + columns[None, :]
+    is_there = (row >= 0) & (row < limit)
+    position = _position(columns[None, :] + tl.where(is_there, 0, TOPK))
+    targets = offset + row_idx.to(tl.int64)[:, None] * num_topk + position
+    address = tl.where(is_there, base + row * row_bytes, 0)
     tl.store(addresses + targets, address, mask=(row_idx < num_rows)[:, None] & is_column)
 
 
@@ -797,11 +801,16 @@ def _arrange_kernel(
         highest = _highest(owner, columns)
         rank += highest * TOPK
         is_last = comes & (~is_expanded | (columns[None, :] == highest))
-    rank += tl.where(comes, 0, TOPK * TOPK)  # behind all that come
-    position = tl.sum((rank[:, None, :] < rank[:, :, None]).to(tl.int32), 2)
+    position = _position(rank + tl.where(comes, 0, TOPK * TOPK))  # what does not come is behind all that comes
     address = tl.load(table + owner, mask=comes, other=0) + given * row_bytes + is_last.to(tl.int64)
     targets = tokens.to(tl.int64)[:, None] * num_topk + position
     tl.store(sources + targets, tl.where(comes, address, 0), mask=is_cell)
+
+
+@triton.jit
+def _position(rank):
+    """The position of each column of [TOKENS, TOPK] in the order of their ranks, which all differ."""
+    return tl.sum((rank[:, None, :] < rank[:, :, None]).to(tl.int32), 2)
 
 
 class PullSelections:
@@ -842,6 +851,7 @@ class PullSelections:
             "NUM_BIASES": num_biases,
             "BLOCK": block,
             "TOPK": next_power_of_2(num_topk),
+            "AT_ONCE": min(_FOLDED if is_fold else _UNROLLED.value, next_power_of_2(num_topk)),
             "VECTOR": vector,
             "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
             "IS_GROUPED": is_grouped,
@@ -879,6 +889,7 @@ def combine_selections_kernel(
     NUM_BIASES: tl.constexpr,
     BLOCK: tl.constexpr,
     TOPK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     VECTOR: tl.constexpr,
     WIDE: tl.constexpr,
     IS_GROUPED: tl.constexpr,
@@ -886,8 +897,8 @@ def combine_selections_kernel(
     """Example: one token with sources `[[a, b + 1, c + 1]]`: out is `round(round(a + b) + c)`."""
     if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
         _sum_selections(
-            out, bias_0, bias_1, sources, num_tokens, row_vectors, num_topk, NUM_BIASES, BLOCK, TOPK, VECTOR, WIDE,
-            IS_GROUPED, 0.0,
+            out, bias_0, bias_1, sources, num_tokens, row_vectors, num_topk, NUM_BIASES, BLOCK, TOPK, AT_ONCE, VECTOR,
+            WIDE, IS_GROUPED, 0.0,
         )  # fmt: skip
 
 
@@ -904,6 +915,7 @@ def _fold_selections_kernel(
     NUM_BIASES: tl.constexpr,
     BLOCK: tl.constexpr,
     TOPK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     VECTOR: tl.constexpr,
     WIDE: tl.constexpr,
     IS_GROUPED: tl.constexpr,
@@ -911,15 +923,16 @@ def _fold_selections_kernel(
     """The same, of rows that are this rank's own. It comes before the call's first words, so nothing is held."""
     if tl.load(state + _FAILED) == 0:
         _sum_selections(
-            out, bias_0, bias_1, sources, num_tokens, row_vectors, num_topk, NUM_BIASES, BLOCK, TOPK, VECTOR, WIDE,
-            IS_GROUPED, -0.0,
+            out, bias_0, bias_1, sources, num_tokens, row_vectors, num_topk, NUM_BIASES, BLOCK, TOPK, AT_ONCE, VECTOR,
+            WIDE, IS_GROUPED, -0.0,
         )  # fmt: skip
 
 
 @triton.jit
 def _sum_selections(
     out, bias_0, bias_1, sources, num_tokens, row_vectors, num_topk, NUM_BIASES: tl.constexpr, BLOCK: tl.constexpr,
-    TOPK: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, IS_GROUPED: tl.constexpr, ZERO: tl.constexpr,
+    TOPK: tl.constexpr, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, IS_GROUPED: tl.constexpr,
+    ZERO: tl.constexpr,
 ):  # fmt: skip
     """Items are pieces of rows: piece c of token t is item `t * pieces + c`. Without biases a sum begins with ZERO."""
     ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
@@ -936,7 +949,7 @@ def _sum_selections(
         total = tl.full([BLOCK], ZERO, WIDE)
         if NUM_BIASES > 0:
             total = add_biases(bias_0 + begin, bias_1 + begin, columns, hidden, NUM_BIASES, VECTOR, WIDE)
-        total = _add_selections(total, out, source, columns, hidden, num_topk, VECTOR, WIDE, IS_GROUPED)
+        total = _add_selections(total, out, source, columns, hidden, AT_ONCE, VECTOR, WIDE, IS_GROUPED)
         target = tl.multiple_of(out + begin, VECTOR) + columns
         tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
         source = next_source
@@ -944,13 +957,14 @@ def _sum_selections(
 
 @triton.jit
 def _add_selections(
-    total, like, source, columns, hidden, num_topk, VECTOR: tl.constexpr, WIDE: tl.constexpr, IS_GROUPED: tl.constexpr
+    total, like, source, columns, hidden, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr,
+    IS_GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Add one piece of some rows to a sum, in order, those of a group by way of their own sum."""
     lanes = tl.arange(0, source.shape[0])
-    AT_ONCE: tl.constexpr = source.shape[0] if source.shape[0] < _UNROLLED else _UNROLLED
+    num_rows = tl.sum((source != 0).to(tl.int32))  # they come first
     group = tl.full([columns.shape[0]], -0.0, WIDE)  # adding to it changes nothing, not even the sign of a zero
-    for first in range(0, num_topk, AT_ONCE):
+    for first in range(0, num_rows, AT_ONCE):
         for turn in tl.static_range(AT_ONCE):
             word = tl.sum(tl.where(lanes == first + turn, source, 0))
             is_last = (word & 1) != 0
