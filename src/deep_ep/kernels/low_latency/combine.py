@@ -442,7 +442,8 @@ def _receive_kernel(
         pair = (ids - peer * num_local) * num_ranks + rank
         start = tl.load(table_at(memory, num_ranks, number, max_experts) + pair, mask=is_there, other=0)
         # A rank that had masked this one at the dispatch has no rows for it, so this rank masks it, and publishes that.
-        tl.store(ranks_mask + peer, _MASKED, mask=is_there & (start == 0) & (can_mask != 0))
+        if can_mask != 0:
+            tl.store(ranks_mask + peer, _MASKED, mask=is_there & (start == 0))
         is_there = is_there & (start != 0)
         rows = tl.where(is_there, memory + start + tl.cast(index, tl.int64) * slot_lines * 16, 0)
         weights = tl.where(is_there, weights, 0.0)
