@@ -285,8 +285,8 @@ class Dispatch:
         for count in case.num_tokens:
             raw = torch.randint(0, 120, (count, wide), generator=generator, dtype=torch.uint8)
             self.x.append(rows_as(raw, case.dtype).to(device))
-            scales = torch.rand(case.num_scales, 2 * count, generator=generator)  # columns of every other element
-            self.scales.append(scales[:, ::2].t().to(device) if case.num_scales else None)
+            scales = torch.rand(case.num_scales, 2 * count, generator=generator).to(device)
+            self.scales.append(scales[:, ::2].t() if case.num_scales else None)  # every other element of columns
             self.weights.append(torch.rand(count, case.num_topk, generator=generator).to(device))
         self.spec = rows_of(self.x[0], self.scales[0], None, True)
         came, num_expanded = [len(one) for one in self.world.came], self.world.num_expanded
@@ -300,7 +300,7 @@ class Dispatch:
     def context(self, rank: int) -> Context:
         """The words of a rank, with the offers of all."""
         context = make_context(rank, len(self.ranks), self.device)
-        # What takes nothing at all, says so as one that takes compact rows.
+        # Ranks with compact rows say how many expanded rows they could make of them.
         expanded = [rows if self.case.is_expanded[peer] else -77 for peer, rows in enumerate(self.offered)]
         sections = [self.to_x, self.to_scales if self.case.num_scales else None, self.records]
         offer(context, sections, self.num_rows, self.world.starts(rank), expanded=expanded)
@@ -400,12 +400,8 @@ def test_a_failed_buffer_places_nothing(device: str, is_new: bool) -> None:
     context = made.context(0)
     fail(context)
     placed = place(context, made.spec, made.world, made.weights[0], is_new=is_new)
-    for untouched in (
-        placed.send_head,
-        placed.targets,
-        *made.records,
-        *([placed.rows, placed.owners] if is_new else []),
-    ):
+    tables = (placed.owners, placed.slots, placed.rows) if is_new else ()
+    for untouched in (placed.send_head, placed.targets, *tables, *made.records):
         assert (untouched == UNTOUCHED).all()
 
 
@@ -517,9 +513,7 @@ class Unpacked:
         self.weights = filled(shape, device, torch.float32)
         unpack = UnpackSelections(context, num_blocks, num_topk, num_local, idx_dtype, is_expanded)
         ids = (None, None) if is_expanded else (self.topk_idx, self.ids)
-        unpack(
-            records, num_rows, prefix, experts, self.rank_ends, self.source_idx, self.sources, *ids, self.weights
-        )  # fmt: skip
+        unpack(records, num_rows, prefix, experts, self.rank_ends, self.source_idx, self.sources, *ids, self.weights)
 
 
 def test_unpack_worked_example(device: str) -> None:
@@ -564,7 +558,7 @@ def test_rows_are_described_as_loops_find_them(device: str, name: str, spare_row
         context = make_context(rank, world.num_ranks, device)
         got = Unpacked(
             context, records, prefix, max_tokens, case.num_local, num_topk, num_weights, case.idx_dtype, num_blocks=1
-        )  # fmt: skip
+        )
         assert got.rank_ends.tolist() == prefix[:, rank].tolist()
         assert got.source_idx.tolist() == [token for _, token in world.came[rank]] + [-1] * spare_rows
         expected, expected_ids, expected_weights = [], [], got.weights.new_full(got.weights.shape, UNTOUCHED)
@@ -667,9 +661,8 @@ def test_there_are_no_gaps_without_alignment(device: str) -> None:
 
 
 def test_addresses_worked_example(device: str) -> None:
-    memory: Any = SimpleNamespace(
-        stride=lambda _: 4, element_size=lambda: 4, data_ptr=lambda: 1000, shape=(2, 4)
-    )  # rows of 16 bytes
+    """Rows of 16 bytes, at 1000."""
+    memory: Any = SimpleNamespace(stride=lambda _: 4, element_size=lambda: 4, data_ptr=lambda: 1000, shape=(2, 4))
     addresses = filled((1, 2), device, torch.int64)
     selections.address_rows(addresses, int32([[1, -1]], device), memory, int32([1], device))
     assert addresses.tolist() == [[1016, 0]]
@@ -714,9 +707,7 @@ def test_fold_adds_columns_in_order(device: str, dtype: torch.dtype, num_topk: i
     selections.address_rows(addresses, rows.to(device), x, int32([num_came], device))
     out = memory_of(num_rows, hidden, dtype, device)
     context = make_context(0, 1, device)
-    pull = PullSelections(
-        context, SHAPE, hidden, dtype, num_topk, is_aligned=word_of(x, out)[1], is_fold=True
-    )  # fmt: skip
+    pull = PullSelections(context, SHAPE, hidden, dtype, num_topk, is_aligned=word_of(x, out)[1], is_fold=True)
     hold(context)  # by the call before: this one has not begun
     pull(out, addresses)
     wide = torch.promote_types(dtype, torch.float32)
@@ -829,7 +820,7 @@ def combined(given: Combine, biases: Sequence[torch.Tensor], is_grouped: bool) -
     is_aligned = word_of(out, *given.peers, *biases)[1]
     pull = PullSelections(
         given.context, SHAPE, hidden, y.dtype, num_topk, len(biases), is_aligned, is_grouped=is_grouped
-    )  # fmt: skip
+    )
     pull(out, sources, biases)
     return out
 
@@ -869,6 +860,16 @@ def test_a_token_without_rows_gets_its_bias(device: str, is_grouped: bool) -> No
     require_same(combined(given, [], is_grouped), torch.zeros(1, 2, device=device))
     bias = torch.tensor([[-0.0, 1.5]], device=device)
     require_same(combined(given, [bias], is_grouped), bias)
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_zeros_keep_their_sign(device: str, is_grouped: bool) -> None:
+    """A group of one, then one of two, all -0.0: so is their sum with a bias of -0.0. Without it, sums begin at 0."""
+    ids = torch.tensor([[0, 1, 0]])
+    y, bias = torch.full((1, 3, 1), -0.0, device=device), torch.full((1, 1), -0.0, device=device)
+    given = Combine(World([ids, torch.full((1, 3), -1)], 1), y, (True, True), device)
+    require_same(combined(given, [bias], is_grouped), bias)
+    require_same(combined(given, [], is_grouped), torch.zeros(1, 1, device=device))
 
 
 @pytest.mark.parametrize("is_fold", [False, True])
@@ -993,7 +994,7 @@ def test_ends_of_the_contract(device: str, is_expanded: bool) -> None:
 @pytest.mark.parametrize("is_expanded", [True, False])
 @pytest.mark.parametrize(
     ("num_tokens", "num_topk", "num_local", "alignment"),
-    [((40, 0, 7), 12, 3, 8), ((5, 9), 3, 1, 1), ((300,), 8, 5, 128)],
+    [((40, 0, 7), 12, 3, 8), ((5, 9), 3, 1, 1), ((300,), 8, 5, 128), ((9, 30), 3, 20, 2)],
 )
 def test_handshakes_find_what_loops_find(
     device: str, num_tokens: tuple[int, ...], num_topk: int, num_local: int, alignment: int, is_expanded: bool
@@ -1019,6 +1020,20 @@ def test_handshakes_find_what_loops_find(
             assert context.state[STATE_HELD] == 0
 
 
+def test_counts_stay_while_a_peer_is_a_call_ahead(device: str) -> None:
+    """Rank 0 has said what it selects in the next call before rank 1 has read what it selects in this one."""
+    world = counts_world([[1, 2], [3, 0]], 1, 4)
+    boards = Boards(2, device)
+    calls = selecting(world, device, (99, 99))
+    boards.handshake(*calls)
+    Select(counts_world([[7, 7], [3, 0]], 1, 4), 0, device, Post(), 99, receives=False)(boards.contexts[0])
+    boards.contexts[1].state[STATE_EPOCH] = 0
+    calls[1](boards.contexts[1])
+    assert boards.record(1) is None
+    assert calls[1].selected.first.tolist() == [1, 2]
+    assert calls[1].selected.experts.tolist() == [2, 2, 11]
+
+
 def test_handshakes_without_stats(device: str) -> None:
     boards = Boards(1, device)
     (call,) = selecting(counts_world([[2, 1]], 2, 1), device, (3,))
@@ -1026,6 +1041,7 @@ def test_handshakes_without_stats(device: str) -> None:
     boards.handshake(call)
     assert boards.record(0) is None
     assert call.stats.tolist() == [100, 100]
+    assert boards.contexts[0].state[STATE_EPOCH] == 1, "what stands for the stats is not written"
     assert call.selected.experts.tolist() == [2, 1, 2, 3, 10]
 
 
@@ -1112,8 +1128,8 @@ def test_ranks_that_differ_in_alignment_are_named(device: str, has_counts: bool,
     assert boards.record(2) == boards.record(0), "the first cause is passed on"
 
 
-def test_handshakes_say_nothing_about_wrong_counts(device: str) -> None:
-    """The caller's counts do not match its mask: nothing is posted, and nothing computed."""
+def test_wrong_counts_are_told_to_the_host_alone(device: str) -> None:
+    """They do not match the caller's mask: nothing is posted, and nothing computed."""
     boards = Boards(2, device)
     call = selecting(counts_world([[1, 2], [3, 0]], 1, 4), device, (4, 4), ticket=3)[0]
     call.counted = call.counted._replace(given=int32([1, 3], device))
