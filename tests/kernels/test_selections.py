@@ -43,7 +43,8 @@ def require_same(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(as_bytes(got), as_bytes(expected))
 
 
-def bits(weights: torch.Tensor | float) -> Any:
+def bits(weights: Any) -> Any:
+    """Numbers as the words of a record have them."""
     return torch.as_tensor(weights, dtype=torch.float32, device="cpu").view(torch.int32).tolist()
 
 
