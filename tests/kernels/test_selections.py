@@ -753,6 +753,18 @@ def test_arrange_leaves_out_what_was_not_offered(device: str, has_rows: bool) ->
         assert sources.tolist() == [[first + 17, second + 17, 0], [second + 1, 0, 0]]
 
 
+def test_a_group_ends_with_the_last_row_that_was_offered(device: str) -> None:
+    """Rank 0 gives four rows, and the highest column would be its sixth: what is left of its group stays by itself."""
+    context = make_context(0, 2, device)
+    peers = [torch.zeros(8, 4, device=device) for _ in range(2)]
+    offer(context, [peers], [8, 8], expanded=[4, 8])
+    owners, slots = int32([[0, 0, 1], [1, 0, 0]], device), int32([[-1, 0, 0], [1, -1, 1]], device)
+    rows, sources = int32([[1, 5, 2], [3, 2, 6]], device), filled((2, 3), device, torch.int64)
+    Arrange(context, 3, 16, True, True)(owners, slots, rows, sources)
+    first, second = (one.data_ptr() for one in peers)
+    assert sources.tolist() == [[first + 17, second + 33, 0], [second + 49, first + 33, 0]]
+
+
 def test_pull_worked_example(device: str) -> None:
     """`round(round(a + b) + c)` with sources a, b + 1, c + 1: the sum of a group is rounded by itself."""
     x = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16, device=device)
