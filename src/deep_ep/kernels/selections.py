@@ -798,7 +798,7 @@ def _arrange_kernel(
     rank = columns[None, :] + tl.zeros_like(owner)
     is_last = comes
     if IS_GROUPED:
-        highest = _highest(owner, columns)
+        highest = _highest(tl.where(comes, owner, -1), columns)  # so that every group has a last row
         rank += highest * TOPK
         is_last = comes & (~is_expanded | (columns[None, :] == highest))
     position = _position(rank + tl.where(comes, 0, TOPK * TOPK))  # what does not come is behind all that comes
