@@ -467,7 +467,8 @@ class ElasticBuffer(UnsupportedFamilies):
     def get_combine_buffer(
         self, handle: EPHandle, hidden: int | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Window memory for the experts to write into, so that combine of compact rows need not copy.
+        """Window memory for the experts to write into, so that a combine need not copy or sum rows before it starts.
+        (On the CPU it sums expanded rows in any case.)
 
         Args:
             handle: Of the dispatch whose rows will be combined.

@@ -1,14 +1,15 @@
 """What V2's calls add to a dispatch and a combine: rows grouped by expert, metadata, sums in the order of columns.
 
-A V2 dispatch moves the rows of a *compact* dispatch, one for each (token, rank): the same as V1's. Everything else is
-local: the counts of each expert follow from the ids that came, and an *expanded* result, one row for each (token, local
-expert), is unfolded from the compact one, except where its rows were put straight to their places
-(`cpu/expanded.py`, `cuda/selections.py`). A V2 combine of expanded rows folds them first, and then sums compact rows;
-or they are pulled as they are.
+A *compact* result has a row for each (token, rank), the same as V1's. An *expanded* one has a row for each (token,
+local expert); its rows are put straight to their places (`cpu/expanded.py`, `cuda/selections.py`), or compact rows come
+and are unfolded. A combine of expanded rows folds them first, and then sums compact rows; or they are pulled as they
+are.
+
+`Unfold` is what a CPU rank does with the rows that came, by torch's operations: layout and counts follow from the ids.
+On a GPU kernels of the dispatch have made both already, and `cuda.selections.DeviceUnfold` uses them.
 
 Shape letters: T tokens of this rank, K top-k, R ranks, L experts of a rank, N rows that there is memory for, n of which
-came, X rows of an expanded result. On a GPU kernels make what `Unfold` makes here by torch's operations
-(`cuda.selections.DeviceUnfold`).
+came, X rows of an expanded result.
 """
 
 from __future__ import annotations
@@ -493,7 +494,8 @@ def count_experts(ids: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def expanded_rows(ids: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The row that each selection takes: experts ascending, then rows, then columns. `cpu.expanded.fill_plan` agrees.
+    """The row that each selection takes: experts ascending, then rows, then columns. `cpu.expanded.fill_plan` agrees,
+    and so does `kernels.selections.Place`.
 
     Args:
         ids: [N, K] local ids; -1: none.

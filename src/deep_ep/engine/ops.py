@@ -1,7 +1,8 @@
 """The steps of a call, as the scripts of `engine.py` take them, and the data that passes between them.
 
 There are four sets of steps, for one node and for several, on the CPU and on a GPU. Those of a GPU hold nothing of a
-call: they are made once for each signature. Those of the CPU are made for each call, and keep what the call finds out.
+call: they are made once for each signature. Those of the CPU are made for each call, and keep what the call finds out;
+so are those of V2's dispatches on a GPU, over a plan that is made once for each signature.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Counts(NamedTuple):
         max_tokens: The largest M that a rank gave; 0: no rank gave one.
         num_tokens: Tokens that each rank has; the CPU needs none of what follows.
         free_bytes: The largest region that each rank could take.
-        remote_rows: Rows that each rank relays, its own ones for its node included; on one node anything.
+        remote_rows: Rows that each rank relays, its own ones for its node included; on one node, if the result is
+            expanded, the rows of each rank's result; else anything.
     """
 
     num_rows: list[int]

@@ -70,9 +70,9 @@ class Agreement(NamedTuple):
         num_scales: Scales of a row.
         scale_dtype: Their type.
         idx_dtype: Type of the expert ids.
-        max_tokens: Most tokens of a rank (low latency).
+        max_tokens: Most tokens of a rank (low latency, and V2's worst-case dispatches).
         handle: Checksum of the handle's counts, so that a handle of another dispatch is noticed.
-        alignment: To which the rows of an expert are rounded up, if rows are put into an expanded result.
+        alignment: To which the rows of an expert are rounded up, if the result of a dispatch is expanded.
         is_reduced_once: 1: rows of an expanded result are summed once, at the token's rank; 0: a rank sums its own ones
             first.
         has_weights: 1: a dispatch of V2 has weights.

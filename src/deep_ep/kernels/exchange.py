@@ -6,15 +6,16 @@ Shape letters: R ranks, E experts, L = E / R. All words are int64. One block of 
 an SM that others need: it is the only block of its kernel, or the last one of it that still runs. `wait` describes what
 a block of several warps needs. No block moves rows once it has waited; `finish.py` has the one exception.
 
-A *board* is the first part of a rank's window. Peers write it, each its own part, and its owner polls it:
+A *board* is the first part of a rank's window. Peers write it, each its own part, and its owner polls it; only the
+counts at its end are the owner's own, which peers read:
 
     progress  [R, 8]              line p: how far rank p is, `epoch << 24 | step`
     failures  [R, 8]              line p: a word that is 1 once rank p has failed, and its record; before that, the last
                                   call that rank p has refused to make, see `refusal_word`
     headers   [2, R, H]           by parity of the epoch: what rank p posts in a call, H = 24 + N + R + L words,
                                   and 64 more with the reason if it has refused one
-    counts    [2, R * H] int32    by parity of the epoch: how often the owner itself selects each expert, for its peers
-                                  to read; only in dispatches of selections (`selections.py`)
+    counts    [2, R * H] int32    by parity of the epoch: how often the owner selects each expert, in the first E words
+                                  of R * H; only in dispatches of selections (`selections.py`)
 
 The *state* of a rank is private: its epoch, the record of its failure, and what a call needs of the peers' offers.
 
@@ -94,7 +95,7 @@ class Context:
         own_boards: [R] int64 addresses of this rank's board, for each rank the board that it writes.
         state: [num_state_words(R)] int64, private.
         table: [TABLE_ROWS, R] int64: addresses of the peers' sections, rows offered, first slots, rows that a source
-            has in staging.
+            has in staging, rows of expanded results.
         host: [STATE_WORDS + 3 R + R * R + L] int64 in memory that the host reads while kernels run.
         header_words: H.
         limit_ns: How long a wait may take.

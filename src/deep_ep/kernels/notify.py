@@ -6,6 +6,10 @@ Shape letters: T tokens, R ranks on N nodes, E experts, L = E / R, C channels of
 block then does the *send half*: it writes this rank's header on every board, and signals; and the *receive half*: it
 waits for the headers of all ranks, compares them, and computes prefix sums and the addresses of the peers' sections. If
 a proxy must be launched to send words to other nodes, the halves are two kernels, and it goes between them.
+
+`SelectionHandshake` does the same for V2's calls inside one node: its blocks also count selections, each rank reads the
+counts of all experts on its peers' boards, and the first rows of its own selections follow. `CopyingHandshake` copies
+the rows of a combine into the window before.
 """
 
 from __future__ import annotations
@@ -81,8 +85,9 @@ _NUM_IN, _IN_START, _NUM_OUT = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_S
 _OUT_START, _TARGET_START = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_TARGET_START)
 _BACK_START, _PLAN = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
 
-# Words of a header. Behind them, across nodes, are N with the tokens that go to each node; and, in calls with counts,
-# those of R ranks and of L experts.
+# Words of a header. The first three must agree: two of the agreement, and the checksum of the handle, which in calls of
+# expanded rows begins with their alignment (across nodes the mark of the handle). Behind them, across nodes, are N with
+# the tokens that go to each node; and, in calls with counts, those of R ranks and of L experts.
 _A, _B, _HANDLE, _FREE, _TOKENS = (tl.constexpr(word) for word in range(5))
 _OFFER, _HEADER = tl.constexpr(5), tl.constexpr(HEADER_WORDS)
 # An offer is the rows that fit, the rows that a source has if the memory is staging (else 0), the base of each

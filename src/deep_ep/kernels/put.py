@@ -5,7 +5,7 @@ Shape letters: T tokens, K selections of a token, R ranks, n rows received, W wo
 
 A *record* goes with each row of a dispatch with routing: W = 1 + 2 K words of 4 bytes, rounded up to 4: the token's
 index at its source, its expert ids as the receiver counts them (-1: another rank's), its weights (0 there, unless the
-call keeps them).
+call keeps them). Those of an expanded dispatch have K more, the row of each selection (`selections.py`).
 
 No kernel here waits or signals. All of them do nothing once the buffer has failed, and none puts rows while a call is
 held. (Records are split then, too; nothing uses the result.)

@@ -252,7 +252,8 @@ class Memory:
         """Check that there is staging, and warn once that calls through it are slower.
 
         Raises:
-            EPTransportError: There is none: across nodes, and for sums in the order of columns.
+            EPTransportError: There is none: across nodes, and for sums in the order of columns. (Nor is there for
+                expanded dispatches, which do not ask.)
         """
         if not can_stage:
             raise self.lack_of_rows(operation)

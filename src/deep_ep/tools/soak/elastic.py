@@ -34,7 +34,7 @@ def new_dispatch(state: State, call: ProgramCall) -> None:
     max_tokens = max(1, *num_tokens) + draw.choice((0, 0, 3))
     is_overflow = is_expanded and not has_sync and _is_overflow(routing, max_tokens, alignment)
     if is_overflow and not is_direct(state.buffer):
-        is_expanded = is_overflow = False  # kernels end the process
+        is_expanded = is_overflow = False  # there it would close the buffer
     payloads = [data.payload(form, count, source) for source, count in enumerate(num_tokens)]
     x = _sent(payloads[rank], form, device)
     num_local = routing.num_experts // state.num_ranks
