@@ -313,6 +313,28 @@ def test_unequal_alignments_of_expanded_rows_are_named(env: dict[str, str], devi
     assert all("expert_alignment" in text for _, text in seen)
 
 
+def unequal_interfaces(rank: int, num_ranks: int) -> tuple[str, str]:
+    case = CASES["plain"]
+    mine, num_experts = inputs_of(case, rank, num_ranks), case.experts_per_rank * num_ranks
+    buffer = Buffer(dist.group.WORLD, 1 << 20)
+    if rank:
+        elastic = ElasticBuffer.from_buffer(buffer, max(1, case.tokens))
+        return error_of(elastic.dispatch, mine.x, mine.topk_idx, num_experts=num_experts)
+    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(mine.topk_idx, num_experts)
+    return error_of(
+        buffer.dispatch, mine.x, num_tokens_per_rank=per_rank, is_token_in_rank=mask, num_tokens_per_expert=per_expert,
+        topk_idx=mine.topk_idx, topk_weights=mine.weights,
+    )  # fmt: skip
+
+
+@pytest.mark.cpu_only
+def test_kernels_do_not_mix_both_interfaces_in_one_call() -> None:
+    """Ranks of `ElasticBuffer` read the counts that their peers store, which those of `Buffer` do not."""
+    seen = run_ranks(unequal_interfaces, 2, env={"DEEP_EP_TRANSPORT": "interpreted"})
+    assert {kind for kind, _ in seen} <= {"EPError", "EPPeerFailed"}
+    assert all("`do_expand`" in text for _, text in seen), seen
+
+
 def unequal_reductions(rank: int, num_ranks: int) -> tuple[str, str]:
     case = CASES["plain"]
     buffer, mine = make_buffer(case, allow_multiple_reduction=rank == 0), inputs_of(case, rank, num_ranks)

@@ -779,8 +779,9 @@ def _handshake(
     tag = tl.zeros((), tl.int64)  # distinguishes calls in what the words of the agreement have no bits for
     if HAS_SELECTIONS:
         first, experts, stats, has_stats, expanded_rows, alignment = selected
-        if IS_EXPANDED:
-            tag += alignment
+        tag = alignment
+        if not IS_EXPANDED:
+            tag = tl.full((), -1, tl.int64)  # not 0: ranks that make V1's calls store no counts on their own boards
     if NUM_WARPS > 1:
         tl.debug_barrier()  # all have loaded what one thread stores next
     if SENDS:
@@ -822,8 +823,8 @@ def _handshake(
         if HAS_NODES and is_well:
             _take_nodes(own_boards, plan, node_prefix, num_ranks, rank, num_nodes, header_words, epoch, LANES)
             if HAS_COUNTS:
-                for first in range(0, num_marks, LANES):
-                    cells = first + tl.arange(0, LANES)
+                for start in range(0, num_marks, LANES):
+                    cells = start + tl.arange(0, LANES)
                     tl.store(mark + cells, (epoch & 0x3FFFFFFF).to(tl.int32) + 1, mask=cells < num_marks)
             _check_remote_capacity(
                 windows, own_boards, state, host, num_ranks, rank, num_nodes, header_words, epoch, operation, ticket,

@@ -53,10 +53,18 @@ class OneHopOps:
     def __init__(self, signals: Signals, memory: Memory, shapes: Shapes):
         self.signals = signals
         self.memory = memory
-        self.shapes = shapes
         # Counts that a kernel writes and reads itself: calls follow one another, so they share one tensor.
         self.counts = signals.context.state.new_empty(signals.context.num_ranks, dtype=torch.int32)
-        self.selections = SelectionOps(self)
+        self.selections = SelectionOps(signals, memory, shapes, self.counts)
+
+    @property
+    def shapes(self) -> Shapes:
+        """How bulk kernels are launched, of steps that are made from now on."""
+        return self.selections.shapes
+
+    @shapes.setter
+    def shapes(self, shapes: Shapes) -> None:
+        self.selections.shapes = shapes
 
     def dispatch(self, signature: DispatchSignature) -> OneHopDispatch | SelectionPlan:
         """Make the steps of dispatches with one signature; of V2 what the steps of each call need."""

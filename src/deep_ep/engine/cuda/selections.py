@@ -10,8 +10,8 @@ otherwise it takes compact rows and unfolds them, which it says in its offer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,7 @@ from .steps import (
     terms_of,
 )
 
+_MOST_COPIES = 256  # kernels that are remembered
 _UNLIMITED = 1 << 40  # rows of an expanded result that is made locally, in memory that is allocated when they are known
 
 
@@ -70,39 +71,20 @@ class SelectionForm(NamedTuple):
     is_expanded: bool
 
 
-class BufferOps(Protocol):
-    """What the steps of all calls of a buffer share.
+class SelectionOps:
+    """What the steps of V2's calls of one buffer share.
 
-    Attributes:
+    Args:
         signals: The signals of the buffer.
         memory: The memory of the buffer.
         shapes: How bulk kernels are launched.
         counts: [R] int32, which a handshake writes and reads itself.
     """
 
-    signals: Signals
-    memory: Memory
-    shapes: Shapes
-    counts: torch.Tensor
-
-
-class SelectionOps:
-    """What the steps of V2's calls of one buffer share.
-
-    Args:
-        shared: What the steps of all calls share.
-    """
-
-    def __init__(self, shared: BufferOps):
-        self._shared = shared
-        self.signals, self.memory, self.counts = shared.signals, shared.memory, shared.counts
+    def __init__(self, signals: Signals, memory: Memory, shapes: Shapes, counts: torch.Tensor):
+        self.signals, self.memory, self.shapes, self.counts = signals, memory, shapes, counts
         self.guessed_rows = 0  # of an expanded result, see `Memory.guess_from`
-        self._copies: dict[tuple, Any] = {}
-
-    @property
-    def shapes(self) -> Shapes:
-        """How bulk kernels are launched."""
-        return self._shared.shapes
+        self._copies: dict[tuple, Any] = {}  # kernels of `unfold` and `fold`, by what they depend on
 
     def unfold(
         self, x: torch.Tensor, scales: torch.Tensor | None, rows: torch.Tensor, ends: torch.Tensor,
@@ -131,11 +113,12 @@ class SelectionOps:
             "cached dispatch", x.shape[1], x.dtype, alignment, num_scales, scale_dtype, 0, None, 0, 0, False, num_sms,
             False,
         )  # fmt: skip
-        put = self._copies.get((signature, num_topk))
-        if put is None:
-            shape = self.shapes.for_put(num_sms)
-            put = PutSelections(self.signals.context, shape, rows_of(signature), num_topk, is_unfold=True)
-            self._copies[signature, num_topk] = put
+        shape = self.shapes.for_put(num_sms)
+
+        def make() -> PutSelections:
+            return PutSelections(self.signals.context, shape, rows_of(signature), num_topk, is_unfold=True)
+
+        put = self._known((signature, num_topk, shape), make)
         put(x, scales, addresses)
 
     def fold(
@@ -150,15 +133,23 @@ class SelectionOps:
         hidden, dtype = x.shape[1], x.dtype
         numbers = (x.data_ptr(), out.data_ptr(), hidden * dtype.itemsize)
         is_aligned = all(number % VECTOR_BYTES == 0 for number in numbers)
-        key = (hidden, dtype, num_topk, is_aligned, num_sms)
-        pull = self._copies.get(key)
-        if pull is None:
-            shape = self.shapes.for_pull(num_sms)
-            pull = PullSelections(
-                self.signals.context, shape, hidden, dtype, num_topk, is_aligned=is_aligned, is_fold=True
-            )
-            self._copies[key] = pull
+        shape = self.shapes.for_pull(num_sms)
+
+        def make() -> PullSelections:
+            context = self.signals.context
+            return PullSelections(context, shape, hidden, dtype, num_topk, is_aligned=is_aligned, is_fold=True)
+
+        pull = self._known((hidden, dtype, num_topk, is_aligned, shape), make)
         pull(out, addresses)
+
+    def _known(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """Return a kernel that was made before, or make it."""
+        kernel = self._copies.get(key)
+        if kernel is None:
+            if len(self._copies) == _MOST_COPIES:
+                self._copies.clear()
+            kernel = self._copies[key] = make()
+        return kernel
 
 
 class SelectionPlan:
@@ -273,7 +264,8 @@ class SelectionDispatch:
 
     @property
     def _is_worst_case(self) -> bool:
-        return not self._plan.is_full and self._plan.has_routing
+        """Whether the host does not know how many rows come, nor knew it when a handle was made."""
+        return self._told is None and not self._call.knows_counts
 
     def _sections(self, num_rows: int, num_expanded: int, limit: int, is_worst_case: bool = False) -> Sections | None:
         """Allocate an expanded result, or, if there is no memory for it or none is wanted, compact rows.
@@ -377,8 +369,9 @@ class SelectionDispatch:
         call, plan = self._call, self._plan
         assert call.owners is not None
         assert call.slots is not None
-        targets = self._memory.scratch(4 * num_tokens * plan.form.num_topk, "targets")
-        nothing = self._ops.counts
+        nothing = targets = self._ops.counts
+        if plan.form.is_expanded:
+            targets = self._memory.scratch(4 * num_tokens * plan.form.num_topk, "targets")
         topk_idx = weights = tiles = first = send_head = nothing
         if routing is not None and routes.selected is not None and routes.send_head is not None:
             topk_idx, tiles, first = routes.selected[:3]
@@ -512,6 +505,11 @@ class DeviceUnfold(Unfold):
             self.form = SelectionForm(form.num_topk, form.num_local, form.alignment, form.is_expanded)
         if layout is not None:
             self.owners, self.slots, self.rows = layout.owners, layout.slots, layout.peer_rows
+
+    @property
+    def knows_counts(self) -> bool:
+        """Whether it follows a dispatch whose host has waited for the counts."""
+        return self._request.layout is not None and bool(self._request.layout.aligned_counts)
 
     def attach(self, payload: Payload) -> None:
         """Have the steps of the call find this, if they are not as those of V1."""
