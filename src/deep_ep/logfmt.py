@@ -263,7 +263,7 @@ def _words(low: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
         low: [n, U, C] uint8.
         packed: [n, U, ceil(C / 4)] uint8.
     """
-    quads = _quads().index_select(0, packed.int().flatten())
+    quads = _quads().to(packed.device).index_select(0, packed.int().flatten())
     high = quads.view(torch.int16).view(*packed.shape[:-1], -1)
     return low.to(torch.int16).bitwise_or_(high[..., : low.size(-1)])
 

@@ -949,7 +949,7 @@ def _sum_selections(
         total = tl.full([BLOCK], ZERO, WIDE)
         if NUM_BIASES > 0:
             total = add_biases(bias_0 + begin, bias_1 + begin, columns, hidden, NUM_BIASES, VECTOR, WIDE)
-        total = _add_selections(total, out, source, columns, hidden, AT_ONCE, VECTOR, WIDE, IS_GROUPED)
+        total = _add_selections(total, out, source, columns, hidden, num_topk, AT_ONCE, VECTOR, WIDE, IS_GROUPED)
         target = tl.multiple_of(out + begin, VECTOR) + columns
         tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
         source = next_source
@@ -957,14 +957,16 @@ def _sum_selections(
 
 @triton.jit
 def _add_selections(
-    total, like, source, columns, hidden, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr,
+    total, like, source, columns, hidden, num_topk, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr,
     IS_GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Add one piece of some rows to a sum, in order, those of a group by way of their own sum."""
     lanes = tl.arange(0, source.shape[0])
-    num_rows = tl.sum((source != 0).to(tl.int32))  # they come first
+    count = num_topk
+    if source.shape[0] > AT_ONCE and AT_ONCE < _UNROLLED:  # few rows of many columns, which come first
+        count = tl.sum((source != 0).to(tl.int32))
     group = tl.full([columns.shape[0]], -0.0, WIDE)  # adding to it changes nothing, not even the sign of a zero
-    for first in range(0, num_rows, AT_ONCE):
+    for first in range(0, count, AT_ONCE):
         for turn in tl.static_range(AT_ONCE):
             word = tl.sum(tl.where(lanes == first + turn, source, 0))
             is_last = (word & 1) != 0

@@ -139,10 +139,14 @@ class RenumberingStore(dist.Store):
 
 def _renumbering_group(group: dist.ProcessGroup, name: str) -> Any:
     """Return the name of a group by which torch finds the same ranks, and a store that numbers exchanges anew."""
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
     store = RenumberingStore(dist.PrefixStore(name, group.get_group_store()))
-    _kept.append(store)  # torch keeps what is below it alone
+    # Torch 2.11 looks the name up among process groups, and takes their store; others know what was set for the name.
+    ranks: Any = dist.ProcessGroup(store, group.rank(), group.size())
+    registered: Any = name  # a type of its own to torch, which is a string
+    _register_process_group(registered, ranks)
+    _kept.extend((store, ranks))  # torch keeps what is below it alone
     _SymmetricMemory.set_group_info(name, group.rank(), group.size(), store)
     return name
 
