@@ -51,7 +51,8 @@ def warn_staged(operation: str, used_bytes: int, rank: int, num_ranks: int) -> N
     """Warn that rows go through staging, which is slower."""
     warnings.warn(
         f"{operation}: the arena has no room for the rows ({used_bytes} bytes are in use), they go through staging "
-        f"in rounds (rank {rank}/{num_ranks}). Drop received tensors, or raise {env.ARENA_BYTES.name}. "
+        f"in rounds (rank {rank}/{num_ranks}). Drop received tensors, make the buffer with a larger "
+        f"num_nvl_bytes, or raise {env.ARENA_BYTES.name} if it is set. "
         "This is said once",
         RuntimeWarning,
         stacklevel=3,
