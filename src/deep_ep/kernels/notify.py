@@ -366,7 +366,7 @@ class SelectionHandshake:
         idx_dtype: torch.dtype = torch.int32,
     ):
         self._nothing = context.state
-        self._num_ranks, self._num_topk, self._has_counts = context.num_ranks, num_topk, form.has_counts
+        self._num_ranks, self._num_topk = context.num_ranks, num_topk
         num_warps = _NUMBER_WARPS if form.has_counts and can_share_a_wait(context) else 1
         constants = {
             **_constants(context, form, num_warps),

@@ -281,10 +281,6 @@ class OneHopCombine(DeviceCombine):
         self._signals.is_announced = True
         copying(source.post, prefix, target, rows)
 
-    def _rows_from(self, handle: Handle) -> torch.Tensor:
-        """Return the rows that come back from each rank: as many as the dispatch sent there."""
-        return rows_to_each(handle.rank_prefix_matrix, self._context.rank)
-
     def sum(
         self,
         scope: CudaScope,

@@ -46,7 +46,6 @@ from .steps import (
     columns_of,
     combine_terms,
     rows_of,
-    rows_to_each,
     shrink,
     terms_of,
 )
@@ -633,10 +632,6 @@ class SelectionCombine(DeviceCombine):
             scope.reach("handshake")
         self._signals.is_announced = True
         self._handshake(source.post, 0 if handle.expanded_rows is None else handle.num_rows, prefix)
-
-    def _rows_from(self, handle: ColumnHandle) -> torch.Tensor:
-        """Return the rows that come back from each rank, of compact rows: as many as the dispatch sent there."""
-        return rows_to_each(handle.rank_prefix_matrix, self._context.rank)
 
     def sum(
         self,

@@ -276,9 +276,11 @@ class DeviceCombine(ABC):
     def _notify(self, scope: CudaScope, source: CombineSource, handle: Any) -> None:
         """Launch the copies and the handshake."""
 
-    @abstractmethod
     def _rows_from(self, handle: Any) -> torch.Tensor | None:
-        """Return [R] int32: the rows that come back from each rank; None: the handle does not have them."""
+        """Return [R] int32: the compact rows that come back from each rank, as many as the dispatch sent there; None:
+        the handle does not have them.
+        """
+        return rows_to_each(handle.rank_prefix_matrix, self._signals.context.rank)
 
     def _note(self, path: str, parts: Sequence[torch.Tensor], handle: Any) -> None:
         """Note the rows from each rank in the trace."""
