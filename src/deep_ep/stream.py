@@ -340,12 +340,14 @@ class SavedStream(NamedTuple):
         is_elsewhere: The call is launched on another one.
         device: The caller's device.
         is_capturing: The caller's stream is being captured.
+        is_foreign: The caller's stream is not one of torch's, and may be gone when the next call comes.
     """
 
     caller: Any
     is_elsewhere: bool
     device: int
     is_capturing: bool
+    is_foreign: bool = False
 
 
 _NOWHERE = SavedStream(None, False, 0, False)
@@ -403,6 +405,13 @@ class LaunchStream:
         del stream
         return nullcontext()
 
+    def made_for(self, after: EventHandle | None) -> AbstractContextManager:
+        """Allocations inside the block are for a call that is yet to be entered, and belong to its stream if it comes
+        just after an event: the caller's stream may be behind it.
+        """
+        del after
+        return nullcontext()
+
     def leave(self, is_async: bool) -> EventHandle | None:
         """Return an event for what was launched; None: the caller's stream waits for it."""
         return EventHandle() if is_async else None
@@ -442,6 +451,7 @@ class LaunchStream:
 _CAPTURE_LOOK_SECS, _MOST_CAPTURE_SECS = 1e-3, 60.0  # how often, and how long, a forgotten buffer waits for a capture
 _POOL_STREAMS = 32  # of each priority, that torch makes
 _MOST_CALLERS = 64  # streams that are remembered: making the object takes longer than asking which it is
+_MIXED_CALLS = 64  # that are made with an event, after one on another stream than the call before
 
 
 def _is_capturing(stream: torch.cuda.Stream) -> bool:
@@ -509,6 +519,11 @@ class CudaStream(LaunchStream):
     A call that is not to overlap with anything (no event before it, none requested) is launched on the caller's own
     stream: the order is the same, and two waits between streams are saved.
 
+    Calls form a chain, so one on another stream waits for the call before it. An event takes as long to record as a
+    kernel to launch; so a program whose calls are all on one stream records none. The first call on another stream
+    records it then, behind whatever the caller has launched since, and may wait longer than it must. From there on each
+    call records its own, until calls have stayed on one stream for some time.
+
     Args:
         device: The GPU.
     """
@@ -520,6 +535,8 @@ class CudaStream(LaunchStream):
         self._before, self._after, self._last = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
         self._record_last = super(torch.cuda.Event, self._last).record  # without the function of Python around it
         self._last_stream: torch.cuda.Stream | None = None
+        self._is_recorded = False  # `_last`, behind the last call
+        self._mixed_left = 0  # calls that are still to record it
         self._callers: dict[tuple, SavedStream] = {}
         self._clock: _CudaClock | None = None
 
@@ -532,16 +549,17 @@ class CudaStream(LaunchStream):
         is_elsewhere = after is not None or is_async or is_capturing
         self.current = self.raw if is_elsewhere else saved.caller
         if is_elsewhere or device != self._index:
-            saved = SavedStream(saved.caller, is_elsewhere, device, is_capturing)
+            saved = SavedStream(saved.caller, is_elsewhere, device, is_capturing, saved.is_foreign)
         if is_elsewhere and after is None:
             self._before.record(saved.caller)
             self.raw.wait_event(self._before)
         last = self._last_stream
         # Where two objects stand for one stream it waits for itself, which is no wait; comparing them takes longer.
         if last is not self.current and last is not None and not is_capturing:
-            if last is self.raw:
-                self._last.record(self.raw)
+            if not self._is_recorded:
+                self._last.record(last)
             self.current.wait_event(self._last)
+            self._mixed_left = _MIXED_CALLS
         if is_elsewhere or device != self._index:
             torch.cuda.set_stream(self.current)
         if after is not None:
@@ -560,8 +578,12 @@ class CudaStream(LaunchStream):
             torch.cuda.set_device(saved.device)  # setting a stream has set its device, too
         if not saved.is_capturing:
             self._last_stream = self.current
-            if self.current is not self.raw:
-                self._record_last(self.current)  # now: what the caller launches later is none of our calls
+            # On the comm stream nothing but calls is launched: there it can be recorded late.
+            is_due = (self._mixed_left > 0 or saved.is_foreign) and self.current is not self.raw
+            if is_due:
+                self._mixed_left = max(0, self._mixed_left - 1)
+                self._record_last(self.current)
+            self._is_recorded = is_due
 
     def caller(self) -> torch.cuda.Stream:
         """Return the caller's stream."""
@@ -574,7 +596,9 @@ class CudaStream(LaunchStream):
         if saved is None:
             if len(self._callers) == _MOST_CALLERS:
                 self._callers.clear()
-            saved = SavedStream(torch.cuda.current_stream(self._index), False, self._index, False)
+            stream = torch.cuda.current_stream(self._index)
+            is_foreign = stream.stream_id != 0 and stream.stream_id & 1 == 0  # torch's own have odd numbers
+            saved = SavedStream(stream, False, self._index, False, is_foreign)
             self._callers[key] = saved
         return saved
 
@@ -593,6 +617,10 @@ class CudaStream(LaunchStream):
     def allocation_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
         """Allocations inside the block belong to a stream. The block may be entered again and again during a call."""
         return _AllocationStream(stream, self.current)
+
+    def made_for(self, after: EventHandle | None) -> AbstractContextManager:
+        """Allocations inside the block are for a call that is yet to be entered."""
+        return self.on_device() if after is None else torch.cuda.stream(self.raw)
 
     def leave(self, is_async: bool) -> EventHandle | None:
         """Return an event for what was launched; None: the caller's stream waits for it."""
