@@ -26,6 +26,8 @@ class SharedHeaps:
         control: The group, of all nodes.
     """
 
+    num_sharing = 1
+
     def __init__(self, control: Any):
         self._memory = InterpretedMemory(control)
         self._parts: list[Part] = []

@@ -52,7 +52,13 @@ class Part(NamedTuple):
 
 
 class DeviceMemory(Protocol):
-    """An allocator of memory on every rank, for segments."""
+    """An allocator of memory on every rank, for segments.
+
+    Attributes:
+        num_sharing: Ranks that share this rank's GPU, itself included.
+    """
+
+    num_sharing: int
 
     def grow(self, num_bytes: int) -> Part:
         """Allocate a piece of `num_bytes` zeros on every rank. All ranks call it together, with the same size.

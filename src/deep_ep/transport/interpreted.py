@@ -17,6 +17,8 @@ class InterpretedMemory:
         control: The group.
     """
 
+    num_sharing = 1
+
     def __init__(self, control: Control):
         self._control = control
 

@@ -58,7 +58,7 @@ class NvshmemMemory:
         self._control = control
         self._group = group
         self._device = device
-        symm.allow_shared_gpus(control, device)
+        self.num_sharing = symm.allow_shared_gpus(control, device)
         reason = _choose()
         if reason is not None:
             raise EPTransportError(f"transport nvshmem: torch does not choose it ({reason})")

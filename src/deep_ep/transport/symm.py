@@ -62,13 +62,18 @@ def used_backend() -> str | None:
     return _used_backend
 
 
-def allow_shared_gpus(control: Control, device: torch.device) -> None:
-    """Let ranks have symmetric memory on one GPU, if they share one. All ranks call it."""
+def allow_shared_gpus(control: Control, device: torch.device) -> int:
+    """Let ranks have symmetric memory on one GPU, if they share one. All ranks call it.
+
+    Returns:
+        How many ranks of the group share this rank's GPU, itself included.
+    """
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     uuids = control.gather_all(uuid, "finding the GPUs")
     if len(set(uuids)) < len(uuids):
         # Torch refuses ranks that share a GPU unless an environment variable allows it.
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    return uuids.count(uuid)
 
 
 def shared_piece(control: Control, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Part:
@@ -180,6 +185,7 @@ class NodeMemory:
 
     def __init__(self, memory: DeviceMemory, topology: Topology):
         self._memory = memory
+        self.num_sharing = memory.num_sharing
         self._first = topology.node * topology.ranks_per_node
         self._ranks_per_node, self._num_ranks = topology.ranks_per_node, topology.num_ranks
 
@@ -210,8 +216,7 @@ class SymmMemory:
         self._control = control
         self._group = group
         self._device = device
-        if control.num_ranks > 1:
-            allow_shared_gpus(control, device)
+        self.num_sharing = allow_shared_gpus(control, device) if control.num_ranks > 1 else 1
 
     def grow(self, num_bytes: int) -> Part:
         """Allocate a piece of `num_bytes` zeros on every rank. All ranks call it together, with the same size.

@@ -110,7 +110,8 @@ def _time_field(
     usual = engine.shapes
 
     def call_with(shape: LaunchShape) -> Any:
-        engine.shapes = dataclasses.replace(usual, **{field: shape})
+        changed: dict[str, Any] = {field: shape}
+        engine.shapes = dataclasses.replace(usual, **changed)
         return call()
 
     def told(timed: Callable[[], Any]) -> float:
