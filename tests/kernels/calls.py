@@ -9,7 +9,6 @@ import torch
 from windows import Boards, synchronize
 
 from deep_ep.kernels.exchange import NUM_SECTIONS, STATE_ENDED, STATE_FAILED, Context
-from deep_ep.kernels.finish import FinishCombine, FinishDispatch
 from deep_ep.kernels.notify import (
     CopyingHandshake,
     Counted,
@@ -21,10 +20,11 @@ from deep_ep.kernels.notify import (
     Terms,
     node_word,
 )
-from deep_ep.kernels.pull import Pull
-from deep_ep.kernels.put import LaunchShape, Put, RowSpec, Unpack, word_of
+from deep_ep.kernels.pull import Given, Pull
+from deep_ep.kernels.put import End, LaunchShape, Put, Received, RowSpec, Unpack, word_of
 
-ANNOUNCED, OFFERED = 1, 2
+ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4
+DISPATCH, COMBINE = 0, 3  # operations
 SAME = (17, 4)  # what all ranks agree in
 
 
@@ -68,10 +68,20 @@ def put_rows(
     topk_weights: torch.Tensor | None,
     num_local: int,
     keeps_weights: bool = False,
+    received: Received | None = None,
 ) -> None:
-    """Put rows; without `send_head` along the slots of a handle, and without records."""
+    """Put rows, and end the dispatch if it is said where it receives; without `send_head` along the slots of a handle,
+    and without records.
+    """
     rows = rows_of(x, scales, topk_idx, send_head is not None, keeps_weights)
-    Put(context, shape, rows, num_local)(x, scales, slots, send_head, topk_idx, topk_weights)
+    end = None if received is None else End(READY, DISPATCH)
+    Put(context, shape, rows, num_local, end)(x, scales, slots, send_head, topk_idx, topk_weights, received)
+    require_rewound(context)
+
+
+def require_rewound(context: Context) -> None:
+    """Check that the next kernel counts its blocks anew."""
+    assert context.state[STATE_ENDED] == 0
 
 
 def unpack(
@@ -93,58 +103,22 @@ def unpack(
 def pull_rows(
     context: Context,
     shape: LaunchShape,
-    section: int,
     out: torch.Tensor,
     slots: torch.Tensor,
     biases: Sequence[torch.Tensor],
+    weights: torch.Tensor | None = None,
+    given: Given | None = None,
 ) -> None:
-    """Sum each token's rows."""
+    """Sum each token's rows, and end the combine."""
     _, is_aligned = word_of(out, *biases)
-    Pull(context, shape, section, out.size(1), out.dtype, len(biases), is_aligned)(out, slots, biases)
-
-
-# Ends of calls -------------------------------------------------------------------------------------------------------
-
-
-def finish_dispatch(
-    context: Context,
-    step: int,
-    operation: int,
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    slots: torch.Tensor,
-    topk_idx: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    num_local: int,
-    has_records: bool,
-    prefix: torch.Tensor,
-    capacities: Sequence[torch.Tensor | None] = (),
-    keeps_weights: bool = False,
-) -> None:
-    """End a dispatch. `capacities` are where rows, scales and records stay, if this rank is staged."""
-    rows = rows_of(x, scales, topk_idx, has_records, keeps_weights)
-    finish = FinishDispatch(context, step, operation, rows, num_local)
-    staged = ()
-    if capacities and capacities[0] is not None:
-        staged = (capacities[0].size(0), [0 if capacity is None else capacity.data_ptr() for capacity in capacities])
-    finish(x, scales, slots, topk_idx, topk_weights, prefix, *staged)
-
-
-def finish_combine(
-    context: Context,
-    step: int,
-    operation: int,
-    rows: Sequence[torch.Tensor],
-    sums: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    slots: torch.Tensor,
-    prefix: torch.Tensor,
-    recv_src_idx: torch.Tensor,
-) -> None:
-    """End a combine."""
-    num_topk = rows[1].size(1) if len(rows) > 1 else 0
-    finish = FinishCombine(context, step, operation, rows[0].size(1), rows[0].dtype, num_topk)
-    finish(rows, sums, biases, slots, prefix, recv_src_idx)
+    num_topk = 0 if weights is None else weights.size(1)
+    if given is None:
+        nothing = int32([0], out.device.type)
+        given = Given(nothing, nothing, out, weights)
+    end = End(READY, COMBINE)
+    pull = Pull(context, shape, out.size(1), out.dtype, len(biases), is_aligned, num_topk, end)
+    pull(out, weights, slots, biases, given)
+    require_rewound(context)
 
 
 # Handshakes ----------------------------------------------------------------------------------------------------------

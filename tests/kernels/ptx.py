@@ -16,18 +16,20 @@ from triton.compiler import ASTSource
 from windows import make_context
 
 from deep_ep.engine.cuda.shapes import Shapes
-from deep_ep.kernels import counts, exchange, finish, pull, put, rail, relay, relay_sums, route
+from deep_ep.kernels import counts, exchange, pull, put, rail, relay, relay_sums, route
 from deep_ep.kernels._triton import Launch
+from deep_ep.kernels.finish import Finish
 from deep_ep.kernels.low_latency import combine, dispatch
 from deep_ep.kernels.low_latency import words as ll_words
 from deep_ep.kernels.notify import CopyingHandshake, Handshake, HandshakeForm, SelectionHandshake, Terms
-from deep_ep.kernels.put import RowSpec
-from deep_ep.kernels.selections import Arrange, Place, PullSelections, PutSelections, UnpackSelections
+from deep_ep.kernels.pull import Pull
+from deep_ep.kernels.put import End, Put, RowSpec, Unpack
+from deep_ep.kernels.selections import Arrange, Describe, Place, PullSelections, PutSelections
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
 POINTERS |= {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-TERMS = Terms(1, 0, (0, 0))
+TERMS, END = Terms(1, 0, (0, 0)), End(3, 0)
 
 
 def ptx_of(kernel, pointers: dict[str, str], constants: dict[str, object], num_warps: int, aligned=()) -> str:
@@ -65,8 +67,8 @@ def launched(launch: Launch) -> str:
 
 
 def notifying() -> dict[str, str]:
-    """As `prepare_all` and `prepare_nodes` compile them, and those that copy first. For up to 32 ranks, and those that
-    number tokens also for more, where they have one warp.
+    """As `prepare_all` and `prepare_nodes` compile them, and those that copy first. Those of several warps also for
+    more ranks than a warp has threads.
     """
     numbered = HandshakeForm(has_counts=True, has_prefix=True, is_numbered=True)
     forms = {
@@ -90,8 +92,6 @@ def notifying() -> dict[str, str]:
                 if not more:
                     sends = form._replace(receives=False)
                     ptx[f"send nodes {name}"] = launched(Handshake(remote_context, TERMS, sends).launch)
-        if more:
-            continue  # there rows are copied by a kernel of their own
         for name, word, is_aligned in (("copied", torch.int32, True), ("copied odd bytes", torch.int8, False)):
             copying = CopyingHandshake(context, TERMS, Shapes().copy, 14336, word, is_aligned)
             ptx[f"notify {name}{more}"] = launched(copying.launch)
@@ -119,23 +119,22 @@ def of_selections() -> dict[str, str]:
     rows = bare._replace(has_records=True, num_topk=8, idx_dtype=torch.int64, keeps_weights=True)
     pull = (context, shapes.pull, 7168, torch.bfloat16, 8)
     made = {
-        "place": Place(context, rows, 8, 32, torch.int64, True, True),
-        "put selections": PutSelections(context, shapes.put, bare, 8),
-        "unfold selections": PutSelections(context, shapes.put, bare, 8, is_unfold=True),
-        "unpack selections": UnpackSelections(context, 16, 8, 32, torch.int64, True),
+        "place": Place(context, rows, 8, 32, torch.int64, True),
+        "put selections": PutSelections(context, shapes.put, bare, 8, END),
+        "unfold selections": PutSelections(context, shapes.put, bare, 8, None),
+        "describe": Describe(context, 16, 8, 32, torch.int64, True),
+        "describe compact": Describe(context, 16, 8, 32, torch.int64, False),
         "arrange": Arrange(context, 8, 14336, True, True),
-        "pull selections": PullSelections(*pull, is_grouped=True),
-        "fold selections": PullSelections(*pull, is_fold=True),
+        "pull selections": PullSelections(*pull, is_grouped=True, num_weights=8, end=END),
+        "fold selections": PullSelections(*pull),
     }
     return ptx | {name: launched(kernel._launch) for name, kernel in made.items()}
 
 
 def signalling() -> dict[str, str]:
-    words = dict.fromkeys(("windows", "own_boards", "state", "table", "host", "plan"), "*i64")
-    lists = dict.fromkeys(("prefix", "slots", "recv_src_idx"), "*i32")
+    words = dict.fromkeys(("context_words", "plan"), "*i64")
     ptx = notifying()
-    ptx["finish rows"] = ptx_of(finish._finish_rows_kernel, words | lists, {"LANES": 32}, 1)
-    ptx["finish sums"] = ptx_of(finish._finish_sums_kernel, words | lists, {"LANES": 32}, 1)
+    ptx["finish"] = launched(Finish(make_context(0, 8, "cpu"), 3, 0).launch)
     doorbells = words | dict.fromkeys(("doorbells", "wanted", "seen"), "*i64")
     ptx["ring doorbell"] = ptx_of(rail._ring_doorbell_kernel, doorbells, {"IS_BACK": False, "LANES": 32}, 1)
     ptx["await arrived"] = ptx_of(rail._await_kernel, doorbells, {"LANES": 32}, 1)
@@ -148,59 +147,37 @@ def signalling() -> dict[str, str]:
 
 
 def moving() -> dict[str, str]:
-    pointers = dict.fromkeys(("slots", "send_head", "prefix", "records", "sources", "ends", "target", "rows"), "*i32")
-    pointers |= {
-        "x": "*i32",
-        "scales": "*i32",
-        "topk_idx": "*i64",
-        "topk_weights": "*fp32",
-        "table": "*i64",
-        "state": "*i64",
-    }
-    constants = {
-        "WORD_BYTES": 4,
-        "VECTOR": 16,
-        "SCALE_BYTES": 4,
-        "BLOCK": 4096,
-        "HAS_SCALES": True,
-        "SCALES": 64,
-        "HAS_RECORDS": True,
-    }
-    constants |= {"HAS_TOPK": True, "TOPK": 8, "KEEPS_WEIGHTS": False, "LANES": 8, "IS_WHOLE": False}
-    ptx = {"put": ptx_of(put.dispatch_rows_kernel, pointers, constants, 16)}
+    """Rows of 7168 BF16 numbers with scales, top-8 of 256 experts."""
+    ptx, shapes = {}, Shapes()
+    bare = RowSpec(14336, torch.int32, True)
+    rows = bare._replace(num_scales=56, scale_bytes=4, has_records=True, num_topk=8, idx_dtype=torch.int64)
+    for num_ranks, more in ((8, ""), (64, " of 64 ranks")):
+        context = make_context(0, num_ranks, "cpu")
+        ptx[f"put{more}"] = launched(Put(context, shapes.put, rows, 256 // num_ranks, END)._launch)
+        given = (7168, torch.bfloat16, 2, True, 8, END)
+        ptx[f"pull{more}"] = launched(Pull(context, shapes.pull, *given)._launch)
+    context = make_context(0, 8, "cpu")
+    ptx["put along a handle"] = launched(Put(context, shapes.for_put(16), bare, 0, END)._launch)
+    ptx["put aimed"] = launched(Put(context, shapes.put, bare._replace(num_scales=56, scale_bytes=4))._launch)
+    for name, has_ends in (("unpack", False), ("unpack across nodes", True)):
+        ptx[name] = launched(Unpack(context, 16, 8, torch.int64, has_ends)._launch)
+    pointers = dict.fromkeys(("slots", "prefix", "records", "sources", "ends", "target", "rows"), "*i32")
+    pointers |= {"topk_idx": "*i64", "topk_weights": "*fp32", "table": "*i64", "state": "*i64", "context_words": "*i64"}
     routed = pointers | {"node_slots": "*i32", "numbers": "*i32", "forwarded": "*i32", "plan": "*i64", "aimed": "*i64"}
     for name, has_records in (("route", True), ("route along a handle", False)):
         ptx[name] = ptx_of(
             route._route_tokens_kernel, routed, {"HAS_RECORDS": has_records, "TILE": 128, "LANES": 16}, 8
         )
-    arrived = {
-        name: value for name, value in constants.items() if name not in ("WORD_BYTES", "SCALE_BYTES", "KEEPS_WEIGHTS")
-    }
-    arrived |= {"WORD": triton.language.int32, "SCALE_WORD": triton.language.int32}
+    arrived = {"WORD": triton.language.int32, "VECTOR": 16, "SCALE_WORD": triton.language.int32, "BLOCK": 4096}
+    arrived |= {"HAS_SCALES": True, "SCALES": 64, "HAS_RECORDS": True, "HAS_TOPK": True, "TOPK": 8, "LANES": 8}
+    arrived |= {"IS_WHOLE": False}
     words = {"plan": "*i64", "sources": "*i64"}
     for name, is_fetched in (("forward", False), ("forward fetched", True)):
         ptx[name] = ptx_of(relay._forward_kernel, pointers | words, arrived | {"IS_FETCHED": is_fetched}, 16)
-    taken = {"HAS_TOPK": True, "TOPK": 8, "LANES": 16, "TILE": 512}
-    for name, has_ends in (("unpack", False), ("unpack across nodes", True)):
-        ptx[name] = ptx_of(put._unpack_kernel, pointers, taken | {"HAS_ENDS": has_ends}, 8)
-    rows = pointers | dict.fromkeys(("out", "bias_0", "bias_1"), "*bf16")
-    constants = {
-        "NUM_BIASES": 0,
-        "BLOCK": 2048,
-        "AT_ONCE": 8,
-        "LANES": 8,
-        "VECTOR": 16,
-        "WIDE": triton.language.float32,
-    }
-    ptx["pull"] = ptx_of(pull.combine_rows_kernel, rows, constants, 8)
-    relayed = rows | {
-        "forwarded": "*i32",
-        "node_slots": "*i32",
-        "sources": "*i64",
-        "plan": "*i64",
-    }
-    sums = constants | {"AT_ONCE": 4, "NODES_AT_ONCE": 2, "NODES": 2, "IS_FETCHED": True, "IS_WHOLE": False}
-    some = {name: sums[name] for name in ("BLOCK", "AT_ONCE", "LANES", "VECTOR", "WIDE", "IS_WHOLE")}
+    relayed = pointers | dict.fromkeys(("out", "bias_0", "bias_1"), "*bf16")
+    relayed |= {"forwarded": "*i32", "node_slots": "*i32", "sources": "*i64", "plan": "*i64"}
+    some = {"BLOCK": 2048, "AT_ONCE": 4, "LANES": 8, "VECTOR": 16, "WIDE": triton.language.float32, "IS_WHOLE": False}
+    sums = some | {"NUM_BIASES": 0, "NODES_AT_ONCE": 2, "NODES": 2, "IS_FETCHED": True}
     ptx["sum for rail"] = ptx_of(relay_sums._sum_for_rail_kernel, relayed, some, 8)
     ptx["sum nodes"] = ptx_of(relay_sums._sum_nodes_kernel, relayed, sums, 8)
     ptx["copy_in"] = ptx_of(pull._copy_in_kernel, pointers, {"VECTOR": 16, "BLOCK": 4096}, 8)

@@ -22,7 +22,7 @@ def test_pull_worked_example(device: str) -> None:
     offer(context, [[rows, rows]], [3, 0])
     out = torch.empty(1, 2, device=device)
     slots = torch.tensor([[2, -1]], dtype=torch.int32, device=device)
-    pull_rows(context, SHAPE, 0, out, slots, [torch.tensor([[10.0, 10.0]], device=device)])
+    pull_rows(context, SHAPE, out, slots, [torch.tensor([[10.0, 10.0]], device=device)])
     assert out.tolist() == [[11.0, 12.0]]
 
 
@@ -43,12 +43,18 @@ def test_sums_are_those_of_the_twin(
     slots = torch.where(mask, mask.cumsum(0) - 1, -1).int()
     peers = [draw(num_tokens, hidden) for _ in range(num_ranks)]
     biases = [draw(num_tokens, hidden) for _ in range(num_biases)]
+    num_topk = num_biases and hidden % 5 + 1
+    peer_weights = [draw(num_tokens, max(1, num_topk)).float() for _ in range(num_ranks)]
     context = make_context(0, num_ranks, device)
-    offer(context, [None, peers], [num_tokens] * num_ranks)
+    offer(context, [peers, peer_weights], [num_tokens] * num_ranks)
     out, expected = draw(num_tokens, hidden), draw(num_tokens, hidden)
-    pull_rows(context, SHAPE, 1, out, slots, biases)
+    weights, expected_weights = (draw(num_tokens, max(1, num_topk)).float() for _ in range(2))
+    pull_rows(context, SHAPE, out, slots, biases, weights if num_topk else None)
     reduce_rows(expected, peers, slots, [0] * num_ranks, biases)
     assert torch.equal(out, expected)
+    if num_topk:
+        reduce_rows(expected_weights, peer_weights, slots, [0] * num_ranks, [])
+        assert torch.equal(weights, expected_weights)
 
 
 def test_a_token_without_rows_gets_its_bias(device: str) -> None:
@@ -58,10 +64,10 @@ def test_a_token_without_rows_gets_its_bias(device: str) -> None:
     slots = torch.full((1, 2), -1, dtype=torch.int32, device=device)
     bias = torch.tensor([[-0.0, 1.5, 2.0]], device=device)
     out = torch.empty(1, 3, device=device)
-    pull_rows(context, SHAPE, 0, out, slots, [bias])
+    pull_rows(context, SHAPE, out, slots, [bias])
     assert torch.equal(out, bias)
     assert out.signbit().tolist() == [[True, False, False]]
-    pull_rows(context, SHAPE, 0, out, slots, [])
+    pull_rows(context, SHAPE, out, slots, [])
     assert out.tolist() == [[0.0, 0.0, 0.0]]
 
 
@@ -70,7 +76,7 @@ def test_rows_that_were_not_offered_are_not_read(device: str) -> None:
     rows = torch.tensor([[1.0], [float("nan")]], device=device)
     offer(context, [[rows]], [1])
     out = torch.empty(2, 1, device=device)
-    pull_rows(context, SHAPE, 0, out, torch.tensor([[0], [1]], dtype=torch.int32, device=device), [])
+    pull_rows(context, SHAPE, out, torch.tensor([[0], [1]], dtype=torch.int32, device=device), [])
     assert out.tolist() == [[1.0], [0.0]]
 
 
@@ -95,6 +101,6 @@ def test_a_failed_buffer_sums_and_copies_nothing(device: str) -> None:
     offer(context, [[rows]], [1])
     fail(context)
     out = torch.full((1, 4), 7.0, device=device)
-    pull_rows(context, SHAPE, 0, out, torch.zeros(1, 1, dtype=torch.int32, device=device), [])
+    pull_rows(context, SHAPE, out, torch.zeros(1, 1, dtype=torch.int32, device=device), [])
     pull.copy_in(context, SHAPE, out, rows, torch.ones(1, 1, dtype=torch.int32, device=device))
     assert out.tolist() == [[7.0] * 4]

@@ -8,21 +8,23 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from calls import ANNOUNCED, OFFERED, SAME, all_bases, int32, rows_of
+from calls import ANNOUNCED, COMBINE, DISPATCH, OFFERED, READY, SAME, all_bases, int32, require_rewound, rows_of
 from windows import Boards, fail, make_context, offer, synchronize
 
 from deep_ep import reference
 from deep_ep.kernels import _triton, exchange, selections
 from deep_ep.kernels.exchange import STATE_EPOCH, STATE_HELD, STATE_WORDS, TABLE_EXPANDED, TABLE_STARTS, Context
-from deep_ep.kernels.notify import Counted, HandshakeForm, Numbered, Post, Selected, SelectionHandshake, Terms
-from deep_ep.kernels.put import LaunchShape, RowSpec, record_words, word_of
+from deep_ep.kernels.notify import HandshakeForm, Post, Selected, SelectionHandshake, Terms
+from deep_ep.kernels.put import End, LaunchShape, RowSpec, record_words, word_of
+from deep_ep.kernels.reduce import reduce_rows
 from deep_ep.kernels.rows import as_bytes, rows_as
-from deep_ep.kernels.selections import Arrange, Place, PullSelections, PutSelections, UnpackSelections
+from deep_ep.kernels.selections import Arrange, Describe, Place, PullSelections, PutSelections
 from deep_ep.sizing import align
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
 SHAPE = LaunchShape(num_blocks=3, words=64, num_warps=2)
+PUT_END, PULL_END = End(READY, DISPATCH), End(READY, COMBINE)
 UNTOUCHED = -9
 
 
@@ -136,6 +138,11 @@ class World:
         """[T, R]: where the tokens of a rank go."""
         return torch.tensor(self.send_head[rank], dtype=torch.int32).view(-1, self.num_ranks) >= 0
 
+    def numbers(self, rank: int, device: str) -> torch.Tensor:
+        """[T, R]: the tokens of a rank, numbered for each destination; -1: they do not go there."""
+        mask = self.mask(rank)
+        return torch.where(mask, mask.cumsum(0) - 1, -1).to(device, torch.int32)
+
     def per_expert(self, rank: int) -> list[int]:
         """[E]: how often a rank selects each expert."""
         return [int((self.ids[rank] == expert).sum()) for expert in range(self.num_experts)]
@@ -184,22 +191,21 @@ def place(
     world: World,
     weights: torch.Tensor,
     is_new: bool = True,
-    is_expanded: bool = True,
+    copied_idx: torch.Tensor | None = None,
 ) -> Placed:
     """Place the selections of a rank, with the numbers of the world; if they are not new, along its tables."""
     rank, device, num_topk = context.rank, context.state.device.type, world.num_topk
     ids = world.ids[rank].to(device)
     num_tokens = ids.size(0)
-    mask = world.mask(rank)
-    numbers = torch.where(mask, mask.cumsum(0) - 1, -1).to(device, torch.int32)
+    numbers = world.numbers(rank, device)
     tables = [filled(ids.shape, device) for _ in range(3)]
     if not is_new:
         tables = [table(one[rank], device, num_topk) for one in (world.owners, world.slots, world.rows)]
     targets = filled((2, *ids.shape), device, torch.int64)
     placed = Placed(filled(numbers.shape, device), *tables, targets)
-    step = Place(context, spec, num_topk, world.num_local, ids.dtype, is_new, is_expanded)
+    step = Place(context, spec, num_topk, world.num_local, ids.dtype, is_new)
     tiles, first = table(world.tiles(rank), device, world.num_experts), int32(world.first[rank], device)
-    step(num_tokens, ids, weights, tiles, first, numbers, *placed)
+    step(num_tokens, ids, copied_idx, weights, tiles, first, numbers, *placed)
     return placed
 
 
@@ -269,8 +275,10 @@ def test_selections_are_counted_by_tiles(device: str, name: str) -> None:
     assert boards.record(0) is None
     assert call.selected.tiles[:-1].tolist() == world.tiles(0)
     assert (call.selected.tiles[-1] == UNTOUCHED).all()
-    assert call.numbered.numbers.tolist() == torch.where(world.mask(0), world.mask(0).cumsum(0) - 1, -1).tolist()
-    assert call.counted.per_rank.tolist() == world.sent()[0].tolist()
+    assert torch.equal(call.selected.numbers, world.numbers(0, device))
+    assert torch.equal(call.selected.mask, world.mask(0).to(device))
+    assert call.selected.per_rank.tolist() == world.sent()[0].tolist()
+    assert call.selected.per_expert.tolist() == world.per_expert(0)
 
 
 class Dispatch:
@@ -340,14 +348,18 @@ def test_selections_go_where_loops_find_their_rows(device: str, name: str) -> No
     expected_x, expected_scales = [one.clone() for one in made.to_x], [one.clone() for one in made.to_scales]
     for rank in made.ranks:
         context = made.context(rank)
-        placed = place(context, made.spec, world, made.weights[rank])
+        copied_idx = filled(world.ids[rank].shape, device, case.idx_dtype) if rank else None
+        placed = place(context, made.spec, world, made.weights[rank], copied_idx=copied_idx)
+        if copied_idx is not None:
+            assert torch.equal(copied_idx, world.ids[rank].to(device))
         if case.num_tokens[rank]:
             for got, wanted in ((placed.owners, world.owners), (placed.slots, world.slots), (placed.rows, world.rows)):
                 assert got.tolist() == wanted[rank]
             assert placed.send_head.tolist() == world.send_head[rank]
         assert torch.equal(placed.targets, made.expected_targets(rank))
         x, scales = made.x[rank], made.scales[rank]
-        PutSelections(context, SHAPE, made.spec, case.num_topk)(x, scales, placed.targets)
+        PutSelections(context, SHAPE, made.spec, case.num_topk, PUT_END)(x, scales, placed.targets)
+        require_rewound(context)
         for token, owners in enumerate(world.owners[rank]):
             for column in range(len(owners)):
                 peer, row = made.target(rank, token, column)
@@ -373,15 +385,6 @@ def test_selections_of_tables_go_where_they_went(device: str, name: str) -> None
         assert placed.rows.tolist() == made.world.rows[rank]
         assert (placed.send_head == UNTOUCHED).all()
     assert all((one == UNTOUCHED).all() for one in made.records)
-
-
-def test_compact_results_have_owners_and_slots_alone(device: str) -> None:
-    made = Dispatch(CASES["mixed"], device)
-    placed = place(made.context(0), made.spec, made.world, made.weights[0], is_expanded=False)
-    assert placed.owners.tolist() == made.world.owners[0]
-    assert placed.slots.tolist() == made.world.slots[0]
-    for untouched in (placed.send_head, placed.rows, placed.targets, *made.records):
-        assert (untouched == UNTOUCHED).all()
 
 
 def test_records_wait_while_a_call_is_held(device: str) -> None:
@@ -414,7 +417,8 @@ def test_put_worked_example(device: str) -> None:
     memory = torch.zeros(4, 2, device=device)
     a, b = memory[3].data_ptr(), memory[1].data_ptr()
     x = torch.tensor([[11.0, 12.0]], device=device)
-    put = PutSelections(make_context(0, 1, device), SHAPE, rows_of(x, None, None, False), 3)
+    context = make_context(0, 1, device)
+    put = PutSelections(context, SHAPE, rows_of(x, None, None, False), 3, PUT_END)
     put(x, None, torch.tensor([[[a, 0, b]]], device=device))
     assert memory.tolist() == [[0.0, 0.0], [11.0, 12.0], [0.0, 0.0], [11.0, 12.0]]
 
@@ -463,8 +467,9 @@ def test_rows_are_put_to_addresses_and_nowhere_else(
             if one is not None and rows is not None:
                 one[cells[token, column]] = rows[token]
     context = make_context(0, 1, device)
-    put = PutSelections(context, SHAPE, rows_of(x, scales, None, False), num_topk, is_unfold)
+    put = PutSelections(context, SHAPE, rows_of(x, scales, None, False), num_topk, None if is_unfold else PUT_END)
     put(x, scales, targets.to(device))
+    require_rewound(context)
     for got, wanted in zip((memory, scale_memory), expected, strict=True):
         if got is not None and wanted is not None:
             require_same(got, wanted)
@@ -475,7 +480,7 @@ def test_what_is_held_or_failed_puts_no_rows(device: str, is_unfold: bool) -> No
     """Unfolding is no part of the exchange that is held."""
     memory, x = torch.zeros(1, 4, device=device), torch.ones(1, 4, device=device)
     context = make_context(0, 1, device)
-    put = PutSelections(context, SHAPE, rows_of(x, None, None, False), 1, is_unfold)
+    put = PutSelections(context, SHAPE, rows_of(x, None, None, False), 1, None if is_unfold else PUT_END)
     targets = torch.tensor([[[memory.data_ptr()]]], device=device)
     hold(context)
     put(x, None, targets)
@@ -487,11 +492,11 @@ def test_what_is_held_or_failed_puts_no_rows(device: str, is_unfold: bool) -> No
     assert memory.tolist() == [[0.0] * 4]
 
 
-# Unpacking -----------------------------------------------------------------------------------------------------------
+# Describing ----------------------------------------------------------------------------------------------------------
 
 
-class Unpacked:
-    """What `UnpackSelections` makes of records."""
+class Described:
+    """What `Describe` makes of records, and, if `sent` are the selections of a world, of them."""
 
     def __init__(
         self,
@@ -504,6 +509,7 @@ class Unpacked:
         num_weights: int | None,
         idx_dtype: torch.dtype = torch.int64,
         num_blocks: int = 2,
+        sent: World | None = None,
     ):
         device, num_rows, is_expanded = records.device.type, records.size(0), num_weights is not None
         experts = int32([UNTOUCHED] * (2 * num_local) + [max_tokens], device)
@@ -512,16 +518,23 @@ class Unpacked:
         self.topk_idx, self.ids = (filled((num_rows, num_topk), device, idx_dtype) for _ in range(2))
         shape = (num_rows, num_topk) if num_weights is None else (num_weights,)
         self.weights = filled(shape, device, torch.float32)
-        unpack = UnpackSelections(context, num_blocks, num_topk, num_local, idx_dtype, is_expanded)
+        describe = Describe(context, num_blocks, num_topk, num_local, idx_dtype, is_expanded)
         ids = (None, None) if is_expanded else (self.topk_idx, self.ids)
-        unpack(records, num_rows, prefix, experts, self.rank_ends, self.source_idx, self.sources, *ids, self.weights)
+        own: tuple[torch.Tensor | None, ...] = ()
+        if sent is not None:
+            topk_idx = sent.ids[context.rank].to(device)
+            self.owners, self.slots = (filled(topk_idx.shape, device) for _ in range(2))
+            self.copied_idx = filled(topk_idx.shape, device, idx_dtype) if context.rank else None
+            own = (topk_idx, self.copied_idx, sent.numbers(context.rank, device), self.owners, self.slots)
+        described = (self.rank_ends, self.source_idx, self.sources, *ids, self.weights, own)
+        describe(records, num_rows, prefix, experts, *described)
 
 
 def test_unpack_worked_example(device: str) -> None:
     """K = 2 and M = 16; the row came from rank 1."""
     records = int32([[4, 1, -1, bits(0.5), bits(0.2), 7, 3, UNTOUCHED]], device)
     prefix = int32([[0, 5], [1, 5]], device)
-    got = Unpacked(make_context(0, 2, device), records, prefix, 16, 2, 2, 9)
+    got = Described(make_context(0, 2, device), records, prefix, 16, 2, 2, 9)
     assert got.sources.tolist() == [[20, 2, 7, -1]]
     assert got.weights.tolist() == [UNTOUCHED] * 7 + [0.5, UNTOUCHED], "the weight of row 7"
     assert got.source_idx.tolist() == [4]
@@ -535,7 +548,7 @@ def test_unpack_example_of_the_contract(device: str) -> None:
     world = World([torch.full((1, 4), -1), ids], 2)
     weights = [torch.zeros(1, 4), torch.rand(7, 4)]
     records, prefix = world.records(0, weights, True, device), int32([[0, 0], [1, 1]], device)
-    got = Unpacked(make_context(0, 2, device), records, prefix, 16, 2, 4, 2)
+    got = Described(make_context(0, 2, device), records, prefix, 16, 2, 4, 2)
     assert got.sources.tolist() == [[22, 7, 0, -1, -1, 1]]
     assert got.weights.tolist() == [weights[1][6, 0].item(), weights[1][6, 3].item()]
 
@@ -556,10 +569,16 @@ def test_rows_are_described_as_loops_find_them(device: str, name: str, spare_row
         # What lies behind the rows that came must not be read.
         records = torch.cat([records, records.new_zeros(spare_rows, records.size(1))])
         num_weights = world.num_expanded[rank] if is_expanded else None
-        context = make_context(rank, world.num_ranks, device)
-        got = Unpacked(
-            context, records, prefix, max_tokens, case.num_local, num_topk, num_weights, case.idx_dtype, num_blocks=1
-        )
+        context = made.context(rank)
+        got = Described(
+            context, records, prefix, max_tokens, case.num_local, num_topk, num_weights, case.idx_dtype, num_blocks=1,
+            sent=None if is_expanded else world,
+        )  # fmt: skip
+        if not is_expanded:
+            assert got.owners.tolist() == table(world.owners[rank], "cpu", num_topk).tolist()
+            assert got.slots.tolist() == table(world.slots[rank], "cpu", num_topk).tolist()
+            if got.copied_idx is not None:
+                assert torch.equal(got.copied_idx, world.ids[rank].to(device))
         assert got.rank_ends.tolist() == prefix[:, rank].tolist()
         assert got.source_idx.tolist() == [token for _, token in world.came[rank]] + [-1] * spare_rows
         expected, expected_ids, expected_weights = [], [], got.weights.new_full(got.weights.shape, UNTOUCHED)
@@ -593,9 +612,9 @@ def test_rows_of_several_tiles_are_described(device: str) -> None:
     expected = torch.where(token < 200, token, 2 * 1000 + token).where(token < 590, -1)
     for num_blocks in (1, 2, 5):
         context = make_context(0, 3, device)
-        got = Unpacked(context, records.to(device), prefix, 1000, 4, num_topk, None, num_blocks=num_blocks)
+        got = Described(context, records.to(device), prefix, 1000, 4, num_topk, None, num_blocks=num_blocks)
         assert got.sources[:, 0].tolist() == expected.tolist()
-        assert torch.equal(got.topk_idx[:590].cpu().int(), records[:590, 1:13])
+        assert got.topk_idx[:590].tolist() == records[:590, 1:13].tolist()
         assert (got.topk_idx[590:] == -1).all()
 
 
@@ -603,9 +622,10 @@ def test_weights_are_written_inside_their_memory(device: str) -> None:
     records = int32([[0, 0, 1, bits(0.5), bits(0.25), 1, 2, 0]], device)
     memory = filled((4,), device, torch.float32)
     experts, outputs = int32([0, 0, 0, 0, 1], device), [filled((n,), device) for n in (1, 1)]
-    unpack = UnpackSelections(make_context(0, 1, device), 1, 2, 2, torch.int64, True)
+    context = make_context(0, 1, device)
+    describe = Describe(context, 1, 2, 2, torch.int64, True)
     sources = filled((1, 4), device)
-    unpack(records, 1, int32([[1]], device), experts, *outputs, sources, None, None, memory[:2])
+    describe(records, 1, int32([[1]], device), experts, *outputs, sources, None, None, memory[:2])
     assert memory.tolist() == [UNTOUCHED, 0.5, UNTOUCHED, UNTOUCHED]
     assert sources.tolist() == [[0, 1, 1, 2]], "the row is known all the same"
 
@@ -615,7 +635,7 @@ def test_rows_of_a_failed_buffer_are_nobodys(device: str, is_expanded: bool) -> 
     context = make_context(0, 1, device)
     fail(context)
     records, prefix = int32([[0] * record_words(2, is_expanded)] * 2, device), int32([[2]], device)
-    got = Unpacked(context, records, prefix, 16, 2, 2, 3 if is_expanded else None)
+    got = Described(context, records, prefix, 16, 2, 2, 3 if is_expanded else None)
     assert got.source_idx.tolist() == [-1, -1]
     assert got.sources.tolist() == [[-1] * 4] * 2
     assert (got.weights == UNTOUCHED).all()
@@ -712,7 +732,7 @@ def test_fold_adds_columns_in_order(device: str, dtype: torch.dtype, num_topk: i
     selections.address_rows(addresses, rows.to(device), x, int32([num_came], device))
     out = memory_of(num_rows, hidden, dtype, device)
     context = make_context(0, 1, device)
-    pull = PullSelections(context, SHAPE, hidden, dtype, num_topk, is_aligned=word_of(x, out)[1], is_fold=True)
+    pull = PullSelections(context, SHAPE, hidden, dtype, num_topk, is_aligned=word_of(x, out)[1])
     hold(context)  # by the call before: this one has not begun
     pull(out, addresses)
     wide = torch.promote_types(dtype, torch.float32)
@@ -774,7 +794,8 @@ def test_pull_worked_example(device: str) -> None:
     x = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16, device=device)
     a, b, c = (one.data_ptr() for one in x)
     out = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
-    pull = PullSelections(make_context(0, 1, device), SHAPE, 1, out.dtype, 3, is_aligned=False, is_grouped=True)
+    context = make_context(0, 1, device)
+    pull = PullSelections(context, SHAPE, 1, out.dtype, 3, is_aligned=False, is_grouped=True, end=PULL_END)
     pull(out, torch.tensor([[a, b + 1, c + 1]], device=device))
     assert out.item() == 256.0, "258 if it was rounded once"
     pull(out, torch.tensor([[b, c + 1, a + 1]], device=device))
@@ -835,10 +856,22 @@ def combined(given: Combine, biases: Sequence[torch.Tensor], is_grouped: bool) -
     arrange(owners, slots, rows if given.has_rows else None, sources)
     out = memory_of(num_tokens, hidden, y.dtype, device)
     is_aligned = word_of(out, *given.peers, *biases)[1]
+    # Each rank has given a token as many weights as it has columns, by the compact row.
+    num_rows = 1 + max((one for token in world.send_head[0] for one in token), default=-1)
+    peer_weights = [torch.rand(num_rows, num_topk, device=device) for _ in range(world.num_ranks)]
+    given.context.table[1].copy_(torch.tensor([one.data_ptr() for one in peer_weights], device="cpu"))
+    capacities = given.context.table[exchange.TABLE_CAPACITIES].clone()
+    given.context.table[exchange.TABLE_CAPACITIES] = num_rows
+    weights, expected = (torch.full((num_tokens, num_topk), 7.0, device=device) for _ in range(2))
+    send_head = table(world.send_head[0], device, world.num_ranks)
     pull = PullSelections(
-        given.context, SHAPE, hidden, y.dtype, num_topk, len(biases), is_aligned, is_grouped=is_grouped
+        given.context, SHAPE, hidden, y.dtype, num_topk, len(biases), is_aligned, is_grouped, num_topk, PULL_END
     )
-    pull(out, sources, biases)
+    pull(out, sources, biases, weights, send_head)
+    require_rewound(given.context)
+    given.context.table[exchange.TABLE_CAPACITIES] = capacities
+    reduce_rows(expected, peer_weights, send_head, [0] * world.num_ranks, [])
+    assert torch.equal(weights, expected)
     return out
 
 
@@ -894,7 +927,7 @@ def test_what_is_held_or_failed_sums_nothing(device: str, is_fold: bool) -> None
     """Folding is no part of the exchange that is held."""
     context = make_context(0, 1, device)
     x, out = torch.ones(1, 4, device=device), torch.zeros(1, 4, device=device)
-    pull = PullSelections(context, SHAPE, 4, out.dtype, 1, is_fold=is_fold)
+    pull = PullSelections(context, SHAPE, 4, out.dtype, 1, end=None if is_fold else PULL_END)
     sources = torch.tensor([[x.data_ptr()]], device=device)
     hold(context)
     pull(out, sources)
@@ -927,21 +960,21 @@ class Select:
         self.form = HandshakeForm(has_counts=True, has_prefix=True, receives=receives)
         self.expanded_rows, self.num_topk = expanded_rows, world.num_topk
         self.agreed = (world.alignment if alignment is None else alignment, is_expanded)
-        mask, num_ranks, num_experts = world.mask(rank).to(device), world.num_ranks, world.num_experts
-        given = mask.sum(0, dtype=torch.int32)
+        ids, num_ranks, num_experts = world.ids[rank].to(device), world.num_ranks, world.num_experts
         self.prefix = filled((num_ranks, num_ranks), device)
-        self.counted = Counted(torch.full_like(given, -9), given, int32(world.per_expert(rank), device))
-        self.numbered = Numbered(mask, filled(mask.shape, device))
         self.stats = filled((world.num_local,), device)
+        mask = torch.zeros(len(ids), num_ranks, dtype=torch.bool, device=device)
+        numbers, per_rank = filled(mask.shape, device), filled((num_ranks,), device)
         tiles = filled((selections.num_tiles(len(mask), world.num_topk) + 1, num_experts), device)
-        first, experts = filled((num_experts,), device), filled((2 * world.num_local + 1,), device)
-        self.selected = Selected(world.ids[rank].to(device), tiles, first, experts, self.stats)
+        per_expert, first = (filled((num_experts,), device) for _ in range(2))
+        experts = filled((2 * world.num_local + 1,), device)
+        self.selected = Selected(ids, mask, numbers, per_rank, per_expert, tiles, first, experts, self.stats)
 
     def __call__(self, context: Context) -> None:
         self.stats.fill_(100)  # `Boards.handshake` comes twice
         ids = self.selected.topk_idx.dtype
         step = SelectionHandshake(context, self.terms, self.form, *self.agreed, self.num_topk, ids)
-        step(self.post, self.expanded_rows, self.prefix, self.counted, self.numbered, self.selected)
+        step(self.post, self.expanded_rows, self.prefix, self.selected)
         synchronize(context)
 
 
@@ -1031,7 +1064,10 @@ def test_handshakes_find_what_loops_find(
             assert call.selected.experts.tolist() == [*counts, *ends, 9 + world.num_ranks]
             assert call.stats.tolist() == [100 + count for count in counts]
             assert call.prefix.tolist() == world.sent().cumsum(0).tolist()
-            assert call.selected.tiles[:-1].tolist() == world.tiles(rank)
+            if is_expanded:
+                assert call.selected.tiles[:-1].tolist() == world.tiles(rank)
+            assert torch.equal(call.selected.numbers, world.numbers(rank, device))
+            assert call.selected.per_expert.tolist() == world.per_expert(rank)
             assert context.table[TABLE_STARTS].tolist() == world.starts(rank)
             assert context.table[TABLE_EXPANDED].tolist() == world.num_expanded
             assert context.state[STATE_HELD] == 0
@@ -1143,15 +1179,3 @@ def test_ranks_that_differ_in_alignment_are_named(device: str, has_counts: bool,
     operation = 0 if has_counts else 1
     assert boards.record(0) == [exchange.DISAGREE, 1, operation, 0b010, 0, 0, 0]
     assert boards.record(2) == boards.record(0), "the first cause is passed on"
-
-
-def test_wrong_counts_are_told_to_the_host_alone(device: str) -> None:
-    """They do not match the caller's mask: nothing is posted, and nothing computed."""
-    boards = Boards(2, device)
-    call = selecting(counts_world([[1, 2], [3, 0]], 1, 4), device, (4, 4), ticket=3)[0]
-    call.counted = call.counted._replace(given=int32([1, 3], device))
-    call(boards.contexts[0])
-    host = boards.contexts[0].host.tolist()
-    assert host[exchange.STATE_RECORD : exchange.STATE_RECORD + 6] == [exchange.COUNTS, 1, 0, 1, 2, 3]
-    assert all(not board.any() for board in boards.boards)
-    assert (call.selected.first == UNTOUCHED).all()

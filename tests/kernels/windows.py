@@ -14,14 +14,20 @@ _MOST_EXPERTS = 64
 
 
 def make_context(rank: int, num_ranks: int, device: str) -> Context:
-    """The words of a rank that meets nobody: windows are empty, the table is filled by `offer`."""
+    """The words of a rank that meets nobody, and need not wait: all boards are one, on which all ranks have come to all
+    steps of call 0. The table is filled by `offer`.
+    """
     header_words = Context.num_header_words(num_ranks, _MOST_EXPERTS)
     num_host_words = Context.num_host_words(num_ranks, _MOST_EXPERTS) + _MOST_EXPERTS
+    board = torch.zeros(Context.board_bytes(num_ranks, header_words) // 8, dtype=torch.int64, device=device)
+    board[: 8 * num_ranks : 8] = (1 << 24) - 1
+    windows = torch.full((1, num_ranks), board.data_ptr(), dtype=torch.int64, device=device)
+    windows.board = board  # kept as long as its address
     return Context(
         rank=rank,
         num_ranks=num_ranks,
-        windows=torch.zeros(1, num_ranks, dtype=torch.int64, device=device),
-        own_boards=torch.zeros(num_ranks, dtype=torch.int64, device=device),
+        windows=windows,
+        own_boards=windows[0].clone(),
         state=torch.zeros(Context.num_state_words(num_ranks), dtype=torch.int64, device=device),
         table=torch.zeros(exchange.TABLE_ROWS, num_ranks, dtype=torch.int64, device=device),
         host=torch.zeros(num_host_words, dtype=torch.int64, device="cpu", pin_memory=device == "cuda"),

@@ -628,9 +628,7 @@ class ElasticBuffer(UnsupportedFamilies):
             return *_results(arrived), handle, EventOverlap(event)
         assert num_experts is not None
         around = Around(finish=unfold.new)
-        counts, counted = engine.layout(selected, num_experts, 1, order)
-        if order.after is not None and counted is not None:  # perhaps the layout still waits for it
-            order = CallOrder(counted, order.is_async)
+        counts, order = engine.layout_of_selections(selected, num_experts, order)
         weights = topk_weights if topk_weights is not None else selected.new_empty(selected.shape, dtype=torch.float32)
         routing = Routing(
             counts.num_tokens_per_rank, counts.num_tokens_per_expert, counts.is_token_in_rank, selected, weights,

@@ -3,9 +3,9 @@
 What happens in a step depends on where the ranks are and on what runs there. `cpu/` and `cuda/` have two sets of steps
 each: inside one node, and across nodes. The scripts are the same for all of them:
 
-    dispatch, full        notify (counts, on a GPU also a guessed offer), move, unpack | the host waits for the counts
-                          if nothing was offered, or too little: offer (exact), move, unpack
-    dispatch, worst case  notify (counts and offers), move, unpack
+    dispatch, full        notify (counts, on a GPU also a guessed offer), move | the host waits for the counts
+                          if nothing was offered, or too little: offer (exact), move
+    dispatch, worst case  notify (counts and offers), move
     dispatch, cached      notify (offers), move
     combine               notify (offers), sum
 
@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import layout
 from ..config import Config
 from ..errors import EPUnsupported
 from ..event import EventHandle
+from ..layout import DispatchLayout
 from ..trace import Trace
 from ..watch import Watch
 from .elastic import ElasticRequest, Unfold
@@ -78,7 +78,7 @@ class Engine(ABC):
     @abstractmethod
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: CallOrder
-    ) -> tuple[layout.DispatchLayout, EventHandle | None]:
+    ) -> tuple[DispatchLayout, EventHandle | None]:
         """Count where this rank's tokens go. Local: it takes no part in the order of the calls."""
 
     def dispatch(
@@ -157,11 +157,11 @@ class Engine(ABC):
                 routes = steps.route(scope, routing, num_channels, num_rows)
             sections = steps.guess() if is_full else steps.memory(scope, num_rows)
             steps.notify(scope, payload, routing, routes, sections)
-            # On a GPU a full dispatch moves rows into what `notify` has offered; the CPU has offered nothing yet.
-            steps.move(scope, payload, routing, routes, NO_SECTIONS if is_full else sections)
             unpacked = None
-            if routing is not None and sections.x is not None:  # all that needs no counts, before they are waited for
-                unpacked = steps.unpack(scope, routing, routes, sections, num_channels)
+            if routing is not None and sections.x is not None:
+                unpacked = steps.outputs(scope, routing, routes, sections, num_channels)
+            # On a GPU a full dispatch moves rows into what `notify` has offered; the CPU has offered nothing yet.
+            steps.move(scope, payload, routing, routes, sections, unpacked)
             if is_full:
                 assert routing is not None
                 told = steps.counts(scope, routing)
@@ -169,17 +169,15 @@ class Engine(ABC):
                 if not told.fits:  # too small, here or elsewhere: it goes back before more is taken
                     sections, unpacked = NO_SECTIONS, None
                 steps.grow(told)
-                if sections.x is None:  # also where nothing was offered, because nothing comes
-                    sections = steps.memory(scope, num_rows)
                 if not told.fits:
+                    sections = steps.memory(scope, num_rows)
                     routes = steps.rerouted(scope, routes, told, routing)
                     steps.offer(scope, payload, routes, sections)
-                    steps.move(scope, payload, routing, routes, sections)
+                    unpacked = steps.outputs(scope, routing, routes, sections, num_channels)
+                    steps.move(scope, payload, routing, routes, sections, unpacked)
             if routing is None:
                 received = received_of(sections, num_rows, None, None, handle)
             else:
-                if unpacked is None:
-                    unpacked = steps.unpack(scope, routing, routes, sections, num_channels)
                 received = steps.received(routes, sections, unpacked, num_rows, told)
             if scope.is_elsewhere:
                 received = scope.hold_received(received)
@@ -250,6 +248,17 @@ class Engine(ABC):
         """Return an uninitialised tensor for use inside a call, in the window if there is memory for it."""
 
     # What V2's calls do on this rank alone ---------------------------------------------------------------------------
+
+    def layout_of_selections(
+        self, topk_idx: torch.Tensor, num_experts: int, order: CallOrder
+    ) -> tuple[DispatchLayout, CallOrder]:
+        """Count where this rank's tokens go in a V2 dispatch.
+
+        Returns:
+            The layout, and how the dispatch is to be ordered: the layout may still wait for the caller's event.
+        """
+        counted, event = self.layout(topk_idx, num_experts, 1, order)
+        return counted, order if order.after is None or event is None else CallOrder(event, order.is_async)
 
     def unfold(self, request: ElasticRequest, num_sms: int | None) -> Unfold:
         """Return a dispatch of V2, which makes its results out of what comes. `num_sms` bounds blocks of a GPU."""

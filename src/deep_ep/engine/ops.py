@@ -193,7 +193,7 @@ class DispatchSteps(Protocol):
         ...
 
     def guess(self) -> Sections:
-        """Allocate memory to offer before the counts are known; `NO_SECTIONS`: none."""
+        """Allocate memory to offer before the counts are known; `NO_SECTIONS`: no offer is made before."""
         ...
 
     def memory(self, scope: Any, num_rows: int) -> Sections:
@@ -209,15 +209,24 @@ class DispatchSteps(Protocol):
         """Exchange with the peers what each rank sends and offers."""
         ...
 
-    def move(self, scope: Any, payload: Payload, routing: Routing | None, routes: Any, sections: Sections) -> None:
-        """Move the rows, and wait until the peers' rows have arrived.
+    def outputs(self, scope: Any, routing: Routing, routes: Any, sections: Sections, num_channels: int) -> Any:
+        """Allocate what comes beside the rows: the handle, ids and weights, for as many rows as there is memory for."""
+        ...
+
+    def move(
+        self,
+        scope: Any,
+        payload: Payload,
+        routing: Routing | None,
+        routes: Any,
+        sections: Sections,
+        unpacked: Any,
+    ) -> None:
+        """Move the rows, wait until the peers' rows have arrived, and split their records into what `outputs` has
+        allocated.
 
         Does nothing while nothing, or too little, is offered.
         """
-        ...
-
-    def unpack(self, scope: Any, routing: Routing, routes: Any, sections: Sections, num_channels: int) -> Any:
-        """Split the records into source indices, ids and weights, for as many rows as there is memory for."""
         ...
 
     def counts(self, scope: Any, routing: Routing) -> Counts:

@@ -9,7 +9,7 @@ import copy
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -316,25 +316,28 @@ def variant(
 _variants: dict[tuple, Variant] = {}
 
 
-def jit(function: Callable | None = None, *, name: str | None = None) -> Any:
+def jit(function: Callable | None = None, *, name: str | Callable[[Mapping[str, Any]], str] | None = None) -> Any:
     """Have Triton compile a kernel whose integers have types, regardless of their values and of the pointers'.
 
     Args:
         function: The kernel; None: return a decorator.
-        name: The kernel's name in a profile, which several kernels may share; by default the function's. `a::b` is
-            mangled as in C++: profilers show it as it was given. Triton's cache knows a kernel by its source alone:
-            change the function's name, too, or a kernel that was compiled before keeps its name.
+        name: The kernel's name in a profile, which several kernels may share, or a function that returns it for the
+            constants of a variant; by default the function's. `a::b` is mangled as in C++: profilers show it as it was
+            given. Triton's cache knows a kernel by its source alone: change the function's name, too, or a kernel that
+            was compiled before keeps its name.
     """
     if function is None:
         return functools.partial(jit, name=name)
     types = function.__annotations__
     numbers = [argument for argument, kind in types.items() if "constexpr" not in str(kind)]
     pointers = [argument for argument in inspect.signature(function).parameters if argument not in types]
-    symbol = name
-    if name is not None and "::" in name:
-        symbol = f"_ZN{''.join(f'{len(part)}{part}' for part in name.split('::'))}E"
+
+    def symbol(specialization: Any) -> str:
+        chosen = name if isinstance(name, str) else name(specialization.constants)  # type: ignore[misc]
+        return f"_ZN{''.join(f'{len(part)}{part}' for part in chosen.split('::'))}E" if "::" in chosen else chosen
+
     return triton.jit(
         do_not_specialize=[*numbers, *pointers],
         do_not_specialize_on_alignment=pointers,
-        repr=None if symbol is None else lambda _: symbol,
+        repr=None if name is None else symbol,
     )(function)

@@ -26,6 +26,7 @@ are a table, `windows`, and those to read from another, `own_boards`; kernels do
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ STATE_EPOCH, STATE_FAILED, STATE_HELD, STATE_RECORD, STATE_WORDS = 0, 1, 2, 3, 2
 STATE_STAGED, STATE_TOKENS, STATE_ROUNDS, STATE_ANNOUNCED, STATE_RAIL_BYTES, STATE_REFUSED = 10, 11, 12, 13, 14, 15
 STATE_ENDED = 16
 REFUSALS = range(STATE_REFUSED, STATE_REFUSED + 1)
-_FAILED, _RECORD, _REFUSED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_RECORD), tl.constexpr(STATE_REFUSED)
+_FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
+_RECORD, _REFUSED = tl.constexpr(STATE_RECORD), tl.constexpr(STATE_REFUSED)
 _SAW = tl.constexpr(STATE_WORDS)
 
 # Rows of the table, behind the addresses of the sections. Of a staged rank `put` and `pull` see no room at all. The
@@ -113,15 +115,17 @@ class Context:
     limit_ns: int
     num_nodes: int = 1
 
+    @functools.cached_property
+    def words(self) -> torch.Tensor:
+        """[10] int64, the context as kernels take it, see `open_context`: one argument instead of ten."""
+        addresses = [part.data_ptr() for part in (self.windows, self.own_boards, self.state, self.table, self.host)]
+        numbers = [self.num_ranks, self.rank, self.num_nodes, self.header_words, self.limit_ns]
+        return torch.tensor([*addresses, *numbers], dtype=torch.int64, device="cpu").to(self.state.device)
+
     @property
     def ranks_per_node(self) -> int:
         """The number of ranks of a node, P."""
         return self.num_ranks // self.num_nodes
-
-    @property
-    def first_rank(self) -> int:
-        """The first rank of this rank's node."""
-        return self.rank // self.ranks_per_node * self.ranks_per_node
 
     @staticmethod
     def num_header_words(num_ranks: int, max_experts: int, num_nodes: int = 1) -> int:
@@ -159,8 +163,7 @@ class Context:
 
 def abort(context: Context, operation: int, *, run: Callable[..., None] = launch) -> None:
     """Report to all peers that this rank gave up on the host."""
-    words = (context.windows, context.state, context.host, context.num_ranks, context.rank)
-    run(_abort_kernel, 1, (*words, operation), num_warps=1, LANES=num_lanes(context))
+    run(_abort_kernel, 1, (context.words, operation), num_warps=1, LANES=num_lanes(context))
 
 
 def refuse(
@@ -184,9 +187,9 @@ def refuse(
         note: [NOTE_WORDS] int64: why, as text, see `note_words`.
         run: `launch`, or `prepare`.
     """
-    words = (context.windows, context.state, numbers, note, context.num_ranks, context.rank, context.header_words)
     kept = (refused.start, len(refused))
-    run(_refuse_kernel, 1, (*words, operation, kind, *kept), num_warps=1, LANES=num_lanes(context))
+    args = (numbers, note, context.words, operation, kind, *kept)
+    run(_refuse_kernel, 1, args, num_warps=1, LANES=num_lanes(context))
 
 
 def note_words(reason: str, device: torch.device) -> torch.Tensor:
@@ -201,47 +204,91 @@ def prepare_failures(context: Context) -> None:
     refuse(context, 0, NORMAL, context.state, REFUSALS, context.state, run=prepare)
 
 
-def num_lanes(context: Context) -> int:
-    """Return one lane for each rank, and at least as many as a warp has: the condition of a loop must be one value
-    for all its threads.
+def num_lanes(context: Context, num_warps: int = 1) -> int:
+    """Return how many lanes a block of so many warps looks at ranks with: at least one for each rank.
+
+    The condition of a loop must be one value for all threads. So there are as many lanes as a warp has threads, and
+    then every warp has all of them; or at least as many as the block has threads, and then none is there twice.
     """
-    return max(WARP_LANES, next_power_of_2(context.num_ranks))
+    if context.num_ranks <= WARP_LANES:
+        return WARP_LANES
+    return max(num_warps * WARP_LANES, next_power_of_2(context.num_ranks))
 
 
 # Numbers have their types written down: a kernel is not compiled again for another value of them.
 
 
 @triton.jit
-def header_of(own_boards, ranks, is_rank, num_ranks, header_words, epoch):
+def open_context(words):
+    """Return what kernels know of a buffer, from `Context.words`: windows, own boards, state, table and host, each a
+    pointer to int64 words; and the number of ranks, this rank, the number of nodes, H and the limit.
+
+    Functions that take a `context` take this tuple.
+    """
+    return (
+        words_at(tl.load(words)),
+        words_at(tl.load(words + 1)),
+        words_at(tl.load(words + 2)),
+        words_at(tl.load(words + 3)),
+        words_at(tl.load(words + 4)),
+        tl.load(words + 5).to(tl.int32),
+        tl.load(words + 6).to(tl.int32),
+        tl.load(words + 7).to(tl.int32),
+        tl.load(words + 8).to(tl.int32),
+        tl.load(words + 9),
+    )
+
+
+@triton.jit
+def may_move(state):
+    """Return whether rows may move: the buffer has not failed, and the call is not held."""
+    return (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0)
+
+
+@triton.jit
+def may_still_move(state):
+    """Return the same anew, in the last block: others have done nothing if the buffer has failed in between."""
+    return (tl.load(state + _FAILED, volatile=True) == 0) & (tl.load(state + _HELD, volatile=True) == 0)
+
+
+@triton.jit
+def header_of(context, ranks, is_rank, epoch):
     """Return the headers that ranks wrote in a call, each on the board of this rank that it writes."""
+    _, own_boards, _, _, _, num_ranks, _, _, header_words, _ = context
     board = words_at(tl.load(own_boards + ranks, mask=is_rank, other=0))
     return board + 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + ranks) * header_words
 
 
 @triton.jit
-def selected_counts(windows, rank, num_ranks, header_words, epoch):
+def headers_at(context, lanes, is_rank, epoch):
+    """Return where this rank's header of a call is on the board of every rank."""
+    windows, _, _, _, _, num_ranks, rank, _, header_words, _ = context
+    board = words_at(tl.load(windows + lanes, mask=is_rank, other=0))
+    return board + 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + rank) * header_words
+
+
+@triton.jit
+def selected_counts(context, source, epoch):
     """Return where a rank has stored how often it selects each expert in a call, [E] int32. E is at most R * H."""
-    board = words_at(tl.load(windows + rank)) + 2 * _LINE * num_ranks + 2 * num_ranks * header_words
+    windows, _, _, _, _, num_ranks, _, _, header_words, _ = context
+    board = words_at(tl.load(windows + source)) + 2 * _LINE * num_ranks + 2 * num_ranks * header_words
     return board.to(tl.pointer_type(tl.int32)) + (epoch & 1) * num_ranks * header_words
 
 
 @jit
-def _abort_kernel(windows, state, host, num_ranks: tl.int32, rank: tl.int32, operation: tl.int32, LANES: tl.constexpr):
+def _abort_kernel(context_words, operation: tl.int32, LANES: tl.constexpr):
     """Fail for a reason that only the host knows."""
+    context = open_context(context_words)
+    state, rank = context[2], context[6]
     if tl.load(state + _FAILED) == 0:
-        epoch = tl.load(state)
-        fail(windows, state, host, num_ranks, rank, _HOST, epoch, operation, 0, 0, 0, rank, LANES)
+        fail(context, _HOST, tl.load(state), operation, 0, 0, 0, rank, LANES)
 
 
 @jit
 def _refuse_kernel(
-    windows,
-    state,
     numbers,
     note,
-    num_ranks: tl.int32,
-    rank: tl.int32,
-    header_words: tl.int32,
+    context_words,
     operation: tl.int32,
     kind: tl.int32,
     refused_at: tl.int32,
@@ -253,6 +300,8 @@ def _refuse_kernel(
     Example: the last call had number 6. The first refusal of call 7 is the word `7 << 17 | 1`, the second
     `7 << 17 | 2`; that of a low-latency call 7 is `7 << 17 | 1 << 16 | 1`.
     """
+    context = open_context(context_words)
+    windows, _, state, _, _, num_ranks, rank, _, header_words, _ = context
     if tl.load(state + _FAILED) == 0:
         call = ((tl.load(numbers) + 1) << 1) + kind
         refused = numbers + refused_at + (call >> 1) % num_kept
@@ -262,19 +311,12 @@ def _refuse_kernel(
         epoch = tl.load(state) + 1  # its header is free: this rank has seen all peers in the call before
         lanes = tl.arange(0, LANES)
         is_rank = lanes < num_ranks
-        board = words_at(tl.load(windows + lanes, mask=is_rank, other=0))
-        header = board + 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + rank) * header_words
         columns = tl.arange(0, _NOTE)
         text = tl.load(note + columns)
-        tl.store(header[:, None] + header_words - _NOTE + columns[None, :], text[None, :], mask=is_rank[:, None])
-        line = board + (num_ranks + rank) * _LINE
-        tl.store(line + 1, _REFUSAL, mask=is_rank)
-        tl.store(line + 2, call >> 1, mask=is_rank)
-        tl.store(line + 3, operation, mask=is_rank)
-        tl.store(line + 4, rank, mask=is_rank)
-        tl.store(line + 5, 0, mask=is_rank)
-        tl.store(line + 6, epoch, mask=is_rank)
-        tl.store(line + 7, rank, mask=is_rank)
+        cells = headers_at(context, lanes, is_rank, epoch)[:, None] + header_words - _NOTE + columns[None, :]
+        tl.store(cells, text[None, :], mask=is_rank[:, None])
+        line = words_at(tl.load(windows + lanes, mask=is_rank, other=0)) + (num_ranks + rank) * _LINE
+        _write_words(line + 1, _REFUSAL, call >> 1, operation, rank, 0, epoch, rank, is_rank)
         store_release(line, tl.zeros([LANES], tl.int64) + word, is_rank)
 
 
@@ -297,35 +339,9 @@ def must_stop(failed, refused, number, kind):
 
 
 @triton.jit
-def signal_and_wait(
-    windows,
-    own_boards,
-    state,
-    host,
-    num_ranks,
-    rank,
-    first,
-    count,
-    epoch,
-    step,
-    operation,
-    limit_ns,
-    LANES: tl.constexpr,
-):
-    """Store this rank's progress at ranks [first, first + count), then poll theirs on this rank's own board.
-
-    Returns:
-        Whether all of them came in time, and no rank has failed.
-    """
-    signal(windows, rank, first, count, epoch, step, LANES)
-    return wait(
-        windows, own_boards, state, host, num_ranks, rank, first, count, epoch, step, operation, limit_ns, LANES
-    )
-
-
-@triton.jit
-def signal(windows, rank, first, count, epoch, step, LANES: tl.constexpr):
+def signal(context, first, count, epoch, step, LANES: tl.constexpr):
     """Store this rank's progress at ranks [first, first + count), after everything that this block wrote before."""
+    windows, rank = context[0], context[6]
     lanes = tl.arange(0, LANES)
     is_peer = (lanes >= first) & (lanes < first + count)
     boards = words_at(tl.load(windows + lanes, mask=is_peer, other=0))
@@ -333,16 +349,17 @@ def signal(windows, rank, first, count, epoch, step, LANES: tl.constexpr):
 
 
 @triton.jit
-def wait(
-    windows, own_boards, state, host, num_ranks, rank, first, count, epoch, step, operation, limit_ns,
-    LANES: tl.constexpr, NUM_WARPS: tl.constexpr = 1,
-):  # fmt: skip
+def wait(context, first, count, epoch, step, operation, LANES: tl.constexpr, NUM_WARPS: tl.constexpr):
     """Poll the progress of ranks [first, first + count), and every rank's failures.
 
-    If there are several warps, each polls for itself, without a barrier between two polls, so they may leave the loop
-    at different times and with different results. The result of one of them is then used by all. So each must have all
-    lanes: there may be no more of them than a warp has threads.
+    If there are several warps, each may poll for itself, without a barrier between two polls, so they may leave the
+    loop at different times and with different results. The result of one of them is then used by all. `num_lanes` says
+    how many lanes there may be.
+
+    Returns:
+        Whether all of them came in time, and no rank has failed.
     """
+    _, own_boards, state, _, _, num_ranks, rank, _, _, limit_ns = context
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     is_peer = (lanes >= first) & (lanes < first + count)
@@ -379,45 +396,31 @@ def wait(
     is_desync = is_peer & (progress >= ((epoch + 2) << _STEP_BITS))
     is_well = (num_missing == 0) & (num_failed == 0) & (tl.sum(is_desync.to(tl.int32)) == 0)
     if num_failed > 0:
-        propagate_failure(
-            windows, own_boards, state, host, num_ranks, rank, tl.min(tl.where(has_failed, lanes, LANES)), LANES
-        )
+        propagate_failure(context, tl.min(tl.where(has_failed, lanes, LANES)), LANES)
     elif num_missing > 0:
         subject = mask_of(is_peer & (progress < target), lanes)
-        fail(windows, state, host, num_ranks, rank, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)
+        fail(context, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)
     elif not is_well:
-        fail(
-            windows,
-            state,
-            host,
-            num_ranks,
-            rank,
-            _DESYNC,
-            epoch,
-            operation,
-            mask_of(is_desync, lanes),
-            0,
-            0,
-            rank,
-            LANES,
-        )
+        fail(context, _DESYNC, epoch, operation, mask_of(is_desync, lanes), 0, 0, rank, LANES)
     return is_well
 
 
 @triton.jit
-def is_last_block(ended):
+def is_last_block(ended, WRITES_PEERS: tl.constexpr = False):
     """End a block of a kernel of several blocks. Returns whether all others have ended.
 
-    The last one acquires what the others released, so that its own release, a signal, publishes all of it. Blocks of
-    one kernel need no more than the GPU's scope for that: what they have written lies in this GPU's memory, or was
-    written before they ended, and order is transitive (PTX: causality order), so that a thread that acquires the
-    signal, which is of system scope, sees it.
+    The last one acquires what the others released, so that its own release, a signal, publishes all of it. For what
+    they have written in this GPU's memory the GPU's scope is enough: order is transitive (PTX: causality order), so
+    that a thread that acquires the signal, which is of system scope, sees it. What they have written in the memory of
+    peers they release to the system.
 
     Args:
         ended: A word that counts the blocks which have ended; 0 between kernels.
+        WRITES_PEERS: Blocks have written memory of peers.
     """
+    SCOPE: tl.constexpr = "sys" if WRITES_PEERS else "gpu"
     tl.debug_barrier()
-    is_last = tl.atomic_add(ended, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    is_last = tl.atomic_add(ended, 1, sem="acq_rel", scope=SCOPE) == tl.num_programs(0) - 1
     if is_last:
         tl.store(ended, 0)
     return is_last
@@ -434,12 +437,13 @@ def _has_failed(failed, refused, progress, epoch, is_rank):
 
 
 @triton.jit
-def propagate_failure(windows, own_boards, state, host, num_ranks, rank, peer, LANES: tl.constexpr):
+def propagate_failure(context, peer, LANES: tl.constexpr):
     """Fail with the record of a peer that has failed."""
+    own_boards, num_ranks = context[1], context[5]
     record = words_at(tl.load(own_boards + peer)) + (num_ranks + peer) * _LINE + 1
     fail(
-        windows, state, host, num_ranks, rank, tl.load(record), tl.load(record + 1), tl.load(record + 2),
-        tl.load(record + 3), tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), LANES,
+        context, tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3), tl.load(record + 4),
+        tl.load(record + 5), tl.load(record + 6), LANES,
     )  # fmt: skip
 
 
@@ -455,32 +459,31 @@ def mask_of(chosen, lanes):
 @triton.jit
 def write_record(words, code, epoch, operation, subject, seen, expected, origin):
     """Write the record of a failure, behind its flag in the state or on the host."""
-    tl.store(words + _RECORD, code)
-    tl.store(words + _RECORD + 1, epoch)
-    tl.store(words + _RECORD + 2, operation)
-    tl.store(words + _RECORD + 3, subject)
-    tl.store(words + _RECORD + 4, seen)
-    tl.store(words + _RECORD + 5, expected)
-    tl.store(words + _RECORD + 6, origin)
+    _write_words(words + _RECORD, code, epoch, operation, subject, seen, expected, origin, None)
 
 
 @triton.jit
-def fail(
-    windows, state, host, num_ranks, rank, code, epoch, operation, subject, seen, expected, origin, LANES: tl.constexpr
-):
+def _write_words(words, code, epoch, operation, subject, seen, expected, origin, mask):
+    """Write the seven words of a record."""
+    tl.store(words, code, mask=mask)
+    tl.store(words + 1, epoch, mask=mask)
+    tl.store(words + 2, operation, mask=mask)
+    tl.store(words + 3, subject, mask=mask)
+    tl.store(words + 4, seen, mask=mask)
+    tl.store(words + 5, expected, mask=mask)
+    tl.store(words + 6, origin, mask=mask)
+
+
+@triton.jit
+def fail(context, code, epoch, operation, subject, seen, expected, origin, LANES: tl.constexpr):
     """Fail for good: later kernels do nothing, and the failure is stored for the peers that wait and for the host."""
+    windows, _, state, _, host, num_ranks, rank, _, _, _ = context
     write_record(state, code, epoch, operation, subject, seen, expected, origin)
     tl.store(state + _FAILED, 1)
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     line = words_at(tl.load(windows + lanes, mask=is_rank, other=0)) + (num_ranks + rank) * _LINE
-    tl.store(line + 1, code, mask=is_rank)
-    tl.store(line + 2, epoch, mask=is_rank)
-    tl.store(line + 3, operation, mask=is_rank)
-    tl.store(line + 4, subject, mask=is_rank)
-    tl.store(line + 5, seen, mask=is_rank)
-    tl.store(line + 6, expected, mask=is_rank)
-    tl.store(line + 7, origin, mask=is_rank)
+    _write_words(line + 1, code, epoch, operation, subject, seen, expected, origin, is_rank)
     store_release(line, tl.full([LANES], 1, tl.int64), is_rank)
     # The host comes last: once its caller sees the failure, it may overwrite what peers must not read any more.
     write_record(host, code, epoch, operation, subject, seen, expected, origin)

@@ -7,9 +7,9 @@ block then does the *send half*: it writes this rank's header on every board, an
 waits for the headers of all ranks, compares them, and computes prefix sums and the addresses of the peers' sections. If
 a proxy must be launched to send words to other nodes, the halves are two kernels, and it goes between them.
 
-`SelectionHandshake` does the same for V2's calls inside one node: its blocks also count selections, each rank reads the
-counts of all experts on its peers' boards, and the first rows of its own selections follow. `CopyingHandshake` copies
-the rows of a combine into the window before.
+`SelectionHandshake` does the same for V2's calls inside one node: its blocks count where the selections go, and number
+the tokens, straight from `topk_idx`; each rank reads the counts of all experts on its peers' boards, and the first rows
+of its own selections follow. `CopyingHandshake` copies the rows of a combine into the window before.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ from .exchange import (
     TABLE_EXPANDED,
     TABLE_SOURCE_ROWS,
     TABLE_STARTS,
-    WARP_LANES,
     Context,
     fail,
     header_of,
+    headers_at,
     is_last_block,
     mask_of,
     num_lanes,
+    open_context,
     prepare_failures,
     selected_counts,
     signal,
     wait,
     write_record,
 )
-from .primitives import tell_host, words_at
+from .primitives import tell_host
 from .pull import copy_pieces, copy_shape
 from .put import LaunchShape, widest_word
 from .selections import count_tile, num_tiles, tile_tokens
@@ -96,8 +97,8 @@ _OFFER, _HEADER = tl.constexpr(5), tl.constexpr(HEADER_WORDS)
 _OFFER_WORDS, _OFFER_SOURCE_ROWS, _BASES = tl.constexpr(4 + NUM_SECTIONS), tl.constexpr(1), tl.constexpr(2)
 _OFFER_REMOTE_ROWS, _OFFER_EXPANDED = tl.constexpr(2 + NUM_SECTIONS), tl.constexpr(3 + NUM_SECTIONS)
 
-_SCAN_TOKENS = 1024  # that a block numbers at once
-_NUMBER_WARPS = 4
+_SCAN_TOKENS, _SCAN_SELECTIONS = 1024, 4096  # that a block numbers at once
+_NUMBER_WARPS, _SELECTION_WARPS = 4, 8
 
 
 class Terms(NamedTuple):
@@ -234,7 +235,7 @@ class Handshake:
         self._nothing = context.state  # a dummy for arguments that are not used
         num_words = context.ranks_per_node // form.word.itemsize
         constants = {
-            **_constants(context, form, _NUMBER_WARPS if form.is_numbered and can_share_a_wait(context) else 1),
+            **_constants(context, form, _NUMBER_WARPS if form.is_numbered else 1),
             "IS_NUMBERED": form.is_numbered,
             "NODE_WORDS": num_words if form.has_nodes else 0,
             "TILE": _SCAN_TOKENS,
@@ -285,7 +286,7 @@ class Handshake:
 
 class CopyingHandshake:
     """The handshakes of combines whose rows lie outside of the window: they are copied into it first, and the last
-    block of the copy does the handshake. Only where `can_share_a_wait`.
+    block of the copy does the handshake.
 
     Args:
         context: The words.
@@ -324,11 +325,15 @@ class CopyingHandshake:
 
 
 class Selected(NamedTuple):
-    """What a handshake of selections takes and computes beside `Counted` and `Numbered`.
+    """What a handshake of selections takes and computes, beside the prefix.
 
     Attributes:
         topk_idx: [T, K].
-        tiles: [tiles, E] int32, written, see `selections.count_tile`.
+        mask: [T, R] bool, written: which token goes to which rank.
+        numbers: [T, R] int32, written, as in `Numbered`.
+        per_rank: [R] int32, written: the tokens that go to each rank.
+        per_expert: [E] int32, written: how often each expert is selected.
+        tiles: [tiles, E] int32, written if results are expanded, see `selections.count_tile`.
         first: [E] int32, written: the first row of this rank's selections of each expert, at the expert's rank.
         experts: [2 L + 1] int32, written: selections of each expert of this rank; where its rows end, if the result is
             expanded, else the inclusive prefix sums of the counts, rounded up; and the largest M that a rank gave.
@@ -336,6 +341,10 @@ class Selected(NamedTuple):
     """
 
     topk_idx: torch.Tensor
+    mask: torch.Tensor
+    numbers: torch.Tensor
+    per_rank: torch.Tensor
+    per_expert: torch.Tensor
     tiles: torch.Tensor
     first: torch.Tensor
     experts: torch.Tensor
@@ -348,7 +357,7 @@ class SelectionHandshake:
     Args:
         context: The words.
         terms: What is posted in all of them.
-        form: What they consist of; those with counts number tokens, and count selections.
+        form: What they consist of; those with counts count selections.
         alignment: To which the rows of an expert are rounded up.
         is_expanded: Results are expanded; must be the same on all ranks, as the alignment.
         num_topk: K.
@@ -366,32 +375,23 @@ class SelectionHandshake:
         idx_dtype: torch.dtype = torch.int32,
     ):
         self._nothing = context.state
-        self._num_ranks, self._num_topk = context.num_ranks, num_topk
-        num_warps = _NUMBER_WARPS if form.has_counts and can_share_a_wait(context) else 1
+        self._num_ranks, self._num_topk, self._is_expanded = context.num_ranks, num_topk, is_expanded
+        topk = next_power_of_2(num_topk)
         constants = {
-            **_constants(context, form, num_warps),
+            **_constants(context, form, _SELECTION_WARPS if form.has_counts else 1),
             "IS_EXPANDED": is_expanded,
-            "TILE": _SCAN_TOKENS,
+            "TILE": max(1, _SCAN_SELECTIONS // topk),
             "TOKENS": tile_tokens(num_topk),
-            "TOPK": next_power_of_2(num_topk),
+            "TOPK": topk,
             "DESTINATIONS": next_power_of_2(context.num_ranks),
-            "LOCALS": next_power_of_2(terms.num_local),
+            "LOCALS": max(2, next_power_of_2(terms.num_local)),
         }
-        kernel = variant(_notify_selections_kernel, num_warps, constants, (idx_dtype,))
+        kernel = variant(_notify_selections_kernel, constants["NUM_WARPS"], constants, (idx_dtype,))
         int32 = torch.int32
-        types = (torch.uint8, *(int32,) * 5, idx_dtype, *(int32,) * 4, *(None,) * 12)
-        fixed = (*_fixed(context, terms), alignment, num_topk)
-        self.launch = Launch(kernel, types, fixed)
+        types = (idx_dtype, torch.uint8, *(int32,) * 8, *(None,) * 12)
+        self.launch = Launch(kernel, types, (*_fixed(context, terms), alignment, num_topk))
 
-    def __call__(
-        self,
-        post: Post,
-        expanded_rows: int,
-        prefix: torch.Tensor,
-        counted: Counted | tuple | None = None,
-        numbered: Numbered | tuple | None = None,
-        selected: Selected | None = None,
-    ) -> None:
+    def __call__(self, post: Post, expanded_rows: int, prefix: torch.Tensor, selected: Selected | None = None) -> None:
         """Launch one handshake.
 
         Args:
@@ -399,31 +399,25 @@ class SelectionHandshake:
             expanded_rows: Rows of an expanded result that fit, or are given; if rows are compact, 0 or the negative of
                 the most rows that an expanded result made of them may have.
             prefix: [R, R] int32, see `HandshakeForm`.
-            counted: Counts to exchange.
-            numbered: Tokens to number first.
-            selected: Selections to count.
+            selected: Selections to count; None: the call follows a handle.
         """
         nothing, num_blocks = self._nothing, 1
-        mask = numbers = topk_idx = tiles = first = experts = stats = per_rank = given = per_expert = nothing
         num_tokens = has_stats = 0
-        if counted is not None and numbered is not None and selected is not None:
-            per_rank, given, per_expert = counted
-            mask, numbers, _ = numbered
-            topk_idx, tiles, first, experts, added = selected
-            num_tokens, has_stats = mask.shape[0], int(added is not None)
-            stats = nothing if added is None else added
-            num_blocks = self._num_ranks + num_tiles(num_tokens, self._num_topk)
+        tensors: tuple[torch.Tensor, ...] = (nothing,) * 9
+        if selected is not None:
+            *counted, added = selected
+            num_tokens, has_stats = selected.topk_idx.shape[0], int(added is not None)
+            tensors = (*counted, nothing if added is None else added)
+            num_blocks = self._num_ranks
+            if self._is_expanded:
+                num_blocks += num_tiles(num_tokens, self._num_topk)
         num_rows, rows_per_source, most_tokens, free_bytes, bases, remote_rows, ticket = post
         offered = (num_rows, rows_per_source, most_tokens, free_bytes, *bases, remote_rows, ticket, expanded_rows)
-        self.launch(
-            num_blocks,
-            (mask, numbers, per_rank, given, per_expert, prefix, topk_idx, tiles, first, experts, stats),
-            (num_tokens, has_stats, *offered),
-        )
+        self.launch(num_blocks, (*tensors, prefix), (num_tokens, has_stats, *offered))
 
 
 def _constants(context: Context, form: HandshakeForm, num_warps: int) -> dict[str, Any]:
-    lanes = num_lanes(context)
+    lanes = num_lanes(context, num_warps)
     return {
         "SENDS": form.sends,
         "RECEIVES": form.receives,
@@ -439,27 +433,7 @@ def _constants(context: Context, form: HandshakeForm, num_warps: int) -> dict[st
 
 def _fixed(context: Context, terms: Terms) -> tuple[torch.Tensor | int, ...]:
     """Return the arguments that are the same in all calls of a signature."""
-    return (
-        context.windows,
-        context.state,
-        context.table,
-        context.host,
-        context.own_boards,
-        context.num_ranks,
-        context.rank,
-        context.num_nodes,
-        context.header_words,
-        context.limit_ns,
-        terms.num_local,
-        terms.step,
-        terms.operation,
-        *terms.agreement,
-    )
-
-
-def can_share_a_wait(context: Context) -> bool:
-    """Return whether a block of several warps may wait: each warp must poll all ranks, see `exchange.wait`."""
-    return num_lanes(context) <= WARP_LANES
+    return context.words, terms.num_local, terms.step, terms.operation, *terms.agreement
 
 
 def node_word(context: Context, is_token_in_rank: torch.Tensor) -> torch.dtype:
@@ -537,16 +511,7 @@ def _notify_kernel(
     base_2: tl.int64,
     remote_rows: tl.int64,
     ticket: tl.int64,
-    windows,
-    state,
-    table,
-    host,
-    own_boards,
-    num_ranks: tl.int32,
-    rank: tl.int32,
-    num_nodes: tl.int32,
-    header_words: tl.int32,
-    limit_ns: tl.int64,
+    context_words,
     num_local: tl.int32,
     step: tl.int32,
     operation: tl.int32,
@@ -570,11 +535,9 @@ def _notify_kernel(
     Example: two ranks, counts `[1, 2]` on rank 0 and `[3, 4]` on rank 1: prefix is `[[1, 2], [4, 6]]` on both, and
     the first slots of rank 1 are `[1, 2]`.
     """
-    posted = (num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2, remote_rows, ticket)
-    context = (windows, state, table, host, own_boards, num_ranks, rank, num_nodes, header_words, limit_ns)
-    terms = (num_local, step, operation, word_a, word_b)
-    counted = (counts, given, per_expert, prefix)
-    nodes = (node_tokens, plan, node_prefix, mark, node_stride, num_marks)
+    context = open_context(context_words)
+    _, _, state, _, _, num_ranks, _, num_nodes, _, _ = context
+    is_last = True
     if IS_NUMBERED:
         program = tl.program_id(0)
         if program < num_ranks:
@@ -583,32 +546,31 @@ def _notify_kernel(
             num_words = num_nodes * NODE_WORDS
             node = program - num_ranks
             _number(words, node_numbers, node_tokens, node, num_marked, num_words, node_stride, NODE_WORDS, TILE)
-        if is_last_block(state + _ENDED):
-            _handshake(
-                posted, context, terms, counted, nodes, SENDS, RECEIVES, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX,
-                LANES, CHUNK, NUM_WARPS,
-            )  # fmt: skip
-    else:
+        is_last = is_last_block(state + _ENDED)
+    if is_last:
         _handshake(
-            posted, context, terms, counted, nodes, SENDS, RECEIVES, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX,
-            LANES, CHUNK, NUM_WARPS,
+            context,
+            (num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2, remote_rows, ticket),
+            (num_local, step, operation, word_a, word_b),
+            (counts, given, per_expert, prefix),
+            (node_tokens, plan, node_prefix, mark, node_stride, num_marks),
+            SENDS, RECEIVES, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK, NUM_WARPS,
         )  # fmt: skip
 
 
 @jit
 def _notify_selections_kernel(
+    topk_idx,
     mask,
     numbers,
     counts,
-    given,
     per_expert,
-    prefix,
-    topk_idx,
     tiles,
     first,
     experts,
     stats,
-    num_marked: tl.int32,
+    prefix,
+    num_selecting: tl.int32,
     has_stats: tl.int32,
     num_rows: tl.int64,
     rows_per_source: tl.int64,
@@ -620,16 +582,7 @@ def _notify_selections_kernel(
     remote_rows: tl.int64,
     ticket: tl.int64,
     expanded_rows: tl.int64,
-    windows,
-    state,
-    table,
-    host,
-    own_boards,
-    num_ranks: tl.int32,
-    rank: tl.int32,
-    num_nodes: tl.int32,
-    header_words: tl.int32,
-    limit_ns: tl.int64,
+    context_words,
     num_local: tl.int32,
     step: tl.int32,
     operation: tl.int32,
@@ -653,33 +606,36 @@ def _notify_selections_kernel(
     DESTINATIONS: tl.constexpr,
     LOCALS: tl.constexpr,
 ):
-    """With counts, a block for each rank numbers its tokens, and one for each tile counts its selections. The last
-    block does the handshake.
+    """With counts, a block for each rank numbers the tokens that go there; if results are expanded, one for each tile
+    counts its selections. The last block does the handshake.
 
     Example: two ranks with an expert each, counts `[1, 2]` on rank 0 and `[3, 0]` on rank 1, alignment 4: on rank 1 the
     first rows are `[1, 2]`, and both results have 4 rows.
     """
-    posted = (num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2, remote_rows, ticket)
-    context = (windows, state, table, host, own_boards, num_ranks, rank, num_nodes, header_words, limit_ns)
-    terms = (num_local, step, operation, word_a, word_b)
-    counted = (counts, given, per_expert, prefix)
-    nodes = (prefix, prefix, prefix, prefix, 0, 0)
-    selected = (first, experts, stats, has_stats, expanded_rows, alignment)
+    context = open_context(context_words)
+    state, num_ranks = context[2], context[5]
     is_last = True
     if HAS_COUNTS:
         program = tl.program_id(0)
         if program < num_ranks:
-            _number(mask, numbers, counts, program, num_marked, num_ranks, 1, 1, TILE)
-        else:
+            _number_selections(
+                topk_idx, mask, numbers, counts, per_expert, program, num_selecting, num_topk, num_ranks, num_local,
+                TILE, TOPK, LOCALS,
+            )  # fmt: skip
+        elif IS_EXPANDED:
             BINS: tl.constexpr = DESTINATIONS * LOCALS  # at least E
-            count_tile(
-                topk_idx, tiles, program - num_ranks, num_marked, num_topk, num_local * num_ranks, TOKENS, TOPK, BINS
-            )
+            num_experts = num_local * num_ranks
+            count_tile(topk_idx, tiles, program - num_ranks, num_selecting, num_topk, num_experts, TOKENS, TOPK, BINS)
         is_last = is_last_block(state + _ENDED)
     if is_last:
         _handshake(
-            posted, context, terms, counted, nodes, SENDS, RECEIVES, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX,
-            LANES, CHUNK, NUM_WARPS, selected, True, IS_EXPANDED, DESTINATIONS, LOCALS,
+            context,
+            (num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2, remote_rows, ticket),
+            (num_local, step, operation, word_a, word_b),
+            (counts, None, per_expert, prefix),
+            None,
+            SENDS, RECEIVES, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK, NUM_WARPS,
+            (first, experts, stats, has_stats, expanded_rows, alignment), True, IS_EXPANDED, DESTINATIONS, LOCALS,
         )  # fmt: skip
 
 
@@ -698,16 +654,7 @@ def _notify_copied_kernel(
     remote_rows: tl.int64,
     ticket: tl.int64,
     num_copied: tl.int32,
-    windows,
-    state,
-    table,
-    host,
-    own_boards,
-    num_ranks: tl.int32,
-    rank: tl.int32,
-    num_nodes: tl.int32,
-    header_words: tl.int32,
-    limit_ns: tl.int64,
+    context_words,
     num_local: tl.int32,
     step: tl.int32,
     operation: tl.int32,
@@ -727,20 +674,22 @@ def _notify_copied_kernel(
     BLOCK: tl.constexpr,
 ):
     """Copy the rows that came, piece by piece; the last block does the handshake."""
-    copy_pieces(target, rows, prefix, state, num_copied, row_vectors, num_ranks, rank, VECTOR, BLOCK)
-    if is_last_block(state + _ENDED):
+    context = open_context(context_words)
+    copy_pieces(context, target, rows, prefix, num_copied, row_vectors, VECTOR, BLOCK)
+    if is_last_block(context[2] + _ENDED):
         _handshake(
+            context,
             (num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2, remote_rows, ticket),
-            (windows, state, table, host, own_boards, num_ranks, rank, num_nodes, header_words, limit_ns),
             (num_local, step, operation, word_a, word_b),
-            (prefix, prefix, prefix, prefix), (prefix, prefix, prefix, prefix, 0, 0),
+            (None, None, None, prefix),
+            None,
             SENDS, RECEIVES, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK, NUM_WARPS,
         )  # fmt: skip
 
 
 @triton.jit
 def _handshake(
-    posted, context, terms, counted, nodes, SENDS: tl.constexpr, RECEIVES: tl.constexpr, HAS_NODES: tl.constexpr,
+    context, posted, terms, counted, nodes, SENDS: tl.constexpr, RECEIVES: tl.constexpr, HAS_NODES: tl.constexpr,
     IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_PREFIX: tl.constexpr, LANES: tl.constexpr,
     CHUNK: tl.constexpr, NUM_WARPS: tl.constexpr, selected=None, HAS_SELECTIONS: tl.constexpr = False,
     IS_EXPANDED: tl.constexpr = False, DESTINATIONS: tl.constexpr = 1, LOCALS: tl.constexpr = 1,
@@ -748,8 +697,8 @@ def _handshake(
     """Post, signal, wait, compare, and derive prefix sums and addresses. One block does it.
 
     Args:
+        context: See `exchange.open_context`.
         posted: As in `Post`, the bases one by one.
-        context: As in `Context`.
         terms: As in `Terms`.
         counted: As in `Counted`, and the prefix.
         nodes: As in `Nodes`, the stride of the tokens, and the length of the mark.
@@ -769,16 +718,15 @@ def _handshake(
         DESTINATIONS: At least R.
         LOCALS: At least L.
     """
-    num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2, remote_rows, ticket = posted
-    windows, state, table, host, own_boards, num_ranks, rank, num_nodes, header_words, limit_ns = context
+    state, num_ranks = context[2], context[5]
     num_local, step, operation, word_a, word_b = terms
     counts, given, per_expert, prefix = counted
-    node_tokens, plan, node_prefix, mark, node_stride, num_marks = nodes
+    ticket = posted[8]
     is_well = tl.load(state + _FAILED) == 0
     epoch = tl.load(state)
     tag = tl.zeros((), tl.int64)  # distinguishes calls in what the words of the agreement have no bits for
     if HAS_SELECTIONS:
-        first, experts, stats, has_stats, expanded_rows, alignment = selected
+        _, _, _, _, expanded_rows, alignment = selected
         tag = alignment
         if not IS_EXPANDED:
             tag = tl.full((), -1, tl.int64)  # not 0: ranks that make V1's calls store no counts on their own boards
@@ -786,69 +734,54 @@ def _handshake(
         tl.debug_barrier()  # all have loaded what one thread stores next
     if SENDS:
         epoch += IS_NEW
-        if HAS_COUNTS and is_well:
-            is_well = _check_counts(
-                windows, state, host, counts, given, num_ranks, rank, epoch, operation, ticket, LANES
-            )  # fmt: skip
+        if HAS_COUNTS and not HAS_SELECTIONS and is_well:  # the caller has not counted selections
+            is_well = _check_counts(context, counts, given, epoch, operation, ticket, LANES)
         tl.store(state + _ANNOUNCED, is_well.to(tl.int64))
         if is_well:
             tl.store(state, epoch)
-            _post(
-                windows, counts, per_expert, prefix, node_tokens, mark, num_ranks, rank, num_nodes, node_stride,
-                header_words, num_local, epoch, word_a, word_b, tag, num_rows, rows_per_source, num_tokens, free_bytes,
-                base_0, base_1, base_2, remote_rows, HAS_NODES, IS_NEW, HAS_COUNTS, HAS_PREFIX, LANES, CHUNK,
-            )  # fmt: skip
+            header = headers_at(context, tl.arange(0, LANES), tl.arange(0, LANES) < num_ranks, epoch)
+            if IS_NEW:
+                _post_agreement(
+                    context, header, posted, word_a, word_b, tag, prefix, nodes, HAS_NODES, HAS_COUNTS, HAS_PREFIX,
+                    LANES,
+                )  # fmt: skip
+            _post_offer(context, header, posted, IS_NEW, LANES)
+            if HAS_COUNTS:
+                _post_counts(context, header, counts, per_expert, num_local, LANES, CHUNK)
             if HAS_SELECTIONS:
                 _post_selections(
-                    windows, per_expert, num_ranks, rank, header_words, num_local, epoch, expanded_rows, IS_NEW,
-                    HAS_COUNTS, LANES,
-                )  # fmt: skip
-            signal(windows, rank, 0, num_ranks, epoch, step, LANES)
+                    context, header, per_expert, num_local, epoch, expanded_rows, IS_NEW, HAS_COUNTS, LANES
+                )
+            signal(context, 0, num_ranks, epoch, step, LANES)
     else:
         is_well = is_well & (tl.load(state + _ANNOUNCED) != 0)
     if RECEIVES:
         if is_well:
-            is_well = wait(
-                windows, own_boards, state, host, num_ranks, rank, 0, num_ranks, epoch, step, operation, limit_ns,
-                LANES, NUM_WARPS,
-            )  # fmt: skip
+            is_well = wait(context, 0, num_ranks, epoch, step, operation, LANES, NUM_WARPS)
         if IS_NEW and is_well:
-            is_well = _agree(windows, own_boards, state, host, num_ranks, rank, header_words, epoch, operation, LANES)
+            is_well = _agree(context, epoch, operation, LANES)
         if is_well:
             tl.store(state + _HELD, 0)
-            _take_offers(
-                windows, own_boards, state, table, num_ranks, rank, num_nodes, header_words, epoch,
-                IS_NEW, HAS_COUNTS, LANES,
-            )  # fmt: skip
+            _take_offers(context, epoch, IS_NEW, HAS_COUNTS, LANES)
         if HAS_NODES and is_well:
-            _take_nodes(own_boards, plan, node_prefix, num_ranks, rank, num_nodes, header_words, epoch, LANES)
-            if HAS_COUNTS:
-                for start in range(0, num_marks, LANES):
-                    cells = start + tl.arange(0, LANES)
-                    tl.store(mark + cells, (epoch & 0x3FFFFFFF).to(tl.int32) + 1, mask=cells < num_marks)
-            _check_remote_capacity(
-                windows, own_boards, state, host, num_ranks, rank, num_nodes, header_words, epoch, operation, ticket,
-                IS_NEW, LANES,
-            )  # fmt: skip
+            _take_nodes(context, nodes, epoch, HAS_COUNTS, LANES)
+            _check_remote_capacity(context, epoch, operation, ticket, IS_NEW, LANES)
         if HAS_SELECTIONS and is_well:
             _take_selections(
-                windows, own_boards, state, table, host, first, experts, stats, has_stats, num_ranks, rank,
-                header_words, num_local, epoch, operation, ticket, alignment, IS_EXPANDED, IS_NEW, HAS_COUNTS,
-                DESTINATIONS, LOCALS, LANES,
+                context, selected, num_local, epoch, operation, ticket, IS_EXPANDED, IS_NEW, HAS_COUNTS, DESTINATIONS,
+                LOCALS, LANES,
             )  # fmt: skip
         if HAS_COUNTS and is_well:
-            _take_counts(
-                windows, own_boards, state, table, host, prefix, num_ranks, rank, num_nodes, header_words, num_local,
-                epoch, operation, ticket, LANES, CHUNK,
-            )  # fmt: skip
+            _take_counts(context, prefix, num_local, epoch, operation, ticket, LANES, CHUNK)
 
 
 @triton.jit
-def _check_counts(windows, state, host, counts, given, num_ranks, rank, epoch, operation, ticket, LANES: tl.constexpr):
+def _check_counts(context, counts, given, epoch, operation, ticket, LANES: tl.constexpr):
     """Return whether the caller's counts match its mask. If not, nothing has been posted yet, and the call is not made.
 
     If the host does not wait for the counts, the buffer fails: calls behind this one would not match the peers'.
     """
+    _, _, state, _, host, num_ranks, rank, _, _, _ = context
     lanes = tl.arange(0, LANES)
     seen = tl.load(counts + lanes, mask=lanes < num_ranks, other=0)
     expected = tl.load(given + lanes, mask=lanes < num_ranks, other=0)
@@ -861,41 +794,49 @@ def _check_counts(windows, state, host, counts, given, num_ranks, rank, epoch, o
             write_record(host, _COUNTS, epoch, operation, first, one, other, rank)
             tell_host(host, ticket)
         else:
-            fail(windows, state, host, num_ranks, rank, _COUNTS, epoch, operation, first, one, other, rank, LANES)
+            fail(context, _COUNTS, epoch, operation, first, one, other, rank, LANES)
     return is_right
 
 
+# The send half: `header` is where this rank's header is on every board, one lane for each peer. All get the same words.
+
+
 @triton.jit
-def _post(
-    windows, counts, per_expert, prefix, node_tokens, mark, num_ranks, rank, num_nodes, node_stride, header_words,
-    num_local, epoch, word_a, word_b, tag, num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2,
-    remote_rows, HAS_NODES: tl.constexpr, IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_PREFIX: tl.constexpr,
-    LANES: tl.constexpr, CHUNK: tl.constexpr,
+def _post_agreement(
+    context, header, posted, word_a, word_b, tag, prefix, nodes, HAS_NODES: tl.constexpr, HAS_COUNTS: tl.constexpr,
+    HAS_PREFIX: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write this rank's header on every board: one lane for each peer, the same words at the same offset."""
+    """Write what must agree, and what a rank says of itself."""
+    _, _, _, _, _, num_ranks, _, num_nodes, _, _ = context
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    offset = 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + rank) * header_words
-    header = words_at(tl.load(windows + lanes, mask=is_rank, other=0)) + offset
-    if IS_NEW:
-        checksum = tag
-        if HAS_PREFIX and not HAS_COUNTS:
-            for source in range(num_ranks):
-                row = tl.load(prefix + source * num_ranks + lanes, mask=is_rank, other=0).to(tl.int64)
-                mixed = (row + lanes + 1) * 0x1E3779B97F4A7C15
-                mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
-                checksum = checksum * 1000003 + tl.sum(tl.where(is_rank, mixed ^ (mixed >> 32), 0))
-        if HAS_NODES:
-            if not HAS_COUNTS:
-                checksum = tl.load(mark).to(tl.int64)
-            tokens = tl.load(node_tokens + lanes * node_stride, mask=lanes < num_nodes, other=0).to(tl.int64)
-            words = header[:, None] + _HEADER + lanes[None, :]
-            tl.store(words, tokens[None, :], mask=is_rank[:, None] & (lanes < num_nodes)[None, :])
-        tl.store(header + _A, word_a, mask=is_rank)
-        tl.store(header + _B, word_b, mask=is_rank)
-        tl.store(header + _HANDLE, checksum, mask=is_rank)
-        tl.store(header + _FREE, free_bytes, mask=is_rank)
-        tl.store(header + _TOKENS, num_tokens, mask=is_rank)
+    checksum = tag
+    if HAS_PREFIX and not HAS_COUNTS:
+        for source in range(num_ranks):
+            row = tl.load(prefix + source * num_ranks + lanes, mask=is_rank, other=0).to(tl.int64)
+            mixed = (row + lanes + 1) * 0x1E3779B97F4A7C15
+            mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
+            checksum = checksum * 1000003 + tl.sum(tl.where(is_rank, mixed ^ (mixed >> 32), 0))
+    if HAS_NODES:
+        node_tokens, _, _, mark, node_stride, _ = nodes
+        if not HAS_COUNTS:
+            checksum = tl.load(mark).to(tl.int64)
+        tokens = tl.load(node_tokens + lanes * node_stride, mask=lanes < num_nodes, other=0).to(tl.int64)
+        words = header[:, None] + _HEADER + lanes[None, :]
+        tl.store(words, tokens[None, :], mask=is_rank[:, None] & (lanes < num_nodes)[None, :])
+    _, _, num_tokens, free_bytes, _, _, _, _, _ = posted
+    tl.store(header + _A, word_a, mask=is_rank)
+    tl.store(header + _B, word_b, mask=is_rank)
+    tl.store(header + _HANDLE, checksum, mask=is_rank)
+    tl.store(header + _FREE, free_bytes, mask=is_rank)
+    tl.store(header + _TOKENS, num_tokens, mask=is_rank)
+
+
+@triton.jit
+def _post_offer(context, header, posted, IS_NEW: tl.constexpr, LANES: tl.constexpr):
+    """Write this rank's offer."""
+    num_rows, rows_per_source, _, _, base_0, base_1, base_2, remote_rows, _ = posted
+    is_rank = tl.arange(0, LANES) < context[5]
     offer = header + _OFFER + (1 - IS_NEW) * _OFFER_WORDS
     tl.store(offer, num_rows, mask=is_rank)
     tl.store(offer + _OFFER_SOURCE_ROWS, rows_per_source, mask=is_rank)
@@ -903,45 +844,53 @@ def _post(
     tl.store(offer + _BASES + 1, base_1, mask=is_rank)
     tl.store(offer + _BASES + 2, base_2, mask=is_rank)
     tl.store(offer + _OFFER_REMOTE_ROWS, remote_rows, mask=is_rank)
-    if HAS_COUNTS:
-        for start in range(0, num_ranks, CHUNK):
-            columns = start + tl.arange(0, CHUNK)
-            count = tl.load(counts + columns, mask=columns < num_ranks, other=0).to(tl.int64)
-            cells = header[:, None] + _HEADER + num_nodes + columns[None, :]
-            tl.store(cells, count[None, :], mask=is_rank[:, None] & (columns < num_ranks)[None, :])
-        for start in range(0, num_local, CHUNK):
-            columns = start + tl.arange(0, CHUNK)
-            is_cell = is_rank[:, None] & (columns < num_local)[None, :]
-            chosen = tl.load(per_expert + lanes[:, None] * num_local + columns[None, :], mask=is_cell, other=0)
-            cells = header[:, None] + _HEADER + num_nodes + num_ranks + columns[None, :]
-            tl.store(cells, chosen.to(tl.int64), mask=is_cell)
+
+
+@triton.jit
+def _post_counts(context, header, counts, per_expert, num_local, LANES: tl.constexpr, CHUNK: tl.constexpr):
+    """Write the rows that go to each rank, and to each rank how often its experts are selected."""
+    _, _, _, _, _, num_ranks, _, num_nodes, _, _ = context
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    for start in range(0, num_ranks, CHUNK):
+        columns = start + tl.arange(0, CHUNK)
+        count = tl.load(counts + columns, mask=columns < num_ranks, other=0).to(tl.int64)
+        cells = header[:, None] + _HEADER + num_nodes + columns[None, :]
+        tl.store(cells, count[None, :], mask=is_rank[:, None] & (columns < num_ranks)[None, :])
+    for start in range(0, num_local, CHUNK):
+        columns = start + tl.arange(0, CHUNK)
+        is_cell = is_rank[:, None] & (columns < num_local)[None, :]
+        chosen = tl.load(per_expert + lanes[:, None] * num_local + columns[None, :], mask=is_cell, other=0)
+        cells = header[:, None] + _HEADER + num_nodes + num_ranks + columns[None, :]
+        tl.store(cells, chosen.to(tl.int64), mask=is_cell)
 
 
 @triton.jit
 def _post_selections(
-    windows, per_expert, num_ranks, rank, header_words, num_local, epoch, expanded_rows, IS_NEW: tl.constexpr,
-    HAS_COUNTS: tl.constexpr, LANES: tl.constexpr,
+    context, header, per_expert, num_local, epoch, expanded_rows, IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Write what the header of a call of selections has more on every board, and the counts of all experts on the own
     board, from which the peers read them.
     """
+    _, _, _, _, _, num_ranks, rank, _, _, _ = context
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    offset = 2 * _LINE * num_ranks + ((epoch & 1) * num_ranks + rank) * header_words
-    header = words_at(tl.load(windows + lanes, mask=is_rank, other=0)) + offset
     tl.store(header + _OFFER + (1 - IS_NEW) * _OFFER_WORDS + _OFFER_EXPANDED, expanded_rows, mask=is_rank)
     if HAS_COUNTS:
-        own = selected_counts(windows, rank, num_ranks, header_words, epoch)
+        own = selected_counts(context, rank, epoch)
         for start in range(0, num_local * num_ranks, LANES):
             experts = start + lanes
             is_expert = experts < num_local * num_ranks
             tl.store(own + experts, tl.load(per_expert + experts, mask=is_expert, other=0), mask=is_expert)
 
 
+# The receive half ----------------------------------------------------------------------------------------------------
+
+
 @triton.jit
 def _take_selections(
-    windows, own_boards, state, table, host, first, experts, stats, has_stats, num_ranks, rank, header_words,
-    num_local, epoch, operation, ticket, alignment, IS_EXPANDED: tl.constexpr, IS_NEW: tl.constexpr,
+    context, selected, num_local, epoch, operation, ticket, IS_EXPANDED: tl.constexpr, IS_NEW: tl.constexpr,
     HAS_COUNTS: tl.constexpr, DESTINATIONS: tl.constexpr, LOCALS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Note which peers take or give expanded rows. With counts, find the first rows of this rank's selections, the
@@ -949,9 +898,11 @@ def _take_selections(
 
     If they do not, and the host waits for the counts, the call is held, else it fails.
     """
+    _, _, state, table, host, num_ranks, rank, _, _, _ = context
+    first, experts, stats, has_stats, _, alignment = selected
     peers, local = tl.arange(0, DESTINATIONS), tl.arange(0, LOCALS)
     is_peer = peers < num_ranks
-    headers = header_of(own_boards, peers, is_peer, num_ranks, header_words, epoch)
+    headers = header_of(context, peers, is_peer, epoch)
     offer = headers + _OFFER + (1 - IS_NEW) * _OFFER_WORDS + _OFFER_EXPANDED
     offered = tl.load(offer, mask=is_peer, other=0)
     tl.store(table + _EXPANDED * num_ranks + peers, offered, mask=is_peer)
@@ -961,7 +912,7 @@ def _take_selections(
         total = tl.zeros([DESTINATIONS, LOCALS], tl.int32)
         before = tl.zeros([DESTINATIONS, LOCALS], tl.int32)
         for source in range(num_ranks):
-            counts = selected_counts(windows, source, num_ranks, header_words, epoch)
+            counts = selected_counts(context, source, epoch)
             count = tl.load(counts + cells, mask=is_expert, other=0)
             total += count
             before += tl.where(source < rank, count, 0)
@@ -993,41 +944,38 @@ def _take_selections(
                     peer = tl.min(tl.where(is_lacking, peers, DESTINATIONS))
                     wanted = tl.sum(tl.where(peers == peer, needed, 0))
                     room = tl.sum(tl.where(peers == peer, there, 0))
-                    fail(
-                        windows, state, host, num_ranks, rank, _EXPANDED_OVERFLOW, epoch, operation, peer, wanted, room,
-                        rank, LANES
-                    )  # fmt: skip
+                    fail(context, _EXPANDED_OVERFLOW, epoch, operation, peer, wanted, room, rank, LANES)
 
 
 @triton.jit
-def _agree(windows, own_boards, state, host, num_ranks, rank, header_words, epoch, operation, LANES: tl.constexpr):
+def _agree(context, epoch, operation, LANES: tl.constexpr):
     """Return whether all ranks make the same call, with the same handle."""
+    _, _, _, _, _, num_ranks, rank, _, _, _ = context
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    headers = header_of(own_boards, lanes, is_rank, num_ranks, header_words, epoch)
-    own = header_of(own_boards, rank, True, num_ranks, header_words, epoch)
+    headers = header_of(context, lanes, is_rank, epoch)
+    own = header_of(context, rank, True, epoch)
     differs = tl.load(headers + _A, mask=is_rank, other=0) != tl.load(own + _A)
     differs = differs | (tl.load(headers + _B, mask=is_rank, other=0) != tl.load(own + _B))
     differs = differs | (tl.load(headers + _HANDLE, mask=is_rank, other=0) != tl.load(own + _HANDLE))
     differs = differs & is_rank
     is_alike = tl.sum(differs.to(tl.int32)) == 0
     if not is_alike:
-        subject = mask_of(differs, lanes)
-        fail(windows, state, host, num_ranks, rank, _DISAGREE, epoch, operation, subject, 0, 0, rank, LANES)
+        fail(context, _DISAGREE, epoch, operation, mask_of(differs, lanes), 0, 0, rank, LANES)
     return is_alike
 
 
 @triton.jit
 def _take_counts(
-    windows, own_boards, state, table, host, prefix, num_ranks, rank, num_nodes, header_words, num_local, epoch,
-    operation, ticket, LANES: tl.constexpr, CHUNK: tl.constexpr,
+    context, prefix, num_local, epoch, operation, ticket, LANES: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """Compute prefix sums of all ranks' counts, here and on the host, this rank's first slots, and whether all rows
     fit.
     """
+    _, _, state, table, host, num_ranks, rank, num_nodes, _, _ = context
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
-    headers = header_of(own_boards, lanes, is_rank, num_ranks, header_words, epoch)
+    headers = header_of(context, lanes, is_rank, epoch)
     tl.debug_barrier()  # one thread has stored the word that all load now
     worst = tl.load(state + _HELD)  # remote memory may be too small already
     for start in range(0, num_ranks, CHUNK):
@@ -1045,7 +993,7 @@ def _take_counts(
         )
         before = tl.sum(tl.where(lanes[:, None] < rank, cell, 0), 0)
         tl.store(table + _STARTS * num_ranks + columns, before, mask=is_column)
-        offers = header_of(own_boards, columns, is_column, num_ranks, header_words, epoch) + _OFFER
+        offers = header_of(context, columns, is_column, epoch) + _OFFER
         capacity = tl.load(offers, mask=is_column, other=0)
         rows = tl.sum(cell, 0)
         excess = is_column & (rows > capacity)
@@ -1055,7 +1003,7 @@ def _take_counts(
                 peer = tl.min(tl.where(excess, columns, LANES + CHUNK))
                 came = tl.sum(tl.where(columns == peer, rows, 0))
                 there = tl.sum(tl.where(columns == peer, capacity, 0))
-                fail(windows, state, host, num_ranks, rank, _OVERFLOW, epoch, operation, peer, came, there, rank, LANES)
+                fail(context, _OVERFLOW, epoch, operation, peer, came, there, rank, LANES)
         worst = tl.maximum(worst, tl.max(tl.where(is_column, rows - capacity, 0)))
     if ticket != 0:
         for start in range(0, num_local, CHUNK):
@@ -1072,17 +1020,15 @@ def _take_counts(
 
 
 @triton.jit
-def _take_offers(
-    windows, own_boards, state, table, num_ranks, rank, num_nodes, header_words, epoch,
-    IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+def _take_offers(context, epoch, IS_NEW: tl.constexpr, HAS_COUNTS: tl.constexpr, LANES: tl.constexpr):
     """Compute the addresses of the peers' sections, the rows that fit there, and whether some of them are staged."""
+    windows, _, state, table, _, num_ranks, rank, num_nodes, _, _ = context
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     ranks_per_node = num_ranks // num_nodes
     # no row is written straight to a remote rank
     is_local_rank = is_rank & (lanes // ranks_per_node == rank // ranks_per_node)
-    headers = header_of(own_boards, lanes, is_rank, num_ranks, header_words, epoch)
+    headers = header_of(context, lanes, is_rank, epoch)
     offers = headers + _OFFER + (1 - IS_NEW) * _OFFER_WORDS
     sections = tl.arange(0, 4)
     is_base = is_rank[:, None] & (sections < _NUM_SECTIONS)[None, :]
@@ -1108,64 +1054,65 @@ def _take_offers(
 
 
 @triton.jit
-def _node_tokens(own_boards, ranks, is_rank, node, num_ranks, header_words, epoch):
+def _node_tokens(context, ranks, is_rank, node, epoch):
     """The tokens that ranks send to a node, by their headers."""
-    header = header_of(own_boards, ranks, is_rank, num_ranks, header_words, epoch)
-    return tl.load(header + _HEADER + node, mask=is_rank, other=0)
+    return tl.load(header_of(context, ranks, is_rank, epoch) + _HEADER + node, mask=is_rank, other=0)
 
 
 @triton.jit
-def _take_nodes(
-    own_boards, plan, node_prefix, num_ranks, rank, num_nodes, header_words, epoch, LANES: tl.constexpr
-):  # fmt: skip
-    """Compute the plan: what this rank's rail sends where, see `PLAN_NUM_IN`.
+def _take_nodes(context, nodes, epoch, HAS_COUNTS: tl.constexpr, LANES: tl.constexpr):
+    """Compute the plan: what this rank's rail sends where, see `PLAN_NUM_IN`. With counts, also write the mark.
 
     Example: two nodes, rank 0 sends 3 tokens to node 0 and 4 to node 1, the rank of its rail on node 1 sends 5 and 6.
     On rank 0: in `[3, 5]` from `[0, 3]`, out `[3, 4]` from `[0, 3]`, targets `[0, 0]`, back `[0, 0]`. On the other: in
     `[4, 6]` from `[0, 4]`, out `[5, 6]` from `[0, 5]`, targets `[3, 4]`, back `[3, 5]`.
     """
-    nodes = tl.arange(0, LANES)
-    is_node = nodes < num_nodes
+    _, _, _, _, _, num_ranks, rank, num_nodes, _, _ = context
+    _, plan, node_prefix, mark, _, num_marks = nodes
+    lanes = tl.arange(0, LANES)
+    is_node = lanes < num_nodes
     ranks_per_node = num_ranks // num_nodes
     node, local = rank // ranks_per_node, rank % ranks_per_node
-    rail = nodes * ranks_per_node + local
-    num_in = _node_tokens(own_boards, rail, is_node, node, num_ranks, header_words, epoch)
-    num_out = _node_tokens(own_boards, nodes * 0 + rank, is_node, nodes, num_ranks, header_words, epoch)
+    rail = lanes * ranks_per_node + local
+    num_in = _node_tokens(context, rail, is_node, node, epoch)
+    num_out = _node_tokens(context, lanes * 0 + rank, is_node, lanes, epoch)
     target, back = tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64)
     for before in range(node):
-        ahead = nodes * 0 + before * ranks_per_node + local
-        target += _node_tokens(own_boards, ahead, is_node, nodes, num_ranks, header_words, epoch)
-        back += _node_tokens(own_boards, rail, is_node, before, num_ranks, header_words, epoch)
+        ahead = lanes * 0 + before * ranks_per_node + local
+        target += _node_tokens(context, ahead, is_node, lanes, epoch)
+        back += _node_tokens(context, rail, is_node, before, epoch)
     in_ends = tl.cumsum(num_in, 0)
-    row = plan + nodes * _PLAN
+    row = plan + lanes * _PLAN
     tl.store(row + _NUM_IN, num_in, mask=is_node)
     tl.store(row + _IN_START, in_ends - num_in, mask=is_node)
     tl.store(row + _NUM_OUT, num_out, mask=is_node)
     tl.store(row + _OUT_START, tl.cumsum(num_out, 0) - num_out, mask=is_node)
     tl.store(row + _TARGET_START, target, mask=is_node)
     tl.store(row + _BACK_START, back, mask=is_node)
-    tl.store(node_prefix + nodes, in_ends.to(tl.int32), mask=is_node)
+    tl.store(node_prefix + lanes, in_ends.to(tl.int32), mask=is_node)
+    if HAS_COUNTS:
+        for start in range(0, num_marks, LANES):
+            cells = start + lanes
+            tl.store(mark + cells, (epoch & 0x3FFFFFFF).to(tl.int32) + 1, mask=cells < num_marks)
 
 
 @triton.jit
-def _check_remote_capacity(
-    windows, own_boards, state, host, num_ranks, rank, num_nodes, header_words, epoch, operation, ticket,
-    IS_NEW: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Return whether every rank's remote memory holds what it relays and what it sends. All ranks get the same result.
+def _check_remote_capacity(context, epoch, operation, ticket, IS_NEW: tl.constexpr, LANES: tl.constexpr):
+    """Check whether every rank's remote memory holds what it relays and what it sends. All ranks get the same result.
 
     If the host waits for the counts, it gets the rows that each rank relays, and the call is held; else the call fails.
     """
+    _, _, state, _, host, num_ranks, rank, num_nodes, _, _ = context
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     ranks_per_node = num_ranks // num_nodes
     coming, going = tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64)
     for node in range(num_nodes):
         rail = node * ranks_per_node + lanes % ranks_per_node
-        coming += _node_tokens(own_boards, rail, is_rank, lanes // ranks_per_node, num_ranks, header_words, epoch)
-        going += _node_tokens(own_boards, lanes, is_rank, node, num_ranks, header_words, epoch)
+        coming += _node_tokens(context, rail, is_rank, lanes // ranks_per_node, epoch)
+        going += _node_tokens(context, lanes, is_rank, node, epoch)
     needed = tl.maximum(coming, going)
-    headers = header_of(own_boards, lanes, is_rank, num_ranks, header_words, epoch)
+    headers = header_of(context, lanes, is_rank, epoch)
     capacity = tl.load(headers + _OFFER + (1 - IS_NEW) * _OFFER_WORDS + _OFFER_REMOTE_ROWS, mask=is_rank, other=0)
     if ticket != 0:
         tl.store(host + _STATE + 2 * num_ranks + lanes, coming, mask=is_rank)
@@ -1176,10 +1123,7 @@ def _check_remote_capacity(
             peer = tl.min(tl.where(is_lacking, lanes, LANES))
             wanted = tl.sum(tl.where(lanes == peer, needed, 0))
             there = tl.sum(tl.where(lanes == peer, capacity, 0))
-            fail(
-                windows, state, host, num_ranks, rank, _REMOTE_OVERFLOW, epoch, operation, peer, wanted, there, rank,
-                LANES
-            )  # fmt: skip
+            fail(context, _REMOTE_OVERFLOW, epoch, operation, peer, wanted, there, rank, LANES)
 
 
 @triton.jit
@@ -1202,3 +1146,33 @@ def _number(
         count += tl.sum(goes)
     for channel in range(num_channels):
         tl.store(counts + group * num_channels + channel, count)
+
+
+@triton.jit
+def _number_selections(
+    topk_idx, mask, numbers, counts, per_expert, group, num_tokens, num_topk, num_ranks, num_local,
+    TILE: tl.constexpr, TOPK: tl.constexpr, LOCALS: tl.constexpr,
+):  # fmt: skip
+    """Mark and number the tokens that select an expert of a rank, tile by tile, and count them, and the selections of
+    each of its experts.
+    """
+    columns, local = tl.arange(0, TOPK), tl.arange(0, LOCALS)
+    count = tl.zeros((), tl.int32)
+    chosen = tl.zeros([LOCALS], tl.int32)
+    for start in range(0, num_tokens, TILE):
+        tokens = start + tl.arange(0, TILE)
+        is_token = tokens < num_tokens
+        is_cell = is_token[:, None] & (columns < num_topk)[None, :]
+        ids = tl.load(topk_idx + tokens.to(tl.int64)[:, None] * num_topk + columns[None, :], mask=is_cell, other=-1)
+        expert = ids - group * num_local
+        is_local = (expert >= 0) & (expert < num_local)
+        flat = tl.reshape(tl.where(is_local, expert, 0).to(tl.int32), [TILE * TOPK])
+        chosen += tl.histogram(flat, LOCALS, mask=tl.reshape(is_local, [TILE * TOPK]))
+        goes = tl.max(is_local.to(tl.int32), 1)
+        sums = tl.cumsum(goes, 0)
+        cells = tokens.to(tl.int64) * num_ranks + group
+        tl.store(numbers + cells, tl.where(goes > 0, count + sums - 1, -1), mask=is_token)
+        tl.store(mask + cells, goes.to(tl.int8), mask=is_token)
+        count += tl.sum(goes)
+    tl.store(counts + group, count)
+    tl.store(per_expert + group * num_local + local, chosen, mask=local < num_local)

@@ -1,57 +1,93 @@
 """Summing each token's rows out of the peers' windows, and copying rows into the window first. On the device.
 
-Shape letters: T tokens, R ranks, H elements of a row, n rows. The twin of `Pull` is `reduce.reduce_rows`. FP32
-accumulation (FP64 for FP64 rows), biases first, then peers in ascending order, one rounding at the end: the result
-does not depend on the grid.
+Shape letters: T tokens, K selections of a token, R ranks, H elements of a row, n rows. The twin of `Pull` is
+`reduce.reduce_rows`. FP32 accumulation (FP64 for FP64 rows), biases first, then peers in ascending order, one rounding
+at the end: the result does not depend on the grid.
 
-No kernel here waits or signals; all of them do nothing once the buffer has failed, or while a call is held.
+The last block of `Pull` ends the combine (`finish.py`). Nothing is done once the buffer has failed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from ._triton import Launch, jit, launch, next_power_of_2, tl, triton, variant
-from .exchange import STATE_FAILED, STATE_HELD, TABLE_CAPACITIES, Context
+from .exchange import (
+    STATE_ENDED,
+    STATE_FAILED,
+    STATE_STAGED,
+    STATE_TOKENS,
+    TABLE_CAPACITIES,
+    TABLE_SOURCE_ROWS,
+    Context,
+    is_last_block,
+    may_move,
+    may_still_move,
+    num_lanes,
+    open_context,
+)
+from .finish import copy_in as stage_in
+from .finish import count_rounds, first_rows, range_tokens_of, signal_and_wait
 from .primitives import rounded
-from .put import VECTOR_BYTES, LaunchShape, load_slots, word_of
+from .put import VECTOR_BYTES, End, LaunchShape, load_slots, word_of
 
-_FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
-_CAPACITIES = tl.constexpr(TABLE_CAPACITIES)
+_FAILED, _STAGED, _ENDED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_STAGED), tl.constexpr(STATE_ENDED)
+_MOST_TOKENS = tl.constexpr(STATE_TOKENS)
+_CAPACITIES, _SOURCE_ROWS = tl.constexpr(TABLE_CAPACITIES), tl.constexpr(TABLE_SOURCE_ROWS)
 _MOST_AT_ONCE = 8  # rows that a block loads before it adds the first
 
 
+class Given(NamedTuple):
+    """What this rank gives in a combine, for a rank that is staged.
+
+    Attributes:
+        prefix: [R, R] int32.
+        source_idx: [n] int32, the token of each row at its source, ascending for each source.
+        rows: [n, H] contiguous.
+        weights: [n, K] float32 contiguous, or None.
+    """
+
+    prefix: torch.Tensor
+    source_idx: torch.Tensor
+    rows: torch.Tensor
+    weights: torch.Tensor | None = None
+
+
 class Pull:
-    """Sums each token's rows.
+    """Sums each token's rows, and its weights.
 
     `out[t] = sum(biases[t]) + sum(row slots[t, d] of peer d, for d with slots[t, d] >= 0)`
 
     Args:
         context: Holds the peers' addresses and the rows that they offer.
         shape: How to launch.
-        section: Which of the peers' sections.
         hidden: H.
         dtype: The dtype of the rows.
         num_biases: At most two.
         is_aligned: `out` and the biases consist of vectors, see `word_of`.
+        num_topk: K, of the weights that come with the rows; 0: none do.
+        end: How the combine ends. If no rank is staged, only the step after it is signalled.
     """
 
     def __init__(
         self,
         context: Context,
         shape: LaunchShape,
-        section: int,
         hidden: int,
         dtype: torch.dtype,
-        num_biases: int = 0,
-        is_aligned: bool = True,
+        num_biases: int,
+        is_aligned: bool,
+        num_topk: int,
+        end: End,
     ):
         vector = VECTOR_BYTES if is_aligned else dtype.itemsize
         block = min(shape.words * 4 // dtype.itemsize, next_power_of_2(hidden))
         self._num_pieces = -(-hidden // block)
         self._most_blocks = shape.num_blocks
+        num_warps = shape.warps_for(block * dtype.itemsize, vector)
         constants = {
             "NUM_BIASES": num_biases,
             "BLOCK": block,
@@ -59,31 +95,43 @@ class Pull:
             "LANES": next_power_of_2(context.num_ranks),
             "VECTOR": vector,
             "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
+            "TOPK": next_power_of_2(num_topk) if num_topk else 0,
+            "POLLERS": num_lanes(context, num_warps),
+            "NUM_WARPS": num_warps,
         }
-        num_warps = shape.warps_for(block * dtype.itemsize, vector)
         kernel = variant(combine_rows_kernel, num_warps, constants, (dtype,), shape.num_registers)
         row_vectors = hidden * dtype.itemsize // vector
-        fixed = (context.table, context.state, row_vectors, context.num_ranks, section)
-        types = (dtype, dtype, dtype, torch.int32, None)
+        fixed = (context.words, row_vectors, num_topk, *end)
+        types = (dtype, dtype, dtype, torch.float32, torch.int32, torch.int32, torch.int32, None, None, None, None)
         self._launch = Launch(kernel, types, fixed)
 
     def __call__(
         self,
         out: torch.Tensor,
+        weights: torch.Tensor | None,
         slots: torch.Tensor,
-        biases: Sequence[torch.Tensor] = (),
+        biases: Sequence[torch.Tensor],
+        given: Given | tuple,
     ) -> None:
         """Sum the rows of one call.
 
         Args:
             out: [T, H], written.
+            weights: [T, K] float32, written; None: none come.
             slots: [T, R] int32; -1 where a peer has no row of the token.
             biases: Tensors [T, H] of out's dtype, added first and in order.
+            given: What this rank gives; a plain tuple is made faster.
         """
         num_tokens = out.shape[0]
+        prefix, source_idx, rows, row_weights = given
         first, second = (*biases, out, out)[:2] if biases else (out, out)
-        num_blocks = min(self._most_blocks, num_tokens * self._num_pieces)
-        self._launch(num_blocks, (out, first, second, slots), (num_tokens,))
+        num_blocks = max(1, min(self._most_blocks, num_tokens * self._num_pieces))
+        given_at = 0 if row_weights is None else row_weights.data_ptr()
+        self._launch(
+            num_blocks,
+            (out, first, second, slots if weights is None else weights, slots, prefix, source_idx),
+            (num_tokens, rows.shape[0], rows.data_ptr(), given_at),
+        )
 
 
 @jit
@@ -91,42 +139,144 @@ def combine_rows_kernel(
     out,
     bias_0,
     bias_1,
+    out_weights,
     slots,
+    prefix,
+    source_idx,
     num_tokens: tl.int32,
-    table,
-    state,
+    num_rows: tl.int32,
+    rows_at: tl.int64,
+    weights_at: tl.int64,
+    context_words,
     row_vectors: tl.int32,
-    num_ranks: tl.int32,
-    section: tl.int32,
+    num_topk: tl.int32,
+    step: tl.int32,
+    operation: tl.int32,
     NUM_BIASES: tl.constexpr,
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     WIDE: tl.constexpr,
+    TOPK: tl.constexpr,
+    POLLERS: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):
-    """Items are pieces of rows: piece c of token t is item `t * pieces + c`.
+    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece also sums the weights.
 
     Example: one token, slots `[[2, -1]]`, row 2 of peer 0 is `[1, 2]`, bias `[[10, 10]]`: out is `[[11, 12]]`.
     """
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
-        ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
-        hidden = row_vectors * (VECTOR // ELEMENT_BYTES)  # so the compiler knows that vectors of elements are whole
-        lanes = tl.arange(0, LANES)
-        is_rank = lanes < num_ranks
-        bases = tl.load(table + section * num_ranks + lanes, mask=is_rank, other=0)
-        capacities = tl.load(table + _CAPACITIES * num_ranks + lanes, mask=is_rank, other=0)
-        num_pieces = tl.cdiv(hidden, BLOCK)
-        num_items = num_tokens * num_pieces
-        slot = load_slots(slots, tl.program_id(0) // num_pieces, num_tokens, num_ranks, lanes)
-        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-            next_slot = load_slots(slots, (item + tl.num_programs(0)) // num_pieces, num_tokens, num_ranks, lanes)
-            columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
-            start = tl.cast(item // num_pieces, tl.int64) * hidden
-            has_row = (slot >= 0) & (slot < capacities)
-            rows = tl.where(has_row, bases + slot.to(tl.int64) * hidden * ELEMENT_BYTES, 0)
+    context = open_context(context_words)
+    state = context[2]
+    ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    hidden = row_vectors * (VECTOR // ELEMENT_BYTES)  # so the compiler knows that vectors of elements are whole
+    sums = (out, bias_0, bias_1, out_weights, slots)
+    if may_move(state):
+        _sum_items(
+            context, sums, tl.program_id(0), tl.num_programs(0), num_tokens, num_tokens, 0, 0, hidden, num_topk, False,
+            NUM_BIASES, BLOCK, AT_ONCE, LANES, VECTOR, WIDE, TOPK,
+        )  # fmt: skip
+    if is_last_block(state + _ENDED, True):
+        is_well = may_still_move(state)
+        if is_well:
+            if tl.load(state + _STAGED) == 0:
+                signal_and_wait(context, step + 1, operation, POLLERS, NUM_WARPS)
+            else:
+                range_tokens = range_tokens_of(context, LANES)
+                most_tokens = tl.maximum(tl.load(state + _MOST_TOKENS), 1)
+                num_rounds = ((most_tokens + range_tokens - 1) // range_tokens).to(tl.int32)
+                rows = first_rows(context, prefix, LANES)  # with which the next round begins, of each source
+                given, widths = (rows_at, weights_at), (hidden * ELEMENT_BYTES, num_topk * 4)
+                turn = tl.zeros((), tl.int32)
+                while is_well & (turn < 2 * num_rounds):
+                    start = turn // 2 * range_tokens
+                    if turn % 2 == 0:
+                        rows = stage_in(
+                            context, prefix, source_idx, rows, start, range_tokens, num_rows, given, widths, LANES
+                        )
+                    is_well = signal_and_wait(context, step + turn, operation, POLLERS, NUM_WARPS)
+                    if is_well & (turn % 2 == 0):
+                        end = tl.minimum(start + range_tokens, num_tokens)
+                        _sum_items(
+                            context, sums, start * tl.cdiv(hidden, BLOCK), 1, end, num_tokens, start, range_tokens,
+                            hidden, num_topk, True, NUM_BIASES, BLOCK, AT_ONCE, LANES, VECTOR, WIDE, TOPK,
+                        )  # fmt: skip
+                    turn += 1
+                count_rounds(context, is_well, num_rounds - 1)
+
+
+@triton.jit
+def _sum_items(
+    context, sums, first, step, end, num_tokens, range_start, range_tokens, hidden, num_topk, IS_ROUND: tl.constexpr,
+    NUM_BIASES: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+    WIDE: tl.constexpr, TOPK: tl.constexpr,
+):  # fmt: skip
+    """Sum every `step`-th item from `first` on; in a round of staging those that have a row at a staged rank.
+
+    Args:
+        context: See `exchange.open_context`.
+        sums: The sums, both biases, the sums of weights, and the slots.
+        first: The first item.
+        step: From one item to the next.
+        end: Behind the last token.
+        num_tokens: T.
+        range_start: The first token of a round.
+        range_tokens: B, in a round.
+        hidden: H.
+        num_topk: K.
+        IS_ROUND: It is a round of staging.
+        NUM_BIASES: How many there are.
+        BLOCK: Elements of a piece.
+        AT_ONCE: Rows that are loaded before the first is added.
+        LANES: At least R.
+        VECTOR: Bytes that rows are aligned to.
+        WIDE: What is summed in.
+        TOPK: At least K; 0: no weights come.
+    """
+    _, _, _, table, _, num_ranks, rank, _, _, _ = context
+    out, bias_0, bias_1, out_weights, slots = sums
+    ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    bases = tl.load(table + lanes, mask=is_rank, other=0)
+    capacities = tl.load(table + _CAPACITIES * num_ranks + lanes, mask=is_rank, other=0)
+    num_pieces = tl.cdiv(hidden, BLOCK)
+    slot = load_slots(slots, first // num_pieces, num_tokens, num_ranks, lanes)
+    for item in range(first, end * num_pieces, step):
+        next_slot = load_slots(slots, (item + step) // num_pieces, num_tokens, num_ranks, lanes)
+        token, piece = item // num_pieces, item % num_pieces
+        row_idx = slot.to(tl.int64)
+        has_row = (slot >= 0) & (slot < capacities)
+        is_wanted = True
+        if IS_ROUND:
+            part_rows = tl.load(table + _SOURCE_ROWS * num_ranks + lanes, mask=is_rank, other=0)
+            has_staged_row = (slot >= 0) & (part_rows > 0)
+            has_row = has_row | has_staged_row
+            row_idx = tl.where(part_rows > 0, (rank * range_tokens + token - range_start).to(tl.int64), row_idx)
+            is_wanted = tl.sum(has_staged_row.to(tl.int32)) > 0
+        if is_wanted:
+            columns = piece * BLOCK + tl.arange(0, BLOCK)
+            start = tl.cast(token, tl.int64) * hidden
+            rows = tl.where(has_row, bases + row_idx * hidden * ELEMENT_BYTES, 0)
             add_rows(out, bias_0, bias_1, rows, start, columns, hidden, num_ranks, NUM_BIASES, AT_ONCE, VECTOR, WIDE)
-            slot = next_slot
+            if TOPK > 0:
+                if piece == 0:
+                    add_weights(out_weights, table, has_row, row_idx, token, num_topk, num_ranks, AT_ONCE, LANES, TOPK)
+        slot = next_slot
+
+
+@triton.jit
+def add_weights(
+    out, table, has_row, row_idx, token, num_topk, num_ranks, AT_ONCE: tl.constexpr, LANES: tl.constexpr,
+    TOPK: tl.constexpr,
+):  # fmt: skip
+    """Sum a token's weights, [R] rows of which peers have given."""
+    lanes = tl.arange(0, LANES)
+    bases = tl.load(table + num_ranks + lanes, mask=lanes < num_ranks, other=0)
+    rows = tl.where(has_row, bases + row_idx * num_topk * 4, 0)
+    start = tl.cast(token, tl.int64) * num_topk
+    columns = tl.arange(0, TOPK)
+    add_rows(out, out, out, rows, start, columns, num_topk, num_ranks, 0, AT_ONCE, 4, tl.float32)
 
 
 @triton.jit
@@ -230,11 +380,9 @@ def copy_in(
             target.view(-1).view(word),
             rows.view(-1).view(word),
             prefix,
-            context.state,
             rows.size(0),
+            context.words,
             row_vectors,
-            context.num_ranks,
-            context.rank,
         ),
         (word,),
         num_warps=shape.num_warps,
@@ -248,23 +396,22 @@ def _copy_in_kernel(
     target,
     rows,
     prefix,
-    state,
     num_rows: tl.int32,
+    context_words,
     row_vectors: tl.int32,
-    num_ranks: tl.int32,
-    rank: tl.int32,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Copy the rows that came. `notify.py` has a kernel that also does the handshake."""
-    copy_pieces(target, rows, prefix, state, num_rows, row_vectors, num_ranks, rank, VECTOR, BLOCK)
+    copy_pieces(open_context(context_words), target, rows, prefix, num_rows, row_vectors, VECTOR, BLOCK)
 
 
 @triton.jit
 def copy_pieces(
-    target, rows, prefix, state, num_rows, row_vectors, num_ranks, rank, VECTOR: tl.constexpr, BLOCK: tl.constexpr
+    context, target, rows, prefix, num_rows, row_vectors, VECTOR: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Copy the rows that came, piece by piece; they are contiguous, so a piece may span several."""
+    _, _, state, _, _, num_ranks, rank, _, _, _ = context
     WORD_BYTES: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
     if tl.load(state + _FAILED) == 0:  # whatever was held before is over: this comes before the call's first words
         num_came = tl.minimum(tl.load(prefix + (num_ranks - 1) * num_ranks + rank), num_rows)

@@ -7,7 +7,8 @@ A *record* goes with each row of a dispatch with routing: W = 1 + 2 K words of 4
 index at its source, its expert ids as the receiver counts them (-1: another rank's), its weights (0 there, unless the
 call keeps them). Those of an expanded dispatch have K more, the row of each selection (`selections.py`).
 
-No kernel here waits or signals. All of them do nothing once the buffer has failed, and none puts rows while a call is
+The last block of `Put` ends the dispatch (`finish.py`) and, if few rows come, splits their records; of many rows
+`Unpack` splits them with more blocks. Nothing is done once the buffer has failed, and no row is put while a call is
 held. (Records are split then, too; nothing uses the result.)
 """
 
@@ -20,13 +21,29 @@ import torch
 
 from ..sizing import align
 from ._triton import Launch, jit, next_power_of_2, tl, triton, variant
-from .exchange import STATE_FAILED, STATE_HELD, TABLE_CAPACITIES, TABLE_STARTS, Context
+from .exchange import (
+    STATE_ENDED,
+    STATE_FAILED,
+    STATE_STAGED,
+    TABLE_CAPACITIES,
+    TABLE_SOURCE_ROWS,
+    TABLE_STARTS,
+    Context,
+    is_last_block,
+    may_move,
+    may_still_move,
+    num_lanes,
+    open_context,
+)
+from .finish import copy_out, count_rounds, num_dispatch_rounds, signal_and_wait
 
-_FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
+_FAILED, _STAGED, _ENDED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_STAGED), tl.constexpr(STATE_ENDED)
 _CAPACITIES, _STARTS = tl.constexpr(TABLE_CAPACITIES), tl.constexpr(TABLE_STARTS)
+_SOURCE_ROWS = tl.constexpr(TABLE_SOURCE_ROWS)
 VECTOR_BYTES = 16  # what a thread moves at once, if rows are aligned to it
 _WARP = 32
 _MOST_RECORD_WARPS = 16  # with records a thread needs more registers than twice as many would leave it
+MOST_SPLIT = 2048  # records that the last block of `Put` splits: with more it takes longer than another launch
 _MOST_UNROLLED = tl.constexpr(8)  # peers whose writes stand one behind the other, without a branch
 
 
@@ -100,6 +117,42 @@ class RowSpec(NamedTuple):
     keeps_weights: bool = False
 
 
+class End(NamedTuple):
+    """How a kernel that moves rows ends its call.
+
+    Attributes:
+        step: The step that is signalled and waited for, `READY`.
+        operation: For the record of a failure.
+    """
+
+    step: int
+    operation: int
+
+
+class Received(NamedTuple):
+    """Where what a dispatch receives is, on this rank.
+
+    Attributes:
+        prefix: [R, R] int32.
+        records: [n, W] int32; None: none come, or `Unpack` splits them.
+        source_idx: [n] int32, written: the token of each row at its source.
+        topk_idx: [n, K], written, or None.
+        topk_weights: [n, K] float32, written, or None.
+        num_rows: n.
+        x: Address where rows stay, if this rank is staged; else 0.
+        scales: Address where scales stay, likewise.
+    """
+
+    prefix: torch.Tensor
+    records: torch.Tensor | None = None
+    source_idx: torch.Tensor | None = None
+    topk_idx: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    num_rows: int = 0
+    x: int = 0
+    scales: int = 0
+
+
 class Put:
     """Writes each token's rows to every peer that takes it: one read, one write for each destination.
 
@@ -108,9 +161,17 @@ class Put:
         shape: How to launch.
         rows: What the rows are made of.
         num_local_experts: L.
+        end: How the dispatch ends; None: other kernels end it.
     """
 
-    def __init__(self, context: Context, shape: LaunchShape, rows: RowSpec, num_local_experts: int = 0):
+    def __init__(
+        self,
+        context: Context,
+        shape: LaunchShape,
+        rows: RowSpec,
+        num_local_experts: int = 0,
+        end: End | None = None,
+    ):
         self._nothing = context.state  # a dummy for arguments that are not used
         word_bytes = rows.word.itemsize
         row_words = rows.row_bytes // word_bytes
@@ -118,7 +179,7 @@ class Put:
         block = min(shape.words * 4 // word_bytes, next_power_of_2(row_words))
         most_warps = _MOST_RECORD_WARPS if rows.has_records else shape.num_warps
         num_warps = min(most_warps, shape.warps_for(block * word_bytes, vector))
-        scale_bytes = rows.scale_bytes or 4
+        scale_bytes, topk = rows.scale_bytes or 4, next_power_of_2(rows.num_topk)
         self._num_pieces = -(-row_words // block)
         self._most_blocks = shape.num_blocks
         constants = {
@@ -130,26 +191,29 @@ class Put:
             "SCALES": next_power_of_2(rows.num_scales),
             "HAS_RECORDS": rows.has_records,
             "HAS_TOPK": rows.num_topk > 0,
-            "TOPK": next_power_of_2(rows.num_topk),
+            "TOPK": topk,
             "KEEPS_WEIGHTS": rows.keeps_weights,
             "LANES": next_power_of_2(context.num_ranks),
             "IS_WHOLE": row_words <= block,
+            "ENDS": end is not None,
+            "POLLERS": num_lanes(context, num_warps),
+            "NUM_WARPS": num_warps,
+            "TILE": max(1, 2048 // topk),
         }
         kernel = variant(dispatch_rows_kernel, num_warps, constants, (rows.idx_dtype,), shape.num_registers)
         int32, float32 = torch.int32, torch.float32
-        types = (rows.word, integer_of(scale_bytes), int32, int32, rows.idx_dtype, float32, None, None, None)
+        sent = (rows.word, integer_of(scale_bytes), int32, int32, rows.idx_dtype, float32)
+        came = (int32, int32, int32, rows.idx_dtype, float32)
         fixed = (
+            context.words,
             row_words * word_bytes // vector,
             rows.num_scales,
-            context.table,
-            context.state,
             rows.num_topk,
             num_local_experts,
-            context.num_ranks,
-            context.rank,
-            record_words(rows.num_topk),
+            record_words(rows.num_topk) if rows.has_records else 0,
+            *(end or (0, 0)),
         )
-        self._launch = Launch(kernel, types, fixed)
+        self._launch = Launch(kernel, (*sent, *came, *(None,) * 7), fixed)
 
     def __call__(
         self,
@@ -159,6 +223,7 @@ class Put:
         send_head: torch.Tensor | None = None,
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
+        received: Received | tuple | None = None,
     ) -> None:
         """Put the rows of one call.
 
@@ -169,6 +234,7 @@ class Put:
             send_head: [T, R] int32, written with the slots; None: `slots` are those of a handle, and no records travel.
             topk_idx: [T, K] or None.
             topk_weights: [T, K] float32 or None.
+            received: What comes; a plain tuple is made faster. None: other kernels end the dispatch.
         """
         nothing, num_tokens = self._nothing, x.shape[0]
         stride_t, stride_s = (0, 0) if scales is None else scales.stride()
@@ -178,9 +244,26 @@ class Put:
             send_head = nothing
         if topk_idx is None or topk_weights is None:
             topk_idx = topk_weights = nothing
-        num_blocks = min(self._most_blocks, num_tokens * self._num_pieces)
-        tensors = (x, scales, slots, send_head, topk_idx, topk_weights)
-        self._launch(num_blocks, tensors, (stride_t, stride_s, num_tokens))
+        prefix = records = source_idx = recv_idx = recv_weights = nothing
+        num_rows = num_split = at = scales_at = 0
+        if received is not None:
+            prefix, records, source_idx, recv_idx, recv_weights, num_rows, at, scales_at = received
+            if source_idx is not None:
+                num_split = num_rows
+            else:
+                source_idx = nothing
+            if records is None:
+                records = nothing
+            if recv_idx is None or recv_weights is None:
+                recv_idx = recv_weights = nothing
+        self._launch(
+            max(1, min(self._most_blocks, num_tokens * self._num_pieces)),
+            (
+                x, scales, slots, send_head, topk_idx, topk_weights, prefix, records, source_idx, recv_idx,
+                recv_weights,
+            ),
+            (stride_t, stride_s, num_tokens, num_rows, num_split, at, scales_at),
+        )  # fmt: skip
 
 
 def integer_of(num_bytes: int) -> torch.dtype:
@@ -196,18 +279,26 @@ def dispatch_rows_kernel(
     send_head,
     topk_idx,
     topk_weights,
+    prefix,
+    records,
+    source_idx,
+    recv_topk_idx,
+    recv_topk_weights,
     scale_stride_t: tl.int32,
     scale_stride_s: tl.int32,
     num_tokens: tl.int32,
+    num_rows: tl.int64,
+    num_split: tl.int32,
+    staged_x: tl.int64,
+    staged_scales: tl.int64,
+    context_words,
     row_vectors: tl.int32,
     num_scales: tl.int32,
-    table,
-    state,
     num_topk: tl.int32,
     num_local: tl.int32,
-    num_ranks: tl.int32,
-    rank: tl.int32,
     num_record_words: tl.int32,
+    step: tl.int32,
+    operation: tl.int32,
     WORD_BYTES: tl.constexpr,
     VECTOR: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
@@ -220,6 +311,10 @@ def dispatch_rows_kernel(
     KEEPS_WEIGHTS: tl.constexpr,
     LANES: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    ENDS: tl.constexpr,
+    POLLERS: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Items are pieces of rows: piece c of token t is item `t * pieces + c`.
 
@@ -227,49 +322,128 @@ def dispatch_rows_kernel(
 
     Example: slots `[[0, 1]]`, first slots `[5, 7]`: token 0 goes to row 5 of peer 0 and to row 8 of peer 1.
     """
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
-        lanes = tl.arange(0, LANES)
-        is_rank = lanes < num_ranks
+    context = open_context(context_words)
+    _, _, state, table, _, num_ranks, rank, _, _, _ = context
+    row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
+    num_pieces = 1 if IS_WHOLE else tl.cdiv(row_words, BLOCK)  # 1 is known: nothing is divided by it
+    sent = (x, scales, slots, send_head, topk_idx, topk_weights)
+    widths = (row_words, num_scales, scale_stride_t, scale_stride_s, num_topk, num_local, num_record_words)
+    sizes = (num_pieces, num_tokens * num_pieces, num_tokens)
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    if may_move(state):
         # What every token needs of every peer: in registers, once.
-        bases = tl.load(table + lanes, mask=is_rank, other=0)
-        scale_bases = tl.load(table + num_ranks + lanes, mask=is_rank, other=0)
-        record_bases = tl.load(table + 2 * num_ranks + lanes, mask=is_rank, other=0)
         capacities = tl.load(table + _CAPACITIES * num_ranks + lanes, mask=is_rank, other=0)
         starts = tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0)
-        row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
-        num_pieces = 1 if IS_WHOLE else tl.cdiv(row_words, BLOCK)  # 1 is known: nothing is divided by it
-        num_items = num_tokens * num_pieces
-        # The next item is loaded while this one is written, to hide the latency of memory, the peers' and this rank's.
-        start, step = tl.program_id(0), tl.num_programs(0)
-        sources = (x, slots, scales, topk_idx, topk_weights)
-        widths = (row_words, num_ranks, num_scales, num_topk, scale_stride_t, scale_stride_s)
-        sizes = (num_pieces, num_items, num_tokens)
-        coming = _load_item(sources, widths, sizes, start, VECTOR, BLOCK, HAS_SCALES, SCALES, HAS_TOPK, TOPK, LANES)
-        for item in range(start, num_items, step):
-            row, slot, scale, ids, weights = coming
-            coming = _load_item(
-                sources, widths, sizes, item + step, VECTOR, BLOCK, HAS_SCALES, SCALES, HAS_TOPK, TOPK, LANES
-            )
-            token = item // num_pieces
-            piece = item % num_pieces
-            words = piece * BLOCK + tl.arange(0, BLOCK)
-            target_rows = tl.where(slot >= 0, slot + starts, -1)
-            goes = (target_rows >= 0) & (target_rows < capacities)
-            rows_from_1 = tl.where(goes, target_rows + 1, 0).to(tl.int32)
-            write_row(row, words, row_words, rows_from_1, bases, rank, num_ranks, WORD_BYTES, VECTOR)
-            if HAS_SCALES or HAS_RECORDS:
-                if piece == 0:
-                    if HAS_SCALES:
-                        columns = tl.arange(0, SCALES)
-                        cells = (scale_bases + target_rows * num_scales * SCALE_BYTES).to(scales.dtype)
-                        is_cell = goes[:, None] & (columns < num_scales)[None, :]
-                        tl.store(cells[:, None] + columns[None, :], scale[None, :], mask=is_cell)
-                    if HAS_RECORDS:
-                        tl.store(send_head + token * num_ranks + lanes, target_rows.to(tl.int32), mask=is_rank)
-                        record = (record_bases + target_rows * num_record_words * 4).to(tl.pointer_type(tl.int32))
-                        tl.store(record, token, mask=goes)
-                    if HAS_TOPK:
-                        put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK, KEEPS_WEIGHTS)
+        _put_items(
+            context, sent, widths, sizes, (starts, capacities * 0, capacities), tl.program_id(0), tl.num_programs(0),
+            False, WORD_BYTES, VECTOR, SCALE_BYTES, BLOCK, HAS_SCALES, SCALES, HAS_RECORDS, HAS_TOPK, TOPK,
+            KEEPS_WEIGHTS, LANES,
+        )  # fmt: skip
+    if ENDS:
+        if is_last_block(state + _ENDED, True):
+            is_well = may_still_move(state)
+            if is_well:
+                num_rounds = tl.full((), 1, tl.int32)
+                is_staged = tl.load(state + _STAGED) != 0
+                if is_staged:
+                    num_rounds = num_dispatch_rounds(context, prefix, LANES)
+                turn = tl.zeros((), tl.int32)
+                while is_well & (turn < 2 * num_rounds - 1):
+                    if is_staged & (turn % 2 == 0):
+                        # Of a round: its rows of each staged peer, into this rank's part of the peer's staging.
+                        part = tl.load(table + _SOURCE_ROWS * num_ranks + lanes, mask=is_rank, other=0)
+                        before = tl.load(prefix + (rank - 1) * num_ranks + lanes, mask=is_rank & (rank > 0), other=0)
+                        starts = tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0) - before
+                        lowest = rank * part
+                        _put_items(
+                            context, sent, widths, sizes, (starts + lowest - turn // 2 * part, lowest, lowest + part),
+                            0, 1, True, WORD_BYTES, VECTOR, SCALE_BYTES, BLOCK, HAS_SCALES, SCALES, HAS_RECORDS,
+                            HAS_TOPK, TOPK, KEEPS_WEIGHTS, LANES,
+                        )  # fmt: skip
+                    is_well = signal_and_wait(context, step + turn, operation, POLLERS, NUM_WARPS)
+                    if is_well & is_staged & (turn % 2 == 0):
+                        row_bytes, scale_bytes = row_words.to(tl.int64) * WORD_BYTES, num_scales * SCALE_BYTES
+                        row_widths = (row_bytes, scale_bytes, num_record_words * 4)
+                        stays = (staged_x, staged_scales, records.to(tl.int64))
+                        copy_out(context, prefix, turn // 2, num_rows, row_widths, stays)
+                    turn += 1
+                count_rounds(context, is_well, num_rounds - 1)
+            if HAS_RECORDS and num_split > 0:
+                tl.debug_barrier()  # this block may have copied them out
+                split_records(
+                    context, records, prefix, source_idx, recv_topk_idx, recv_topk_weights, num_split, num_topk,
+                    num_record_words, 0, TILE, HAS_TOPK, TOPK, False, LANES, TILE,
+                )  # fmt: skip
+
+
+@triton.jit
+def _put_items(
+    context, sent, widths, sizes, slots_at, first, step, IS_ROUND: tl.constexpr, WORD_BYTES: tl.constexpr,
+    VECTOR: tl.constexpr, SCALE_BYTES: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr,
+    SCALES: tl.constexpr, HAS_RECORDS: tl.constexpr, HAS_TOPK: tl.constexpr, TOPK: tl.constexpr,
+    KEEPS_WEIGHTS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Write every `step`-th item, from `first` on, to all peers that take it.
+
+    Args:
+        context: See `exchange.open_context`.
+        sent: Rows, scales, slots, `send_head`, ids and weights.
+        widths: Words of a row, scales with their strides, K, L, and words of a record.
+        sizes: Pieces of a row, items, tokens.
+        slots_at: [LANES] each: what is added to a slot to make it a row of the peer, and from and to which row the peer
+            takes rows.
+        first: The first item.
+        step: From one item to the next.
+        IS_ROUND: It is a round of staging: rows are those of a part, and not what `send_head` has.
+        WORD_BYTES: Of a word.
+        VECTOR: Bytes that rows are aligned to.
+        SCALE_BYTES: Of a scale.
+        BLOCK: Words of a piece.
+        HAS_SCALES: There are scales.
+        SCALES: At least as many as a row has.
+        HAS_RECORDS: Records travel.
+        HAS_TOPK: They have ids and weights.
+        TOPK: At least K.
+        KEEPS_WEIGHTS: Records have all weights of a token.
+        LANES: At least R.
+    """
+    _, _, _, table, _, num_ranks, rank, _, _, _ = context
+    row_words, num_scales, _, _, num_topk, num_local, num_record_words = widths
+    num_pieces, num_items, _ = sizes
+    starts, lowest, highest = slots_at
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    bases = tl.load(table + lanes, mask=is_rank, other=0)
+    scale_bases = tl.load(table + num_ranks + lanes, mask=is_rank, other=0)
+    record_bases = tl.load(table + 2 * num_ranks + lanes, mask=is_rank, other=0)
+    # The next item is loaded while this one is written, to hide the latency of memory, the peers' and this rank's.
+    coming = _load_item(sent, widths, sizes, first, num_ranks, VECTOR, BLOCK, HAS_SCALES, SCALES, HAS_TOPK, TOPK, LANES)
+    for item in range(first, num_items, step):
+        row, slot, scale, ids, weights = coming
+        coming = _load_item(
+            sent, widths, sizes, item + step, num_ranks, VECTOR, BLOCK, HAS_SCALES, SCALES, HAS_TOPK, TOPK, LANES
+        )
+        token, piece = item // num_pieces, item % num_pieces
+        words = piece * BLOCK + tl.arange(0, BLOCK)
+        target_rows = tl.where(slot >= 0, slot + starts, -1)
+        goes = (target_rows >= lowest) & (target_rows < highest)
+        rows_from_1 = tl.where(goes, target_rows + 1, 0).to(tl.int32)
+        write_row(row, words, row_words, rows_from_1, bases, rank, num_ranks, WORD_BYTES, VECTOR)
+        if HAS_SCALES or HAS_RECORDS:
+            if piece == 0:
+                if HAS_SCALES:
+                    columns = tl.arange(0, SCALES)
+                    cells = (scale_bases + target_rows * num_scales * SCALE_BYTES).to(sent[1].dtype)
+                    is_cell = goes[:, None] & (columns < num_scales)[None, :]
+                    tl.store(cells[:, None] + columns[None, :], scale[None, :], mask=is_cell)
+                if HAS_RECORDS:
+                    if not IS_ROUND:
+                        tl.store(sent[3] + token * num_ranks + lanes, target_rows.to(tl.int32), mask=is_rank)
+                    record = (record_bases + target_rows * num_record_words * 4).to(tl.pointer_type(tl.int32))
+                    tl.store(record, token, mask=goes)
+                if HAS_TOPK:
+                    put_topk(ids, weights, record, num_topk, num_local, num_ranks, goes, lanes, TOPK, KEEPS_WEIGHTS)
 
 
 @triton.jit
@@ -317,12 +491,12 @@ def _write_to(row, words, row_words, rows_from_1, bases, is_peer, WORD_BYTES: tl
 
 @triton.jit
 def _load_item(
-    sources, widths, sizes, item, VECTOR: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr,
+    sent, widths, sizes, item, num_ranks, VECTOR: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr,
     SCALES: tl.constexpr, HAS_TOPK: tl.constexpr, TOPK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Load a piece of a row, and what its token has beside it; nothing is loaded if there is no such item."""
-    x, slots, scales, topk_idx, topk_weights = sources
-    row_words, num_ranks, num_scales, num_topk, stride_t, stride_s = widths
+    x, scales, slots, _, topk_idx, topk_weights = sent
+    row_words, num_scales, stride_t, stride_s, num_topk, _, _ = widths
     num_pieces, num_items, num_tokens = sizes
     token = item // num_pieces
     row = load_piece(x, row_words, item, num_pieces, num_items, VECTOR, BLOCK)
@@ -408,7 +582,7 @@ class Unpack:
         }
         kernel = variant(_unpack_kernel, 8, constants, (idx_dtype,))
         types = (torch.int32, torch.int32, torch.int32, idx_dtype, torch.float32, torch.int32, None)
-        fixed = (context.state, num_topk, context.num_ranks, context.rank, record_words(num_topk))
+        fixed = (context.words, num_topk, record_words(num_topk))
         self._launch = Launch(kernel, types, fixed)
 
     def __call__(
@@ -451,10 +625,8 @@ def _unpack_kernel(
     topk_weights,
     ends,
     num_rows: tl.int32,
-    state,
+    context_words,
     num_topk: tl.int32,
-    num_ranks: tl.int32,
-    rank: tl.int32,
     num_record_words: tl.int32,
     HAS_TOPK: tl.constexpr,
     TOPK: tl.constexpr,
@@ -467,17 +639,40 @@ def _unpack_kernel(
     Example: record `[4, 1, -1, bits(0.5), bits(0)]` with K = 2: source index 4, ids `[1, -1]`, weights `[0.5, 0]`. With
     ends `[0, 1]` it came from rank 1, and the row behind it, which did not come, from "rank" 2.
     """
-    # If the call has failed, no rows came: ids of -1 keep later kernels from memory that was never written.
-    num_came = tl.load(prefix + (num_ranks - 1) * num_ranks + rank)
-    num_came = tl.where(tl.load(state + _FAILED) == 0, num_came, 0)
-    # More may come than was guessed. Then the call is held, and nothing uses what is split here.
-    num_came = tl.minimum(num_came, num_rows)
+    context = open_context(context_words)
+    num_ranks, rank = context[5], context[6]
     if HAS_ENDS and tl.program_id(0) == 0:
         lanes = tl.arange(0, LANES)
         is_rank = lanes < num_ranks
         tl.store(ends + lanes, tl.load(prefix + lanes * num_ranks + rank, mask=is_rank), mask=is_rank)
+    split_records(
+        context, records, prefix, sources, topk_idx, topk_weights, num_rows, num_topk, num_record_words,
+        tl.program_id(0) * TILE, tl.num_programs(0) * TILE, HAS_TOPK, TOPK, HAS_ENDS, LANES, TILE,
+    )  # fmt: skip
+
+
+@triton.jit
+def num_rows_came(context, prefix, num_rows):
+    """Return how many rows came, of those that there is memory for.
+
+    If the call has failed, none came: ids of -1 keep later kernels from memory that was never written. More may come
+    than was guessed. Then the call is held, and nothing uses what is made of them.
+    """
+    _, _, state, _, _, num_ranks, rank, _, _, _ = context
+    num_came = tl.load(prefix + (num_ranks - 1) * num_ranks + rank)
+    return tl.minimum(tl.where(tl.load(state + _FAILED) == 0, num_came, 0), num_rows)
+
+
+@triton.jit
+def split_records(
+    context, records, prefix, sources, topk_idx, topk_weights, num_rows, num_topk, num_record_words, first, step,
+    HAS_TOPK: tl.constexpr, TOPK: tl.constexpr, HAS_ENDS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Split the records of tiles of rows, from `first` on and in steps. Rows beyond those that came get ids -1."""
+    num_ranks, rank = context[5], context[6]
+    num_came = num_rows_came(context, prefix, num_rows)
     columns = tl.arange(0, TOPK)
-    for start in range(tl.program_id(0) * TILE, num_rows, tl.num_programs(0) * TILE):
+    for start in range(first, num_rows, step):
         rows = start + tl.arange(0, TILE)
         offsets = rows.to(tl.int64) * num_record_words
         came = rows < num_came

@@ -21,21 +21,21 @@ from .exchange import (
     PLAN_OUT_START,
     PLAN_TARGET_START,
     PLAN_WORDS,
-    STATE_FAILED,
-    STATE_HELD,
     STATE_RAIL_BYTES,
     TIMEOUT,
     Context,
     fail,
     mask_of,
+    may_move,
     num_lanes,
+    open_context,
     propagate_failure,
 )
 from .primitives import clock_ns, load_acquire, store_release, words_at
 
 DOORBELL_LEFT = 15  # the word of a doorbell that says what has left
 
-_FAILED, _HELD, _RAIL = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_RAIL_BYTES)
+_RAIL = tl.constexpr(STATE_RAIL_BYTES)
 _NUM_IN, _IN_START, _NUM_OUT = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_NUM_OUT)
 _OUT_START, _TARGET_START = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_TARGET_START)
 _BACK_START, _PLAN = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
@@ -109,14 +109,9 @@ def ring_doorbell(
         _ring_doorbell_kernel,
         1,
         (
-            context.own_boards,
-            context.state,
-            context.host,
             remote.words[remote.doorbells :],
             plan,
-            context.num_ranks,
-            context.rank // context.ranks_per_node,
-            context.num_nodes,
+            context.words,
             remote.most_chunks,
             remote.doorbell_words,
             chunk,
@@ -198,23 +193,16 @@ def _await(
         _await_kernel,
         1,
         (
-            context.windows,
-            context.own_boards,
-            context.state,
-            context.host,
             remote.words[wanted:],
             remote.words[seen:],
+            context.words,
             line,
-            context.num_ranks,
-            context.rank,
-            context.ranks_per_node,
             remote.most_chunks,
             chunk,
             num_chunks,
             is_left,
             step,
             operation,
-            context.limit_ns,
         ),
         num_warps=1,
         LANES=num_lanes(context),
@@ -250,22 +238,15 @@ def rail_handshake(
         _rail_handshake_kernel,
         1,
         (
-            context.windows,
-            context.own_boards,
-            context.state,
-            context.host,
             remote.words[remote.arrived :],
             rail,
             plan,
+            context.words,
             sum(rows.widths),
             remote.arrived,
-            context.num_ranks,
-            context.rank,
-            context.ranks_per_node,
             remote.most_chunks,
             step,
             operation,
-            context.limit_ns,
         ),
         num_warps=1,
         IS_BACK=is_back,
@@ -290,14 +271,9 @@ def prepare_rail_handshake(context: Context, remote: RemoteContext, plan: torch.
 
 @jit
 def _ring_doorbell_kernel(
-    own_boards,
-    state,
-    host,
     doorbells,
     plan,
-    num_ranks: tl.int32,
-    node: tl.int32,
-    num_nodes: tl.int32,
+    context_words,
     most_chunks: tl.int32,
     doorbell_words: tl.int32,
     chunk: tl.int64,
@@ -318,13 +294,11 @@ def _ring_doorbell_kernel(
     Example: 5 tokens for node 1, from row 3 of the outbox on, which begin at row 2 there; chunk 1 of 2, rows of 16
     bytes: 48 bytes from byte `(3 + 2) * 16` on, to byte `recv_offset + (2 + 2) * 16`.
     """
-    if (
-        (tl.load(state + _FAILED) == 0)
-        & (tl.load(state + _HELD) == 0)
-        & _may_send(own_boards, num_ranks, IS_BACK, LANES)
-    ):
+    context = open_context(context_words)
+    _, _, state, _, host, num_ranks, rank, num_nodes, _, _ = context
+    if may_move(state) & _may_send(context, IS_BACK, LANES):
         nodes = tl.arange(0, LANES)
-        is_remote = (nodes < num_nodes) & (nodes != node)
+        is_remote = (nodes < num_nodes) & (nodes != rank // (num_ranks // num_nodes))
         row = plan + nodes * _PLAN
         count = tl.load(row + (_NUM_IN if IS_BACK else _NUM_OUT), mask=is_remote, other=0)
         source = tl.load(row + (_IN_START if IS_BACK else _OUT_START), mask=is_remote, other=0)
@@ -346,13 +320,14 @@ def _ring_doorbell_kernel(
 
 
 @triton.jit
-def _may_send(own_boards, num_ranks, IS_BACK: tl.constexpr, LANES: tl.constexpr):
+def _may_send(context, IS_BACK: tl.constexpr, LANES: tl.constexpr):
     """Return whether what this rank has for other nodes may be sent.
 
     A rank that fails sets its failure word before its caller overwrites its rows. So sums of them are right if no rank
     has failed by now. Other nodes could not detect it, and would complete their calls with wrong sums; the wait that
     follows makes this rank fail, too.
     """
+    own_boards, num_ranks = context[1], context[5]
     num_failed = tl.zeros((), tl.int32)
     if IS_BACK:
         # Lanes beyond the ranks load the last rank's words: a load that acquires cannot be masked.
@@ -372,22 +347,15 @@ def _count(state, host, num_bytes):
 
 @jit
 def _rail_handshake_kernel(
-    windows,
-    own_boards,
-    state,
-    host,
     arrived,
     rail,
     plan,
+    context_words,
     row_bytes: tl.int64,
     arrived_at: tl.int64,
-    num_ranks: tl.int32,
-    rank: tl.int32,
-    ranks_per_node: tl.int32,
     most_chunks: tl.int32,
     step: tl.int32,
     operation: tl.int32,
-    limit_ns: tl.int64,
     IS_BACK: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -396,59 +364,53 @@ def _rail_handshake_kernel(
     Example: two nodes of two ranks, rank 1, epoch 5: the line of node 0 at rank 3 becomes 5, and this rank waits until
     its line of node 1 has come to 5.
     """
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+    context = open_context(context_words)
+    _, _, state, _, host, num_ranks, rank, num_nodes, _, _ = context
+    if may_move(state):
         nodes = tl.arange(0, LANES)
-        node = rank // ranks_per_node
-        is_remote = (nodes < num_ranks // ranks_per_node) & (nodes != node)
+        node = rank // (num_ranks // num_nodes)
+        is_remote = (nodes < num_nodes) & (nodes != node)
         count = tl.load(plan + nodes * _PLAN + (_NUM_IN if IS_BACK else _NUM_OUT), mask=is_remote, other=0)
         _count(state, host, tl.sum(count) * row_bytes)
         lines = words_at(tl.load(rail + nodes, mask=is_remote, other=0)) + arrived_at + node * most_chunks * _LINE
-        is_sent = is_remote & _may_send(own_boards, num_ranks, IS_BACK, LANES)
+        is_sent = is_remote & _may_send(context, IS_BACK, LANES)
         store_release(lines, tl.zeros([LANES], tl.int64) + tl.load(state), is_sent)
-        _await_words(
-            windows, own_boards, state, host, arrived, arrived, _LINE, num_ranks, rank, ranks_per_node, most_chunks, 0,
-            1, 0, step, operation, limit_ns, LANES, 1,
-        )  # fmt: skip
+        _await_words(context, arrived, arrived, _LINE, most_chunks, 0, 1, 0, step, operation, LANES, 1)
 
 
 @jit
 def _await_kernel(
-    windows,
-    own_boards,
-    state,
-    host,
     wanted,
     seen,
+    context_words,
     line: tl.int32,
-    num_ranks: tl.int32,
-    rank: tl.int32,
-    ranks_per_node: tl.int32,
     most_chunks: tl.int32,
     chunk: tl.int32,
     num_chunks: tl.int32,
     is_left: tl.int32,
     step: tl.int32,
     operation: tl.int32,
-    limit_ns: tl.int64,
     LANES: tl.constexpr,
 ):
     """Poll the words of some chunks of all other nodes, and every rank's failures.
 
     Words of `seen` must reach the epoch of the call or, when waiting for the outbox, those of `wanted`.
     """
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+    context = open_context(context_words)
+    if may_move(context[2]):
         _await_words(
-            windows, own_boards, state, host, wanted, seen, line, num_ranks, rank, ranks_per_node, most_chunks, chunk,
-            num_chunks, is_left, step, operation, limit_ns, LANES, _MOST_CHUNKS,
-        )  # fmt: skip
+            context, wanted, seen, line, most_chunks, chunk, num_chunks, is_left, step, operation, LANES, _MOST_CHUNKS
+        )
 
 
 @triton.jit
 def _await_words(
-    windows, own_boards, state, host, wanted, seen, line, num_ranks, rank, ranks_per_node, most_chunks, chunk,
-    num_chunks, is_left, step, operation, limit_ns, LANES: tl.constexpr, CHUNKS: tl.constexpr,
+    context, wanted, seen, line, most_chunks, chunk, num_chunks, is_left, step, operation, LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Do what `_await_kernel` describes. Fails if the words do not come in time."""
+    _, own_boards, state, _, _, num_ranks, rank, num_nodes, _, limit_ns = context
+    ranks_per_node = num_ranks // num_nodes
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
     is_remote = is_rank & (lanes != rank) & (lanes % ranks_per_node == rank % ranks_per_node)  # the ranks of this rail
@@ -476,7 +438,7 @@ def _await_words(
     tl.debug_barrier()  # what one thread acquired, all may read
     if num_failed > 0:
         first = tl.min(tl.where(is_rank & (failed == 1), lanes, LANES))
-        propagate_failure(windows, own_boards, state, host, num_ranks, rank, first, LANES)
+        propagate_failure(context, first, LANES)
     elif num_missing > 0:
         subject = mask_of(is_remote & (tl.sum((values < targets).to(tl.int32), 1) > 0), lanes)
-        fail(windows, state, host, num_ranks, rank, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)
+        fail(context, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)

@@ -12,22 +12,50 @@ Every rank says in its offer whether it takes (or gives) expanded rows or compac
 memory. `Place` and `Arrange` turn places into addresses, for one kind or the other; `PutSelections` and
 `PullSelections` know addresses only, and serve also where a rank unfolds or folds its own rows.
 
-No kernel here waits or signals. Those that move rows do nothing once the buffer has failed, or while a call is held.
+The last block of `PutSelections` and `PullSelections` ends the call, unless a rank works on its own rows; nothing is
+staged here. Kernels that move rows do nothing once the buffer has failed, or while a call is held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ._triton import Launch, jit, launch, next_power_of_2, tl, triton, variant
-from .exchange import STATE_FAILED, STATE_HELD, TABLE_CAPACITIES, TABLE_EXPANDED, TABLE_STARTS, Context
+from .exchange import (
+    STATE_ENDED,
+    STATE_FAILED,
+    STATE_HELD,
+    TABLE_CAPACITIES,
+    TABLE_EXPANDED,
+    TABLE_STARTS,
+    Context,
+    is_last_block,
+    may_move,
+    may_still_move,
+    num_lanes,
+    open_context,
+)
+from .finish import signal_and_wait
 from .primitives import rounded
-from .pull import add_biases
-from .put import VECTOR_BYTES, LaunchShape, RowSpec, integer_of, load_columns, load_piece, record_words, source_of
+from .pull import add_biases, add_weights
+from .put import (
+    VECTOR_BYTES,
+    End,
+    LaunchShape,
+    RowSpec,
+    integer_of,
+    load_columns,
+    load_piece,
+    load_slots,
+    num_rows_came,
+    record_words,
+    source_of,
+)
 
-_FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
+_FAILED, _HELD, _ENDED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_ENDED)
 _CAPACITIES, _STARTS = tl.constexpr(TABLE_CAPACITIES), tl.constexpr(TABLE_STARTS)
 _EXPANDED = tl.constexpr(TABLE_EXPANDED)
 _TILE = 256  # selections that a block numbers: each is compared with all others of the tile
@@ -35,7 +63,7 @@ _COMPARED = tl.constexpr(32)  # with which it is compared at once
 _TILES_AT_ONCE = tl.constexpr(8)  # earlier tiles whose counts are loaded at once
 _UNROLLED = tl.constexpr(8)  # selections whose loads or stores stand one behind the other, without a branch
 _FOLDED = 2  # rows that are folded at once: a token rarely selects more experts of one rank
-_ELEMENTWISE_WARPS = 4
+_ELEMENTWISE_WARPS = 8  # with fewer, threads of `Place` need so many registers that few blocks run at once
 
 
 def tile_tokens(num_topk: int) -> int:
@@ -52,21 +80,13 @@ def num_tiles(num_tokens: int, num_topk: int) -> int:
 def count_tile(topk_idx, tiles, tile, num_tokens, num_topk, num_experts, TOKENS: tl.constexpr, TOPK: tl.constexpr,
                BINS: tl.constexpr):  # fmt: skip
     """Count how often each expert is selected in a tile of tokens: `tiles[tile, e]`."""
-    ids, is_id = _load_ids(topk_idx, tile, num_tokens, num_topk, num_experts, TOKENS, TOPK)
-    chosen = tl.histogram(tl.reshape(ids, [TOKENS * TOPK]), BINS, mask=tl.reshape(is_id, [TOKENS * TOPK]))
-    bins = tl.arange(0, BINS)
-    tl.store(tiles + tl.cast(tile, tl.int64) * num_experts + bins, chosen, mask=bins < num_experts)
-
-
-@triton.jit
-def _load_ids(topk_idx, tile, num_tokens, num_topk, num_experts, TOKENS: tl.constexpr, TOPK: tl.constexpr):
-    """Load the ids of a tile as [TOKENS, TOPK] int32, and which of them select an expert; the others are 0."""
     tokens, columns = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TOPK)
     is_cell = (tokens < num_tokens)[:, None] & (columns < num_topk)[None, :]
-    cells = tokens.to(tl.int64)[:, None] * num_topk + columns[None, :]
-    ids = tl.load(topk_idx + cells, mask=is_cell, other=-1)
-    is_id = (ids >= 0) & (ids < num_experts)
-    return tl.where(is_id, ids, 0).to(tl.int32), is_id
+    ids = tl.load(topk_idx + tokens.to(tl.int64)[:, None] * num_topk + columns[None, :], mask=is_cell, other=-1)
+    is_id = tl.reshape((ids >= 0) & (ids < num_experts), [TOKENS * TOPK])
+    chosen = tl.histogram(tl.where(is_id, tl.reshape(ids, [TOKENS * TOPK]), 0).to(tl.int32), BINS, mask=is_id)
+    bins = tl.arange(0, BINS)
+    tl.store(tiles + tl.cast(tile, tl.int64) * num_experts + bins, chosen, mask=bins < num_experts)
 
 
 # Dispatch, at the source ---------------------------------------------------------------------------------------------
@@ -84,23 +104,14 @@ class Place:
         num_local: L.
         idx_dtype: Type of the ids.
         is_new: The selections are new; otherwise the owners, slots and rows of an earlier dispatch are given.
-        is_expanded: Selections have rows of their own; otherwise only owners and slots are found.
     """
 
     def __init__(
-        self,
-        context: Context,
-        rows: RowSpec,
-        num_topk: int,
-        num_local: int,
-        idx_dtype: torch.dtype,
-        is_new: bool,
-        is_expanded: bool,
+        self, context: Context, rows: RowSpec, num_topk: int, num_local: int, idx_dtype: torch.dtype, is_new: bool
     ):
         self._num_topk = num_topk
         constants = {
             "IS_NEW": is_new,
-            "IS_EXPANDED": is_expanded,
             "HAS_SCALES": rows.scale_bytes > 0,
             "TOKENS": tile_tokens(num_topk),
             "TOPK": next_power_of_2(num_topk),
@@ -108,24 +119,16 @@ class Place:
         }
         kernel = variant(_place_kernel, _ELEMENTWISE_WARPS, constants, (idx_dtype,))
         int32 = torch.int32
-        types = (idx_dtype, torch.float32, *(int32,) * 7, torch.int64, None)
+        types = (idx_dtype, idx_dtype, torch.float32, *(int32,) * 7, torch.int64, None, None)
         row_bytes, scale_bytes = rows.row_bytes, rows.num_scales * rows.scale_bytes
-        fixed = (
-            context.table,
-            context.state,
-            num_topk,
-            num_local,
-            context.num_ranks,
-            row_bytes,
-            scale_bytes,
-            record_words(num_topk, has_rows=True),
-        )
-        self._launch = Launch(kernel, types, fixed)
+        words = record_words(num_topk, has_rows=True)
+        self._launch = Launch(kernel, types, (context.words, num_topk, num_local, row_bytes, scale_bytes, words))
 
     def __call__(
         self,
         num_tokens: int,
         topk_idx: torch.Tensor,
+        copied_idx: torch.Tensor | None,
         topk_weights: torch.Tensor,
         tiles: torch.Tensor,
         first: torch.Tensor,
@@ -141,24 +144,27 @@ class Place:
         Args:
             num_tokens: T.
             topk_idx: [T, K]; not used if they are not new, as all up to `send_head`.
+            copied_idx: [T, K], written with the ids; None: no copy is wanted.
             topk_weights: [T, K] float32, for the records.
             tiles: [tiles, E] int32, see `count_tile`.
             first: [E] int32, the first row of this rank's selections of each expert, at its rank.
             numbers: [T, R] int32, see `notify.Numbered`.
-            send_head: [T, R] int32, written with the compact rows, see `Handle`; not if the result is compact.
+            send_head: [T, R] int32, written with the compact rows, see `Handle`.
             owners: [T, K] int32, the rank of each selection; -1: there is none. Written if they are new.
             slots: [T, K] int32, the compact row of the token at that rank, in the highest column of the rank; -1 in
                 others. Written likewise.
             rows: [T, K] int32, the expanded row of each selection; -1: none. Written likewise.
             targets: [2, T, K] int64, written: where the payload and the scales of each selection go; 0: nowhere.
         """
-        tensors = (topk_idx, topk_weights, tiles, first, numbers, send_head, owners, slots, rows, targets)
-        self._launch(num_tiles(num_tokens, self._num_topk), tensors, (num_tokens,))
+        copied = topk_idx if copied_idx is None else copied_idx
+        tensors = (topk_idx, copied, topk_weights, tiles, first, numbers, send_head, owners, slots, rows, targets)
+        self._launch(num_tiles(num_tokens, self._num_topk), tensors, (num_tokens, int(copied_idx is not None)))
 
 
 @jit
 def _place_kernel(
     topk_idx,
+    copied_idx,
     topk_weights,
     tiles,
     first,
@@ -169,16 +175,14 @@ def _place_kernel(
     rows,
     targets,
     num_tokens: tl.int32,
-    table,
-    state,
+    has_copy: tl.int32,
+    context_words,
     num_topk: tl.int32,
     num_local: tl.int32,
-    num_ranks: tl.int32,
     row_bytes: tl.int64,
     scale_bytes: tl.int64,
     num_record_words: tl.int32,
     IS_NEW: tl.constexpr,
-    IS_EXPANDED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     TOKENS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -189,45 +193,78 @@ def _place_kernel(
     Example: ids `[[1, 0], [1, -1]]`, two experts on two ranks, first rows `[3, 5]`: owners are the ids, rows are
     `[[5, 3], [6, -1]]`. If rank 1 takes expanded rows, token 1 goes to its row 6.
     """
+    context = open_context(context_words)
+    state, table, num_ranks = context[2], context[3], context[5]
     if tl.load(state + _FAILED) == 0:
         tile = tl.program_id(0)
         tokens, columns = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TOPK)
         is_cell = (tokens < num_tokens)[:, None] & (columns < num_topk)[None, :]
         cells = tokens.to(tl.int64)[:, None] * num_topk + columns[None, :]
         if IS_NEW:
-            num_experts = num_local * num_ranks
-            expert, is_id = _load_ids(topk_idx, tile, num_tokens, num_topk, num_experts, TOKENS, TOPK)
-            owner = tl.where(is_id, expert // num_local, -1)
-            number = tl.load(numbers + tokens.to(tl.int64)[:, None] * num_ranks + owner, mask=is_id, other=-1)
-            slot = number + tl.load(table + _STARTS * num_ranks + owner, mask=is_id, other=0).to(tl.int32)
-            slot = tl.where(is_id & (columns[None, :] == _highest(owner, columns)), slot, -1)
-            tl.store(owners + cells, owner, mask=is_cell)
-            tl.store(slots + cells, slot, mask=is_cell)
-            row = slot
-            if IS_EXPANDED:
-                before = _count_before(
-                    topk_idx, tiles, tile, expert, is_id, num_tokens, num_topk, num_experts, TOKENS, TOPK
-                )
-                row = tl.where(is_id, tl.load(first + expert, mask=is_id, other=0) + before, -1)
-                tl.store(rows + cells, row, mask=is_cell)
-                if tl.load(state + _HELD) == 0:
-                    weights = tl.load(topk_weights + cells, mask=is_cell, other=0.0)
-                    _put_records(
-                        numbers, send_head, table, tokens, expert, is_id, weights, row, num_tokens, num_topk, num_local,
-                        num_ranks, num_record_words, LANES,
-                    )  # fmt: skip
+            expert, is_id, owner, slot = _find_slots(
+                context, (topk_idx, copied_idx, numbers, owners, slots), tile, num_tokens, num_topk, num_local,
+                has_copy, TOKENS, TOPK,
+            )  # fmt: skip
+            before = _count_before(
+                topk_idx, tiles, tile, expert, is_id, num_tokens, num_topk, num_local * num_ranks, TOKENS, TOPK
+            )
+            row = tl.where(is_id, tl.load(first + expert, mask=is_id, other=0) + before, -1)
+            tl.store(rows + cells, row, mask=is_cell)
+            if tl.load(state + _HELD) == 0:
+                weights = tl.load(topk_weights + cells, mask=is_cell, other=0.0)
+                _put_records(
+                    numbers, send_head, table, tokens, expert, is_id, weights, row, num_tokens, num_topk, num_local,
+                    num_ranks, num_record_words, LANES,
+                )  # fmt: skip
         else:
             owner = tl.load(owners + cells, mask=is_cell, other=-1)
             slot = tl.load(slots + cells, mask=is_cell, other=-1)
             row = tl.load(rows + cells, mask=is_cell, other=-1)
-        if IS_EXPANDED:
-            _, taken, goes = _choose(table, owner, slot, row, num_ranks)
-            address = tl.load(table + owner, mask=goes, other=0) + taken * row_bytes
-            tl.store(targets + cells, tl.where(goes, address, 0), mask=is_cell)
-            if HAS_SCALES:
-                address = tl.load(table + num_ranks + owner, mask=goes, other=0) + taken * scale_bytes
-                behind = tl.cast(num_tokens, tl.int64) * num_topk
-                tl.store(targets + behind + cells, tl.where(goes, address, 0), mask=is_cell)
+        _, taken, goes = _choose(table, owner, slot, row, num_ranks)
+        address = tl.load(table + owner, mask=goes, other=0) + taken * row_bytes
+        tl.store(targets + cells, tl.where(goes, address, 0), mask=is_cell)
+        if HAS_SCALES:
+            address = tl.load(table + num_ranks + owner, mask=goes, other=0) + taken * scale_bytes
+            behind = tl.cast(num_tokens, tl.int64) * num_topk
+            tl.store(targets + behind + cells, tl.where(goes, address, 0), mask=is_cell)
+
+
+@triton.jit
+def _find_slots(
+    context, tables, tile, num_tokens, num_topk, num_local, has_copy, TOKENS: tl.constexpr, TOPK: tl.constexpr
+):
+    """Find the rank of each selection of a tile, and its compact row there, and write both; also copy the ids.
+
+    Args:
+        context: See `exchange.open_context`.
+        tables: Ids, their copy, numbers, owners and slots.
+        tile: Which one.
+        num_tokens: T.
+        num_topk: K.
+        num_local: L.
+        has_copy: A copy is wanted.
+        TOKENS: Of a tile.
+        TOPK: At least K.
+
+    Returns:
+        [TOKENS, TOPK] each: the expert, whether there is one, its rank, and the compact row.
+    """
+    _, _, _, table, _, num_ranks, _, _, _, _ = context
+    topk_idx, copied_idx, numbers, owners, slots = tables
+    tokens, columns = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TOPK)
+    is_cell = (tokens < num_tokens)[:, None] & (columns < num_topk)[None, :]
+    cells = tokens.to(tl.int64)[:, None] * num_topk + columns[None, :]
+    ids = tl.load(topk_idx + cells, mask=is_cell, other=-1)
+    tl.store(copied_idx + cells, ids, mask=is_cell & (has_copy != 0))
+    is_id = (ids >= 0) & (ids < num_local * num_ranks)
+    expert = tl.where(is_id, ids, 0).to(tl.int32)
+    owner = tl.where(is_id, expert // num_local, -1)
+    number = tl.load(numbers + tokens.to(tl.int64)[:, None] * num_ranks + owner, mask=is_id, other=-1)
+    slot = number + tl.load(table + _STARTS * num_ranks + owner, mask=is_id, other=0).to(tl.int32)
+    slot = tl.where(is_id & (columns[None, :] == _highest(owner, columns)), slot, -1)
+    tl.store(owners + cells, owner, mask=is_cell)
+    tl.store(slots + cells, slot, mask=is_cell)
+    return expert, is_id, owner, slot
 
 
 @triton.jit
@@ -310,16 +347,14 @@ class PutSelections:
     """Writes each token's rows to the addresses of its selections.
 
     Args:
-        context: For whether the buffer has failed.
+        context: The words of the buffer.
         shape: How to launch.
         rows: What the rows are made of.
         num_topk: K.
-        is_unfold: The addresses are in this rank's own memory, and the kernel is no `dispatch`.
+        end: How the dispatch ends; None: the addresses are in this rank's own memory, and the kernel is no `dispatch`.
     """
 
-    def __init__(
-        self, context: Context, shape: LaunchShape, rows: RowSpec, num_topk: int, is_unfold: bool = False
-    ):  # fmt: skip
+    def __init__(self, context: Context, shape: LaunchShape, rows: RowSpec, num_topk: int, end: End | None):
         self._nothing = context.state  # a dummy for arguments that are not used
         word_bytes = rows.word.itemsize
         row_words = rows.row_bytes // word_bytes
@@ -336,13 +371,15 @@ class PutSelections:
             "SCALES": next_power_of_2(rows.num_scales),
             "TOPK": next_power_of_2(num_topk),
             "IS_WHOLE": row_words <= block,
+            "ENDS": end is not None,
+            "POLLERS": num_lanes(context, num_warps),
+            "NUM_WARPS": num_warps,
         }
         scale_type = integer_of(rows.scale_bytes or 4)
-        kernel = _unfold_selections_kernel if is_unfold else dispatch_selections_kernel
-        made = variant(kernel, num_warps, constants, (rows.word, scale_type), shape.num_registers)
+        kernel = variant(_put_selections_kernel, num_warps, constants, (rows.word, scale_type), shape.num_registers)
         types = (rows.word, scale_type, torch.int64, None, None, None)
-        fixed = (row_words * word_bytes // vector, rows.num_scales, context.state, num_topk)
-        self._launch = Launch(made, types, fixed)
+        fixed = (context.words, row_words * word_bytes // vector, rows.num_scales, num_topk, *(end or (0, 0)))
+        self._launch = Launch(kernel, types, fixed)
 
     def __call__(self, x: torch.Tensor, scales: torch.Tensor | None, targets: torch.Tensor) -> None:
         """Put the rows of one call.
@@ -354,23 +391,25 @@ class PutSelections:
         """
         num_tokens = x.shape[0]
         stride_t, stride_s = (0, 0) if scales is None else scales.stride()
-        num_blocks = min(self._most_blocks, num_tokens * self._num_pieces)
+        num_blocks = max(1, min(self._most_blocks, num_tokens * self._num_pieces))
         tensors = (x, self._nothing if scales is None else scales, targets)
         self._launch(num_blocks, tensors, (stride_t, stride_s, num_tokens))
 
 
-@jit
-def dispatch_selections_kernel(
+@jit(name=lambda constants: "dispatch_selections_kernel" if constants["ENDS"] else "unfold_selections_kernel")
+def _put_selections_kernel(
     x,
     scales,
     targets,
     scale_stride_t: tl.int32,
     scale_stride_s: tl.int32,
     num_tokens: tl.int32,
+    context_words,
     row_vectors: tl.int32,
     num_scales: tl.int32,
-    state,
     num_topk: tl.int32,
+    step: tl.int32,
+    operation: tl.int32,
     WORD_BYTES: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -378,60 +417,57 @@ def dispatch_selections_kernel(
     SCALES: tl.constexpr,
     TOPK: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    ENDS: tl.constexpr,
+    POLLERS: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):
-    """Example: one token with targets `[[a, 0, b]]`: its row is written at `a` and at `b`."""
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
-        _put_selections(
-            x, scales, targets, scale_stride_t, scale_stride_s, num_tokens, row_vectors, num_scales, num_topk,
-            WORD_BYTES, VECTOR, BLOCK, HAS_SCALES, SCALES, TOPK, IS_WHOLE,
-        )  # fmt: skip
+    """Unfolding is no part of an exchange, and is not held.
 
-
-@jit
-def _unfold_selections_kernel(
-    x,
-    scales,
-    targets,
-    scale_stride_t: tl.int32,
-    scale_stride_s: tl.int32,
-    num_tokens: tl.int32,
-    row_vectors: tl.int32,
-    num_scales: tl.int32,
-    state,
-    num_topk: tl.int32,
-    WORD_BYTES: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    SCALES: tl.constexpr,
-    TOPK: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-):
-    """The same, to addresses in this rank's own memory."""
-    if tl.load(state + _FAILED) == 0:
+    Example: one token with targets `[[a, 0, b]]`: its row is written at `a` and at `b`.
+    """
+    context = open_context(context_words)
+    state = context[2]
+    is_well = may_move(state) if ENDS else tl.load(state + _FAILED) == 0
+    if is_well:
+        widths = (row_vectors, num_scales, scale_stride_t, scale_stride_s, num_topk)
         _put_selections(
-            x, scales, targets, scale_stride_t, scale_stride_s, num_tokens, row_vectors, num_scales, num_topk,
-            WORD_BYTES, VECTOR, BLOCK, HAS_SCALES, SCALES, TOPK, IS_WHOLE,
-        )  # fmt: skip
+            (x, scales, targets), widths, num_tokens, WORD_BYTES, VECTOR, BLOCK, HAS_SCALES, SCALES, TOPK, IS_WHOLE
+        )
+    if ENDS:
+        if is_last_block(state + _ENDED, True):
+            if may_still_move(state):
+                signal_and_wait(context, step, operation, POLLERS, NUM_WARPS)
 
 
 @triton.jit
 def _put_selections(
-    x, scales, targets, scale_stride_t, scale_stride_s, num_tokens, row_vectors, num_scales, num_topk,
-    WORD_BYTES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr,
-    SCALES: tl.constexpr, TOPK: tl.constexpr, IS_WHOLE: tl.constexpr,
+    sources, widths, num_tokens, WORD_BYTES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALES: tl.constexpr, SCALES: tl.constexpr, TOPK: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece also moves the scales."""
+    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece also moves the scales.
+
+    Args:
+        sources: Rows, scales and addresses.
+        widths: Vectors of a row, scales with their strides, K.
+        num_tokens: T.
+        WORD_BYTES: Of a word.
+        VECTOR: Bytes that rows are aligned to.
+        BLOCK: Words of a piece.
+        HAS_SCALES: There are scales.
+        SCALES: At least as many as a row has.
+        TOPK: At least K.
+        IS_WHOLE: A row is one piece.
+    """
+    row_vectors, num_scales, stride_t, stride_s, num_topk = widths
     row_words = row_vectors * (VECTOR // WORD_BYTES)  # so the compiler knows that vectors of words are whole
     num_pieces = 1 if IS_WHOLE else tl.cdiv(row_words, BLOCK)  # 1 is known: nothing is divided by it
     num_items = num_tokens * num_pieces
-    start, step = tl.program_id(0), tl.num_programs(0)
-    sources = (x, scales, targets)
-    widths = (row_words, num_scales, scale_stride_t, scale_stride_s, num_topk)
+    first, step = tl.program_id(0), tl.num_programs(0)
+    widths = (row_words, num_scales, stride_t, stride_s, num_topk)
     sizes = (num_pieces, num_items, num_tokens)
     # The next item is loaded while this one is written, as in `put.py`.
-    coming = _load_item(sources, widths, sizes, start, VECTOR, BLOCK, HAS_SCALES, SCALES, TOPK)
-    for item in range(start, num_items, step):
+    coming = _load_item(sources, widths, sizes, first, VECTOR, BLOCK, HAS_SCALES, SCALES, TOPK)
+    for item in range(first, num_items, step):
         row, target, scale, cells = coming
         coming = _load_item(sources, widths, sizes, item + step, VECTOR, BLOCK, HAS_SCALES, SCALES, TOPK)
         words = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
@@ -440,7 +476,7 @@ def _put_selections(
             if item % num_pieces == 0:
                 columns = tl.arange(0, SCALES)
                 is_scale = (cells != 0)[:, None] & (columns < num_scales)[None, :]
-                tl.store(cells.to(scales.dtype)[:, None] + columns[None, :], scale[None, :], mask=is_scale)
+                tl.store(cells.to(sources[1].dtype)[:, None] + columns[None, :], scale[None, :], mask=is_scale)
 
 
 @triton.jit
@@ -487,12 +523,13 @@ def _write_to(row, words, row_words, address, VECTOR: tl.constexpr):
 # Dispatch, at the receiver -------------------------------------------------------------------------------------------
 
 
-class UnpackSelections:
-    """Splits the records of the rows that came, and describes each row.
+class Describe:
+    """Splits the records of the rows that came, and describes each row. If the result is compact, it also finds where
+    this rank's selections have gone, which `Place` does otherwise.
 
     Args:
-        context: For this rank's number, and whether the buffer has failed.
-        num_blocks: Most blocks.
+        context: The words of the buffer.
+        num_blocks: Most blocks that describe rows.
         num_topk: K.
         num_local: L.
         idx_dtype: Type of the ids.
@@ -509,7 +546,7 @@ class UnpackSelections:
         is_expanded: bool,
     ):
         self._nothing = context.state
-        self._most_blocks = num_blocks
+        self._most_blocks, self._num_topk, self._is_expanded = num_blocks, num_topk, is_expanded
         topk = next_power_of_2(num_topk)
         self._tile = max(1, 4096 // topk)
         constants = {
@@ -518,12 +555,12 @@ class UnpackSelections:
             "LANES": next_power_of_2(context.num_ranks),
             "TILE": self._tile,
         }
-        kernel = variant(_unpack_selections_kernel, 16, constants, (idx_dtype,))
+        kernel = variant(_describe_kernel, 16, constants, (idx_dtype,))
         int32, float32 = torch.int32, torch.float32
-        types = (int32, int32, int32, int32, int32, int32, idx_dtype, idx_dtype, float32, None, None)
+        rows = (int32, int32, int32, int32, int32, int32, idx_dtype, idx_dtype, float32)
+        types = (*rows, idx_dtype, idx_dtype, int32, int32, int32, *(None,) * 5)
         words = record_words(num_topk, is_expanded)
-        fixed = (context.state, num_topk, num_local, context.num_ranks, context.rank, words)
-        self._launch = Launch(kernel, types, fixed)
+        self._launch = Launch(kernel, types, (context.words, num_topk, num_local, words))
 
     def __call__(
         self,
@@ -534,11 +571,12 @@ class UnpackSelections:
         rank_ends: torch.Tensor,
         source_idx: torch.Tensor,
         sources: torch.Tensor,
-        topk_idx: torch.Tensor | None,
+        recv_topk_idx: torch.Tensor | None,
         ids: torch.Tensor | None,
         weights: torch.Tensor,
+        sent: Sequence[torch.Tensor | None] = (),
     ) -> None:
-        """Split the records of one call.
+        """Describe the rows of one call.
 
         Args:
             records: [n, W] int32.
@@ -548,84 +586,124 @@ class UnpackSelections:
             rank_ends: [R] int32, written: rows that came from ranks 0..s.
             source_idx: [n] int32, written: the token of each row at its source.
             sources: [n, 2 + K] int32, written, see `EPHandle.recv_src_metadata`.
-            topk_idx: [n, K], written: local ids; None: the result is expanded.
+            recv_topk_idx: [n, K], written: local ids; None: the result is expanded.
             ids: [n, K], the same once more, which the caller does not get.
             weights: Written: [n, K] float32, or [X] where the result is expanded: of each row.
+            sent: If the result is compact: `topk_idx` [T, K] of this rank, `copied_idx`, `numbers`, `owners` and
+                `slots`, as in `Place`.
         """
-        nothing, num_weights = self._nothing, weights.shape[0]
-        if topk_idx is None or ids is None:
-            topk_idx = ids = nothing
-        num_blocks = max(1, min(self._most_blocks, -(-num_rows // self._tile)))
-        tensors = (records, prefix, experts, rank_ends, source_idx, sources, topk_idx, ids, weights)
-        self._launch(num_blocks, tensors, (num_rows, num_weights))
+        nothing, num_weights, num_tokens, has_copy = self._nothing, weights.shape[0], 0, 0
+        if recv_topk_idx is None or ids is None:
+            recv_topk_idx = ids = nothing
+        own: tuple[Any, ...] = (nothing,) * 5
+        if sent:
+            topk_idx, copied_idx, numbers, owners, slots = sent
+            assert topk_idx is not None
+            num_tokens, has_copy = topk_idx.shape[0], int(copied_idx is not None)
+            own = (topk_idx, copied_idx if has_copy else topk_idx, numbers, owners, slots)
+        row_blocks = max(1, min(self._most_blocks, -(-num_rows // self._tile)))
+        token_blocks = -(-num_tokens // self._tile)
+        tensors = (records, prefix, experts, rank_ends, source_idx, sources, recv_topk_idx, ids, weights, *own)
+        numbers_of = (num_rows, num_weights, num_tokens, has_copy, row_blocks)
+        self._launch(row_blocks + token_blocks, tensors, numbers_of)
 
 
 @jit
-def _unpack_selections_kernel(
+def _describe_kernel(
     records,
     prefix,
     experts,
     rank_ends,
     source_idx,
     sources,
-    topk_idx,
+    recv_topk_idx,
     kept_idx,
     weights,
+    topk_idx,
+    copied_idx,
+    numbers,
+    owners,
+    slots,
     num_rows: tl.int32,
     num_weights: tl.int32,
-    state,
+    num_tokens: tl.int32,
+    has_copy: tl.int32,
+    row_blocks: tl.int32,
+    context_words,
     num_topk: tl.int32,
     num_local: tl.int32,
-    num_ranks: tl.int32,
-    rank: tl.int32,
     num_record_words: tl.int32,
     IS_EXPANDED: tl.constexpr,
     TOPK: tl.constexpr,
     LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Blocks split tiles of rows; the first block copies the ends.
+    """The first blocks describe tiles of rows, the first of all also copies the ends. The others find where tiles of
+    tokens have gone.
 
     Example: record `[4, 1, -1, bits(0.5), bits(0.2), 7, 3]` with K = 2 and M = 16, from rank 1: sources are
     `[20, 2, 7, -1]`, and the weight of expanded row 7 is 0.5.
     """
-    num_came = tl.load(prefix + (num_ranks - 1) * num_ranks + rank)
-    num_came = tl.minimum(tl.where(tl.load(state + _FAILED) == 0, num_came, 0), num_rows)  # see `put._unpack_kernel`
-    max_tokens = tl.load(experts + 2 * num_local)
-    if tl.program_id(0) == 0:
+    context = open_context(context_words)
+    _, _, state, _, _, num_ranks, rank, _, _, _ = context
+    block = tl.program_id(0)
+    if block == 0:
         lanes = tl.arange(0, LANES)
         is_rank = lanes < num_ranks
         tl.store(rank_ends + lanes, tl.load(prefix + lanes * num_ranks + rank, mask=is_rank), mask=is_rank)
+    if block < row_blocks:
+        num_came = num_rows_came(context, prefix, num_rows)
+        max_tokens = tl.load(experts + 2 * num_local)
+        for start in range(block * TILE, num_rows, row_blocks * TILE):
+            _describe_rows(
+                context, records, prefix, source_idx, sources, recv_topk_idx, kept_idx, weights, start, num_rows,
+                num_came, num_weights, max_tokens, num_topk, num_record_words, IS_EXPANDED, TOPK, LANES, TILE,
+            )  # fmt: skip
+    elif not IS_EXPANDED:
+        if tl.load(state + _FAILED) == 0:
+            _find_slots(
+                context, (topk_idx, copied_idx, numbers, owners, slots), block - row_blocks, num_tokens, num_topk,
+                num_local, has_copy, TILE, TOPK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _describe_rows(
+    context, records, prefix, source_idx, sources, topk_idx, kept_idx, weights, start, num_rows, num_came,
+    num_weights, max_tokens, num_topk, num_record_words, IS_EXPANDED: tl.constexpr, TOPK: tl.constexpr,
+    LANES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Describe a tile of rows, see `Describe`."""
+    num_ranks, rank = context[5], context[6]
     columns = tl.arange(0, TOPK)
     is_column = (columns < num_topk)[None, :]
-    for start in range(tl.program_id(0) * TILE, num_rows, tl.num_programs(0) * TILE):
-        row_idx = start + tl.arange(0, TILE)
-        came, is_row = row_idx < num_came, row_idx < num_rows
-        is_cell = came[:, None] & is_column
-        record = records + row_idx.to(tl.int64) * num_record_words
-        token = tl.load(record, mask=came, other=-1)
-        tl.store(source_idx + row_idx, token, mask=is_row)
-        source = source_of(row_idx, prefix, num_ranks, rank, LANES)
-        ids = tl.load(record[:, None] + 1 + columns[None, :], mask=is_cell, other=-1)
-        weight = tl.load(record[:, None] + 1 + num_topk + columns[None, :], mask=is_cell, other=0)
-        weight = weight.to(tl.float32, bitcast=True)
-        highest = tl.max(tl.where(ids >= 0, columns[None, :], -1), 1)
-        described = sources + row_idx.to(tl.int64) * (2 + num_topk)
-        tl.store(described, tl.where(came, source * max_tokens + token, -1), mask=is_row)
-        tl.store(described + 1, tl.where(came, source * num_topk + highest, -1), mask=is_row)
-        cells = described[:, None] + 2 + columns[None, :]
-        is_written = is_row[:, None] & is_column
-        if IS_EXPANDED:
-            row = tl.load(record[:, None] + 1 + 2 * num_topk + columns[None, :], mask=is_cell, other=-1)
-            row = tl.where(ids >= 0, row, -1)
-            tl.store(cells, row, mask=is_written)
-            tl.store(weights + row, weight, mask=(row >= 0) & (row < num_weights))
-        else:
-            tl.store(cells, tl.full([TILE, TOPK], -1, tl.int32), mask=is_written)
-            targets = row_idx.to(tl.int64)[:, None] * num_topk + columns[None, :]
-            tl.store(topk_idx + targets, ids, mask=is_written)
-            tl.store(kept_idx + targets, ids, mask=is_written)
-            tl.store(weights + targets, weight, mask=is_cell)
+    row_idx = start + tl.arange(0, TILE)
+    came, is_row = row_idx < num_came, row_idx < num_rows
+    is_cell = came[:, None] & is_column
+    record = records + row_idx.to(tl.int64) * num_record_words
+    token = tl.load(record, mask=came, other=-1)
+    tl.store(source_idx + row_idx, token, mask=is_row)
+    source = source_of(row_idx, prefix, num_ranks, rank, LANES)
+    ids = tl.load(record[:, None] + 1 + columns[None, :], mask=is_cell, other=-1)
+    weight = tl.load(record[:, None] + 1 + num_topk + columns[None, :], mask=is_cell, other=0)
+    weight = weight.to(tl.float32, bitcast=True)
+    highest = tl.max(tl.where(ids >= 0, columns[None, :], -1), 1)
+    described = sources + row_idx.to(tl.int64) * (2 + num_topk)
+    tl.store(described, tl.where(came, source * max_tokens + token, -1), mask=is_row)
+    tl.store(described + 1, tl.where(came, source * num_topk + highest, -1), mask=is_row)
+    cells = described[:, None] + 2 + columns[None, :]
+    is_written = is_row[:, None] & is_column
+    if IS_EXPANDED:
+        row = tl.load(record[:, None] + 1 + 2 * num_topk + columns[None, :], mask=is_cell, other=-1)
+        row = tl.where(ids >= 0, row, -1)
+        tl.store(cells, row, mask=is_written)
+        tl.store(weights + row, weight, mask=(row >= 0) & (row < num_weights))
+    else:
+        tl.store(cells, tl.full([TILE, TOPK], -1, tl.int32), mask=is_written)
+        targets = row_idx.to(tl.int64)[:, None] * num_topk + columns[None, :]
+        tl.store(topk_idx + targets, ids, mask=is_written)
+        tl.store(kept_idx + targets, ids, mask=is_written)
+        tl.store(weights + targets, weight, mask=is_cell)
 
 
 def zero_gaps(out: torch.Tensor, ends: torch.Tensor, alignment: int) -> None:
@@ -745,7 +823,7 @@ class Arrange:
             "TOPK": next_power_of_2(num_topk),
         }
         types = (torch.int32, torch.int32, torch.int32, torch.int64, None)
-        fixed = (context.table, num_topk, context.num_ranks, row_bytes)
+        fixed = (context.words, num_topk, row_bytes)
         self._launch = Launch(variant(_arrange_kernel, _ELEMENTWISE_WARPS, constants), types, fixed)
 
     def __call__(
@@ -771,9 +849,8 @@ def _arrange_kernel(
     rows,
     sources,
     num_tokens: tl.int32,
-    table,
+    context_words,
     num_topk: tl.int32,
-    num_ranks: tl.int32,
     row_bytes: tl.int64,
     HAS_ROWS: tl.constexpr,
     IS_GROUPED: tl.constexpr,
@@ -786,6 +863,8 @@ def _arrange_kernel(
     `[[b + 1, a, c + 1, 0]]`, since the sum of rank 0 stands at its highest column; otherwise
     `[[a + 1, b + 1, c + 1, 0]]`.
     """
+    context = open_context(context_words)
+    table, num_ranks = context[3], context[5]
     tokens, columns = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TOPK)
     is_cell = (tokens < num_tokens)[:, None] & (columns < num_topk)[None, :]
     cells = tokens.to(tl.int64)[:, None] * num_topk + columns[None, :]
@@ -820,7 +899,7 @@ class PullSelections:
     rounded, too.
 
     Args:
-        context: For whether the buffer has failed.
+        context: The words of the buffer.
         shape: How to launch.
         hidden: H.
         dtype: The dtype of the rows.
@@ -828,7 +907,9 @@ class PullSelections:
         num_biases: At most two.
         is_aligned: `out`, the rows and the biases consist of vectors, see `put.word_of`.
         is_grouped: Rows are summed in groups; otherwise each is added by itself.
-        is_fold: Rows are this rank's own: a sum of no more than one row is that row, and the kernel is no `combine`.
+        num_weights: K, if weights come with the rows, by rank as those of `pull.Pull`; else 0.
+        end: How the combine ends; None: rows are this rank's own, a sum of no more than one row is that row, and the
+            kernel is no `combine`.
     """
 
     def __init__(
@@ -841,117 +922,156 @@ class PullSelections:
         num_biases: int = 0,
         is_aligned: bool = True,
         is_grouped: bool = False,
-        is_fold: bool = False,
+        num_weights: int = 0,
+        end: End | None = None,
     ):
+        self._nothing = context.state
         vector = VECTOR_BYTES if is_aligned else dtype.itemsize
         block = min(shape.words * 4 // dtype.itemsize, next_power_of_2(hidden))
         self._num_pieces = -(-hidden // block)
         self._most_blocks = shape.num_blocks
+        num_warps = shape.warps_for(block * dtype.itemsize, vector)
         constants = {
             "NUM_BIASES": num_biases,
             "BLOCK": block,
             "TOPK": next_power_of_2(num_topk),
-            "AT_ONCE": min(_FOLDED if is_fold else _UNROLLED.value, next_power_of_2(num_topk)),
+            "AT_ONCE": min(_FOLDED if end is None else _UNROLLED.value, next_power_of_2(num_topk)),
+            "LANES": next_power_of_2(context.num_ranks),
             "VECTOR": vector,
             "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
             "IS_GROUPED": is_grouped,
+            "HAS_WEIGHTS": num_weights > 0,
+            "ENDS": end is not None,
+            "POLLERS": num_lanes(context, num_warps),
+            "NUM_WARPS": num_warps,
         }
-        num_warps = shape.warps_for(block * dtype.itemsize, vector)
-        kernel = _fold_selections_kernel if is_fold else combine_selections_kernel
-        made = variant(kernel, num_warps, constants, (dtype,), shape.num_registers)
-        fixed = (context.state, hidden * dtype.itemsize // vector, num_topk)
-        self._launch = Launch(made, (dtype, dtype, dtype, torch.int64, None), fixed)
+        kernel = variant(_pull_selections_kernel, num_warps, constants, (dtype,), shape.num_registers)
+        fixed = (context.words, hidden * dtype.itemsize // vector, num_topk, *(end or (0, 0)))
+        self._launch = Launch(kernel, (dtype, dtype, dtype, torch.int64, torch.float32, torch.int32, None), fixed)
 
-    def __call__(self, out: torch.Tensor, sources: torch.Tensor, biases: Sequence[torch.Tensor] = ()) -> None:
+    def __call__(
+        self,
+        out: torch.Tensor,
+        sources: torch.Tensor,
+        biases: Sequence[torch.Tensor] = (),
+        weights: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> None:
         """Sum the rows of one call.
 
         Args:
             out: [T, H], written.
             sources: [T, K] int64, see `Arrange`, or `address_rows`.
             biases: Tensors [T, H] of out's dtype, added first and in order.
+            weights: [T, K] float32, written; None: none come.
+            slots: [T, R] int32, by which the weights of a token are found.
         """
-        num_tokens = out.shape[0]
+        num_tokens, nothing = out.shape[0], self._nothing
         first, second = (*biases, out, out)[:2] if biases else (out, out)
-        num_blocks = min(self._most_blocks, num_tokens * self._num_pieces)
-        self._launch(num_blocks, (out, first, second, sources), (num_tokens,))
+        num_blocks = max(1, min(self._most_blocks, num_tokens * self._num_pieces))
+        if weights is None or slots is None:
+            weights = slots = nothing
+        self._launch(num_blocks, (out, first, second, sources, weights, slots), (num_tokens,))
 
 
-@jit
-def combine_selections_kernel(
+@jit(name=lambda constants: "combine_selections_kernel" if constants["ENDS"] else "fold_selections_kernel")
+def _pull_selections_kernel(
     out,
     bias_0,
     bias_1,
     sources,
+    out_weights,
+    slots,
     num_tokens: tl.int32,
-    state,
+    context_words,
     row_vectors: tl.int32,
     num_topk: tl.int32,
+    step: tl.int32,
+    operation: tl.int32,
     NUM_BIASES: tl.constexpr,
     BLOCK: tl.constexpr,
     TOPK: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     WIDE: tl.constexpr,
     IS_GROUPED: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    ENDS: tl.constexpr,
+    POLLERS: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):
-    """Example: one token with sources `[[a, b + 1, c + 1]]`: out is `round(round(a + b) + c)`."""
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
-        _sum_selections(
-            out, bias_0, bias_1, sources, num_tokens, row_vectors, num_topk, NUM_BIASES, BLOCK, TOPK, AT_ONCE, VECTOR,
-            WIDE, IS_GROUPED, 0.0,
-        )  # fmt: skip
+    """Folding comes before the call's first words, so that nothing is held, and begins with -0.0: one row alone is
+    forwarded as it is.
 
-
-@jit
-def _fold_selections_kernel(
-    out,
-    bias_0,
-    bias_1,
-    sources,
-    num_tokens: tl.int32,
-    state,
-    row_vectors: tl.int32,
-    num_topk: tl.int32,
-    NUM_BIASES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOPK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    WIDE: tl.constexpr,
-    IS_GROUPED: tl.constexpr,
-):
-    """The same, of rows that are this rank's own. It comes before the call's first words, so nothing is held."""
-    if tl.load(state + _FAILED) == 0:
+    Example: one token with sources `[[a, b + 1, c + 1]]`: out is `round(round(a + b) + c)`.
+    """
+    context = open_context(context_words)
+    state = context[2]
+    is_well = may_move(state) if ENDS else tl.load(state + _FAILED) == 0
+    if is_well:
+        ZERO: tl.constexpr = 0.0 if ENDS else -0.0
         _sum_selections(
-            out, bias_0, bias_1, sources, num_tokens, row_vectors, num_topk, NUM_BIASES, BLOCK, TOPK, AT_ONCE, VECTOR,
-            WIDE, IS_GROUPED, -0.0,
+            context, (out, bias_0, bias_1, sources, out_weights, slots), num_tokens, row_vectors, num_topk, NUM_BIASES,
+            BLOCK, TOPK, AT_ONCE, LANES, VECTOR, WIDE, IS_GROUPED, HAS_WEIGHTS, ZERO,
         )  # fmt: skip
+    if ENDS:
+        if is_last_block(state + _ENDED, True):
+            if may_still_move(state):
+                signal_and_wait(context, step + 1, operation, POLLERS, NUM_WARPS)
 
 
 @triton.jit
 def _sum_selections(
-    out, bias_0, bias_1, sources, num_tokens, row_vectors, num_topk, NUM_BIASES: tl.constexpr, BLOCK: tl.constexpr,
-    TOPK: tl.constexpr, AT_ONCE: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, IS_GROUPED: tl.constexpr,
-    ZERO: tl.constexpr,
+    context, sums, num_tokens, row_vectors, num_topk, NUM_BIASES: tl.constexpr, BLOCK: tl.constexpr,
+    TOPK: tl.constexpr, AT_ONCE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr,
+    IS_GROUPED: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. Without biases a sum begins with ZERO."""
+    """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece also sums the weights.
+
+    Args:
+        context: See `exchange.open_context`.
+        sums: The sums, both biases, the addresses of the rows, the sums of weights, and their slots.
+        num_tokens: T.
+        row_vectors: Vectors of a row.
+        num_topk: K.
+        NUM_BIASES: How many there are.
+        BLOCK: Elements of a piece.
+        TOPK: At least K.
+        AT_ONCE: Rows that are loaded before the first is added.
+        LANES: At least R.
+        VECTOR: Bytes that rows are aligned to.
+        WIDE: What is summed in.
+        IS_GROUPED: Rows are summed in groups.
+        HAS_WEIGHTS: Weights come.
+        ZERO: What a sum without biases begins with.
+    """
+    table, num_ranks = context[3], context[5]
+    out, bias_0, bias_1, sources, out_weights, slots = sums
     ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
     hidden = row_vectors * (VECTOR // ELEMENT_BYTES)  # so the compiler knows that vectors of elements are whole
     num_pieces = tl.cdiv(hidden, BLOCK)
-    num_items = num_tokens * num_pieces
-    start, step = tl.program_id(0), tl.num_programs(0)
-    source = load_columns(sources, start // num_pieces, num_tokens, num_topk, 1, num_topk, TOPK)
-    for item in range(start, num_items, step):
+    first, step = tl.program_id(0), tl.num_programs(0)
+    source = load_columns(sources, first // num_pieces, num_tokens, num_topk, 1, num_topk, TOPK)
+    for item in range(first, num_tokens * num_pieces, step):
         following = (item + step) // num_pieces
         next_source = load_columns(sources, following, num_tokens, num_topk, 1, num_topk, TOPK)
-        columns = (item % num_pieces) * BLOCK + tl.arange(0, BLOCK)
-        begin = tl.cast(item // num_pieces, tl.int64) * hidden
+        token, piece = item // num_pieces, item % num_pieces
+        columns = piece * BLOCK + tl.arange(0, BLOCK)
+        begin = tl.cast(token, tl.int64) * hidden
         total = tl.full([BLOCK], ZERO, WIDE)
         if NUM_BIASES > 0:
             total = add_biases(bias_0 + begin, bias_1 + begin, columns, hidden, NUM_BIASES, VECTOR, WIDE)
         total = _add_selections(total, out, source, columns, hidden, num_topk, AT_ONCE, VECTOR, WIDE, IS_GROUPED)
         target = tl.multiple_of(out + begin, VECTOR) + columns
         tl.store(target, rounded(total, out.dtype.element_ty), mask=columns < hidden)
+        if HAS_WEIGHTS:
+            if piece == 0:
+                lanes = tl.arange(0, LANES)
+                slot = load_slots(slots, token, num_tokens, num_ranks, lanes)
+                capacities = tl.load(table + _CAPACITIES * num_ranks + lanes, mask=lanes < num_ranks, other=0)
+                has_row = (slot >= 0) & (slot < capacities)
+                add_weights(out_weights, table, has_row, slot.to(tl.int64), token, num_topk, num_ranks, 1, LANES, TOPK)
         source = next_source
 
 

@@ -122,26 +122,35 @@ class CpuDispatch:
             scope.launch(partial(self._announce, scope))
             scope.launch(partial(self._offer, scope, sections))
 
-    def move(
-        self, scope: CpuScope, payload: Payload, routing: Routing | None, routes: None, sections: Sections
-    ) -> None:
-        """Put this rank's rows into the peers' memory, and wait for theirs. Posted rows are only fetched."""
-        del payload, routing, routes
-        if sections.x is not None:
-            scope.launch(partial(self._move_rows, scope, sections))
-
-    def unpack(
+    def outputs(
         self, scope: CpuScope, routing: Routing, routes: None, sections: Sections, num_channels: int
     ) -> Unpacked:
-        """Split the records into source indices, ids and weights."""
+        """Allocate ids and weights; the handle is there already."""
         del routes, num_channels
         topk_idx, topk_weights = empty_topk(routing, sections.num_rows)
         unpacked = self._unpacked = Unpacked(self._handle, topk_idx, topk_weights)
-        scope.launch(partial(self._unpack, scope, sections))
         if not scope.order.is_async:
             return unpacked
         handle = type(self._handle)(*apart(self._handle))._replace(is_token_in_rank=routing.is_token_in_rank)
         return Unpacked(handle, *apart((topk_idx, topk_weights)))
+
+    def move(
+        self,
+        scope: CpuScope,
+        payload: Payload,
+        routing: Routing | None,
+        routes: None,
+        sections: Sections,
+        unpacked: Unpacked | None,
+    ) -> None:
+        """Put this rank's rows into the peers' memory, wait for theirs, and split the records. Posted rows are only
+        fetched.
+        """
+        del payload, routes, unpacked
+        if sections.x is not None:
+            scope.launch(partial(self._move_rows, scope, sections))
+            if routing is not None:
+                scope.launch(partial(self._unpack, scope, sections))
 
     def counts(self, scope: CpuScope, routing: Routing) -> Counts:
         """Exchange counts with the peers, and wait for theirs."""

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ... import layout
 from ...errors import EPClosed, EPUnsupported
 from ...event import EventHandle
 from ...handle import ColumnHandle
 from ...kernels import counts
 from ...kernels.notify import HandshakeForm, Post, Terms
 from ...kernels.put import VECTOR_BYTES
+from ...layout import DispatchLayout
 from ...stream import LaunchStream
 from ...trace import Trace
 from ...transport.device import DeviceWindow
@@ -39,7 +39,7 @@ from .trace_marks import TraceMarks
 _MOST_SCALE_BYTES = 8  # an integer of a kernel
 _MOST_AGREED_TOKENS = 1 << 17  # of a word, see `digest.py`: larger numbers are not compared
 _MOST_SIGNATURES = 1024  # that are remembered, of each operation
-_make_layout: Callable[[tuple], layout.DispatchLayout] = partial(tuple.__new__, layout.DispatchLayout)
+_make_layout: Callable[[tuple], DispatchLayout] = partial(tuple.__new__, DispatchLayout)
 _kept: list[CudaEngine] = []  # engines whose memory could not be given back
 
 
@@ -80,7 +80,7 @@ class CudaEngine(Engine):
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: CallOrder
-    ) -> tuple[layout.DispatchLayout, EventHandle | None]:
+    ) -> tuple[DispatchLayout, EventHandle | None]:
         """Count where this rank's tokens go. Local: it takes no part in the order of the calls."""
         sizes = (num_experts, self.window.num_ranks, num_nodes)
         if order.after is None and not order.is_async:
@@ -97,6 +97,15 @@ class CudaEngine(Engine):
             counted = _make_layout(counts.dispatch_layout(topk_idx, *sizes, tensors))
         self.stream.hold(counted, self.stream.raw if order.after is None else caller)
         return counted, self.stream.leave(order.is_async)
+
+    def layout_of_selections(
+        self, topk_idx: torch.Tensor, num_experts: int, order: CallOrder
+    ) -> tuple[DispatchLayout, CallOrder]:
+        """Return the layout of a V2 dispatch, which its handshake fills, and how the dispatch is to be ordered."""
+        num_ranks = self.window.num_ranks
+        with self.stream.made_for(order.after):
+            made, mask = counts.empty_layout(topk_idx, num_experts, num_ranks, 1)
+        return _make_layout((*torch.split_with_sizes(made, (num_ranks, 1, num_experts)), mask)), order
 
     def _require_waiting(self) -> None:
         if self._is_capturing():

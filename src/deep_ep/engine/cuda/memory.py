@@ -17,7 +17,7 @@ from ...stream import LaunchStream
 from ...transport.arena import GROWTH_BYTES
 from ...transport.device import DeviceWindow
 from ...transport.spans import UNIT_BYTES, whole_units
-from ..ops import NO_SECTIONS, Counts, Sections, make_sections
+from ..ops import Counts, Sections, make_sections
 from ..protocol import warn_staged
 from ..staging import MOST_BYTES, rows_per_source
 from .scope import CudaScope
@@ -112,9 +112,15 @@ class Memory:
             self._arena.reclaim_released(self._stream.current)
 
     def guess(self, columns: Columns) -> Sections:
-        """Allocate memory for a few rows more than the last dispatch received; `NO_SECTIONS` if there is none left."""
-        sections = self.sections(columns, self.guessed_rows) if self.guessed_rows else None
-        return sections if sections is not None else NO_SECTIONS
+        """Allocate memory for a few rows more than the last dispatch received; for no row if there is none left."""
+        sections = self.sections(columns, self.guessed_rows)
+        return sections if sections is not None else self.no_rows(columns)
+
+    def no_rows(self, columns: Columns) -> Sections:
+        """Return memory for no row. It is enough if nothing comes."""
+        sections = self.sections(columns, 0)
+        assert sections is not None
+        return sections
 
     def guess_from(self, num_rows: int) -> None:
         """Set how many rows came with the last dispatch, from which `guess` starts."""

@@ -1,25 +1,23 @@
 """The steps of calls inside one node: every rank reaches every other rank's memory.
 
-    dispatch   notify (tokens are numbered, headers and offers exchanged), put, finish, unpack
-    combine    notify (rows outside the window are copied in first), pull, finish
+    dispatch   notify (tokens are numbered, headers and offers exchanged), put; if many rows come, unpack
+    combine    notify (rows outside the window are copied in first), pull
 
-`notify` and `finish` are the only kernels in which a block waits.
+The last block of `notify`, `put` and `pull` waits for the peers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...handle import Handle
-from ...kernels.finish import FinishCombine, FinishDispatch
-from ...kernels.notify import CopyingHandshake, HandshakeForm, Post, can_share_a_wait
+from ...kernels.notify import CopyingHandshake, HandshakeForm, Post
 from ...kernels.pull import Pull, copy_in
-from ...kernels.put import VECTOR_BYTES, Put, Unpack, word_of
+from ...kernels.put import MOST_SPLIT, VECTOR_BYTES, End, Put, Unpack, word_of
 from ..ops import Counts, Sections
 from ..payload import DispatchResult, Payload, Routing, Unpacked, empty_topk
 from ..protocol import ANNOUNCED, OFFERED, READY
@@ -86,22 +84,19 @@ class OneHopOps:
         """Do nothing: there is nothing to close inside one node."""
 
 
-@dataclass(slots=True)
-class OneHopRoutes:
+class OneHopRoutes(NamedTuple):
     """Which slot each token takes at each rank.
 
     Attributes:
         slots: [T, R] int32, relative to the first slot of this rank, or those of a handle.
         prefix: [R, R] int32.
-        send_head: [T, R] int32, written with the slots as a handle has them; None: there is a handle, or no row has
-            been moved yet.
     """
 
     slots: torch.Tensor
     prefix: torch.Tensor
-    send_head: torch.Tensor | None = None
 
 
+_make_routes: Callable[[tuple], OneHopRoutes] = partial(tuple.__new__, OneHopRoutes)
 _make_unpacked: Callable[[tuple], Unpacked] = partial(tuple.__new__, Unpacked)  # see `notify.make_post`
 _make_handle: Callable[[tuple], Handle] = partial(tuple.__new__, Handle)
 
@@ -122,22 +117,20 @@ class OneHopDispatch(DeviceDispatch):
         self._handshake = signals.handshake(terms, form)
         self._second_handshake = signals.handshake(terms._replace(step=OFFERED), HandshakeForm(is_new=False))
         shape, rows, num_local = ops.shapes.for_put(signature.num_sms), rows_of(signature), terms.num_local
-        self._put = Put(context, shape, rows, num_local)
-        self._finish = FinishDispatch(context, READY, terms.operation, rows, num_local)
+        self._put = Put(context, shape, rows, num_local, End(READY, terms.operation))
         self._unpack = Unpack(context, shape.num_blocks, num_topk, rows.idx_dtype)
 
     def route(self, scope: CudaScope, routing: Routing, num_channels: int, num_rows: int) -> OneHopRoutes:
         """Allocate slots and prefix sums."""
         del num_channels, num_rows
         num_tokens, num_ranks = routing.is_token_in_rank.shape
-        return OneHopRoutes(
-            self._memory.scratch(num_tokens * num_ranks), scope.empty(self._ops.counts, num_ranks, num_ranks)
-        )
+        slots = self._memory.scratch(num_tokens * num_ranks)
+        return _make_routes((slots, scope.empty(self._ops.counts, num_ranks, num_ranks)))
 
     def follow(self, scope: CudaScope, handle: Handle) -> OneHopRoutes:
         """Return the slots and prefix sums of a handle."""
         del scope
-        return OneHopRoutes(handle.send_head.contiguous(), handle.rank_prefix_matrix.contiguous())
+        return _make_routes((handle.send_head.contiguous(), handle.rank_prefix_matrix.contiguous()))
 
     def _notify(
         self, scope: CudaScope, post: Post, payload: Payload, routing: Routing | None, routes: OneHopRoutes
@@ -162,26 +155,54 @@ class OneHopDispatch(DeviceDispatch):
         del payload, routes
         self._second_handshake(post)
 
+    def outputs(
+        self, scope: CudaScope, routing: Routing, routes: OneHopRoutes, sections: Sections, num_channels: int
+    ) -> Unpacked:
+        """Allocate the handle, ids and weights."""
+        num_rows, prefix, mask = sections.num_rows, routes.prefix, routing.is_token_in_rank
+        if scope.is_elsewhere:
+            with scope.outputs:
+                send_head, source_idx = prefix.new_empty(mask.shape), prefix.new_empty(num_rows)
+                topk_idx, topk_weights = empty_topk(routing, num_rows)
+        else:
+            send_head, source_idx = prefix.new_empty(*mask.shape), prefix.new_empty(num_rows)
+            topk_idx, topk_weights = empty_topk(routing, num_rows)
+        nothing = self._memory.no_channels(num_channels)
+        handle = _make_handle((prefix, nothing, nothing, source_idx, mask, send_head))
+        unpacked = _make_unpacked((handle, topk_idx, topk_weights))
+        if scope.is_elsewhere:
+            scope.hold_unpacked(routing, unpacked)
+        return unpacked
+
     def move(
-        self, scope: CudaScope, payload: Payload, routing: Routing | None, routes: OneHopRoutes, sections: Sections
+        self,
+        scope: CudaScope,
+        payload: Payload,
+        routing: Routing | None,
+        routes: OneHopRoutes,
+        sections: Sections,
+        unpacked: Unpacked | None,
     ) -> None:
-        """Put this rank's rows, and wait until the peers' rows have arrived."""
-        topk_idx = topk_weights = send_head = None
-        x, scales, slots, prefix = payload.x, payload.scales, routes.slots, routes.prefix
-        if routing is not None:
-            topk_idx, topk_weights, send_head = routing.topk_idx, routing.topk_weights, routes.send_head
-            if send_head is None:  # allocated only now: peers wait for the handshake, which has been launched
-                send_head = routes.send_head = scope.empty(prefix, x.shape[0], prefix.shape[0])
+        """Put this rank's rows, wait until the peers' rows have arrived, and split their records."""
+        x, scales, (slots, prefix) = payload.x, payload.scales, routes
+        recv_x, recv_scales, records, num_rows, rows_per_source, *_ = sections
         if scope.reach is not None:
             scope.reach("put")
-        self._put(x, scales, slots, send_head, topk_idx, topk_weights)
-        if scope.reach is not None:
-            scope.reach("finish")
-        if sections.rows_per_source:
-            staged = (sections.num_rows, sections.addresses())
-            self._finish(x, scales, slots, topk_idx, topk_weights, prefix, *staged)
-        else:
-            self._finish(x, scales, slots, topk_idx, topk_weights, prefix)
+        staged = (0, 0)
+        if rows_per_source:
+            assert recv_x is not None
+            staged = (recv_x.data_ptr(), 0 if recv_scales is None else recv_scales.data_ptr())
+        if routing is None or unpacked is None:
+            self._put(x, scales, slots, None, None, None, (prefix, None, None, None, None, num_rows, *staged))
+            return
+        (_, _, _, source_idx, _, send_head), recv_idx, recv_weights = unpacked
+        is_split = num_rows <= MOST_SPLIT
+        beside = (source_idx, recv_idx, recv_weights) if is_split else (None, None, None)
+        received = (prefix, records, *beside, num_rows, *staged)
+        self._put(x, scales, slots, send_head, routing.topk_idx, routing.topk_weights, received)
+        if not is_split:
+            assert records is not None
+            self._unpack(records, num_rows, prefix, source_idx, recv_idx, recv_weights)
 
     def grow(self, told: Counts) -> None:
         """Add a segment if any rank lacks memory for its rows."""
@@ -193,28 +214,6 @@ class OneHopDispatch(DeviceDispatch):
         """Return the same routes: inside one node they do not depend on the guessed number of rows."""
         del scope, told, routing
         return routes
-
-    def unpack(
-        self, scope: CudaScope, routing: Routing, routes: OneHopRoutes, sections: Sections, num_channels: int
-    ) -> Unpacked:
-        """Split the records into source indices, ids and weights."""
-        assert sections.records is not None
-        num_rows, prefix, send_head = sections.num_rows, routes.prefix, routes.send_head
-        if scope.is_elsewhere:
-            with scope.outputs:
-                source_idx = prefix.new_empty(num_rows)
-                topk_idx, topk_weights = empty_topk(routing, num_rows)
-        else:
-            source_idx = prefix.new_empty(num_rows)
-            topk_idx, topk_weights = empty_topk(routing, num_rows)
-        self._unpack(sections.records, num_rows, prefix, source_idx, topk_idx, topk_weights)
-        nothing = self._memory.no_channels(num_channels)
-        assert send_head is not None
-        handle = (prefix, nothing, nothing, source_idx, routing.is_token_in_rank, send_head)
-        unpacked = _make_unpacked((_make_handle(handle), topk_idx, topk_weights))
-        if scope.is_elsewhere:
-            scope.hold_unpacked(routing, unpacked)
-        return unpacked
 
     def received(
         self, routes: OneHopRoutes, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
@@ -242,13 +241,9 @@ class OneHopCombine(DeviceCombine):
         self._handshake = ops.signals.handshake(self._terms, HandshakeForm(has_prefix=True))
         self._copy_shape = shapes.for_copy(num_sms)
         self._copying: dict[tuple, CopyingHandshake] = {}
-        self._can_copy_and_notify = can_share_a_wait(context)
-        shape = shapes.for_pull(num_sms)
         is_whole = is_aligned and hidden * dtype.itemsize % VECTOR_BYTES == 0
-        self._pulls = [Pull(context, shape, 0, hidden, dtype, num_biases, is_whole)]
-        if num_topk:
-            self._pulls.append(Pull(context, shape, 1, num_topk, torch.float32, 0, 4 * num_topk % VECTOR_BYTES == 0))
-        self._finish = FinishCombine(context, READY, self._terms.operation, hidden, dtype, num_topk)
+        shape, end = shapes.for_pull(num_sms), End(READY, self._terms.operation)
+        self._pull = Pull(context, shape, hidden, dtype, num_biases, is_whole, num_topk, end)
 
     def _notify(self, scope: CudaScope, source: CombineSource, handle: Handle) -> None:
         """Copy rows into the window where that is needed, and exchange offers: the last block of the copy does the
@@ -256,10 +251,6 @@ class OneHopCombine(DeviceCombine):
         """
         prefix = handle.rank_prefix_matrix.contiguous()
         copies = source.copies
-        if not self._can_copy_and_notify:
-            for region, part in copies:
-                copy_in(self._context, self._copy_shape, region, part, prefix)
-            copies = []
         if not copies:
             if scope.reach is not None:
                 scope.reach("handshake")
@@ -291,15 +282,11 @@ class OneHopCombine(DeviceCombine):
         biases: Sequence[torch.Tensor],
     ) -> None:
         """Sum rows out of the peers' windows, and wait until the peers have summed those of this rank."""
-        slots = handle.send_head.contiguous()
         if scope.reach is not None:
             scope.reach("pull")
-        self._pulls[0](sums[0], slots, biases)
-        if len(sums) > 1:
-            self._pulls[1](sums[1], slots)
-        if scope.reach is not None:
-            scope.reach("finish")
+        weights, row_weights = (sums[1], parts[1]) if len(sums) > 1 else (None, None)
         prefix, source_idx = handle.rank_prefix_matrix.contiguous(), handle.recv_src_idx.contiguous()
-        self._finish(parts, sums, biases, slots, prefix, source_idx)
+        given = (prefix, source_idx, parts[0], row_weights)
+        self._pull(sums[0], weights, handle.send_head.contiguous(), biases, given)
         if source.copies:
             self._release(source)

@@ -1,8 +1,8 @@
 """The steps of V2's calls inside one node, by kernels: a row may travel for each selection of a token.
 
-    dispatch, compact    notify, put, finish (as V1's), place, unpack
-    dispatch, expanded   notify, place, put, finish, unpack (a cached one without the last)
-    combine              notify, arrange, pull, finish; rows outside of the window are folded or copied into it before
+    dispatch, compact    notify, put (V1's), describe
+    dispatch, expanded   notify, place, put, describe (a cached one without the last)
+    combine              notify, arrange, pull; rows outside of the window are folded or copied into it before
 
 `kernels/selections.py` has the kernels. A rank takes expanded rows where they stay if its window has memory for them;
 otherwise it takes compact rows and unfolds them, which it says in its offer.
@@ -16,23 +16,22 @@ from typing import Any, NamedTuple
 import torch
 
 from ...handle import ColumnHandle, Handle
-from ...kernels.finish import FinishCombine, FinishDispatch
-from ...kernels.notify import Counted, HandshakeForm, Numbered, Post, Selected, SelectionHandshake, make_post
-from ...kernels.pull import Pull, copy_in
-from ...kernels.put import VECTOR_BYTES, Put, record_words
+from ...kernels.notify import HandshakeForm, Post, Selected, SelectionHandshake, make_post
+from ...kernels.pull import copy_in
+from ...kernels.put import VECTOR_BYTES, End, Put, record_words
 from ...kernels.selections import (
     Arrange,
+    Describe,
     Place,
     PullSelections,
     PutSelections,
-    UnpackSelections,
     address_rows,
     num_tiles,
     zero_gaps,
 )
 from ...sizing import align
 from ..elastic import Arrived, ElasticRequest, Layout, Unfold
-from ..ops import NO_SECTIONS, Counts, Sections, make_sections
+from ..ops import Counts, Sections, make_sections
 from ..payload import DispatchResult, Payload, Routing, Unpacked
 from ..protocol import ANNOUNCED, OFFERED, READY
 from .memory import CombineSource, Memory, next_guess
@@ -115,7 +114,7 @@ class SelectionOps:
         shape = self.shapes.for_put(num_sms)
 
         def make() -> PutSelections:
-            return PutSelections(self.signals.context, shape, rows_of(signature), num_topk, is_unfold=True)
+            return PutSelections(self.signals.context, shape, rows_of(signature), num_topk, None)
 
         put = self._known((signature, num_topk, shape), make)
         put(x, scales, addresses)
@@ -136,7 +135,7 @@ class SelectionOps:
 
         def make() -> PullSelections:
             context = self.signals.context
-            return PullSelections(context, shape, hidden, dtype, num_topk, is_aligned=is_aligned, is_fold=True)
+            return PullSelections(context, shape, hidden, dtype, num_topk, is_aligned=is_aligned)
 
         pull = self._known((hidden, dtype, num_topk, is_aligned, shape), make)
         pull(out, addresses)
@@ -173,15 +172,14 @@ class SelectionPlan:
         self.handshake = SelectionHandshake(context, terms, first, *agreed)
         second = HandshakeForm(is_new=False)
         self.second_handshake = SelectionHandshake(context, terms._replace(step=OFFERED, num_local=0), second, *agreed)
-        shape = ops.shapes.for_put(signature.num_sms)
-        self.place = Place(context, rows, num_topk, num_local, idx_dtype, has_routing, is_expanded)
+        shape, end = ops.shapes.for_put(signature.num_sms), End(READY, terms.operation)
+        self.place = Place(context, rows, num_topk, num_local, idx_dtype, has_routing)
         self.put: Put | PutSelections
         if is_expanded:
-            self.put = PutSelections(context, shape, rows, num_topk)
+            self.put = PutSelections(context, shape, rows, num_topk, end)
         else:
-            self.put = Put(context, shape, rows, num_local)
-        self.finish = FinishDispatch(context, READY, terms.operation, rows, num_local)
-        self.unpack = UnpackSelections(context, shape.num_blocks, num_topk, num_local, idx_dtype, is_expanded)
+            self.put = Put(context, shape, rows, num_local, end)
+        self.describe = Describe(context, shape.num_blocks, num_topk, num_local, idx_dtype, is_expanded)
         words = record_words(num_topk, has_rows=is_expanded) if has_routing else 0
         self.columns = columns_of(signature)._replace(record_words=words)
 
@@ -190,7 +188,7 @@ class SelectionRoutes(NamedTuple):
     """Where the selections of a call go.
 
     Attributes:
-        numbers: [T, R] int32, see `notify.Numbered`; those of a handle are not read.
+        numbers: [T, R] int32, see `notify.Numbered`, or the slots of a handle.
         send_head: [T, R] int32, see `Handle`; None: there is a handle.
         prefix: [R, R] int32.
         selected: See `notify.Selected`; None: there is a handle.
@@ -218,19 +216,23 @@ class SelectionDispatch:
     def route(self, scope: CudaScope, routing: Routing, num_channels: int, num_rows: int) -> SelectionRoutes:
         """Allocate what the handle consists of, but for what depends on the rows that come."""
         del num_channels, num_rows
-        call, memory, like = self._call, self._memory, self._ops.counts
+        call, memory, like, topk_idx = self._call, self._memory, self._ops.counts, routing.topk_idx
         num_topk, num_local, _, is_expanded = self._plan.form
         num_tokens, num_ranks = routing.is_token_in_rank.shape
-        assert routing.topk_idx is not None
+        assert topk_idx is not None
         with scope.outputs:
             send_head, prefix = like.new_empty((num_tokens, num_ranks)), like.new_empty((num_ranks, num_ranks))
             call.experts, call.rank_ends = like.new_empty(2 * num_local + 1), like.new_empty(num_ranks)
             tables = like.new_empty((3 if is_expanded else 2, num_tokens, num_topk)).unbind(0)
+            call.copied_idx = torch.empty_like(topk_idx) if call.is_topk_copied else None
         call.owners, call.slots, call.rows = tables if is_expanded else (*tables, None)
         tiles = memory.scratch(num_tiles(num_tokens, num_topk) * self._plan.num_experts, "tiles")
-        first = memory.scratch(self._plan.num_experts, "first")
-        selected = Selected(routing.topk_idx, tiles, first, call.experts, call.stats)
-        return SelectionRoutes(memory.scratch(num_tokens * num_ranks), send_head, prefix, selected)
+        first, numbers = memory.scratch(self._plan.num_experts, "first"), memory.scratch(num_tokens * num_ranks)
+        selected = Selected(
+            topk_idx, routing.is_token_in_rank, numbers, routing.num_tokens_per_rank, routing.num_tokens_per_expert,
+            tiles, first, call.experts, call.stats,
+        )  # fmt: skip
+        return SelectionRoutes(numbers, send_head, prefix, selected)
 
     def follow(self, scope: CudaScope, handle: Handle) -> SelectionRoutes:
         """Return the routes of a handle."""
@@ -241,12 +243,13 @@ class SelectionDispatch:
 
     def guess(self) -> Sections:
         """Allocate memory for a few rows more than the last dispatch received."""
-        num_rows, num_expanded, form = self._memory.guessed_rows, self._ops.guessed_rows, self._plan.form
-        if not num_rows or (form.is_expanded and not num_expanded):
-            return NO_SECTIONS
-        sections = self._sections(num_rows, num_expanded, _UNLIMITED)
+        form = self._plan.form
+        sections = self._sections(self._memory.guessed_rows, self._ops.guessed_rows, _UNLIMITED)
         # If expanded rows do not fit, nothing is offered: the window grows once the counts are known.
-        return NO_SECTIONS if sections is None or self._call.is_straight != form.is_expanded else sections
+        if sections is None or self._call.is_straight != form.is_expanded:
+            self._call.is_straight = form.is_expanded
+            sections = self._memory.no_rows(self._plan.columns)
+        return sections
 
     def memory(self, scope: CudaScope, num_rows: int) -> Sections:
         """Allocate memory for exactly `num_rows` compact rows, or for the expanded rows that belong to them."""
@@ -322,13 +325,7 @@ class SelectionDispatch:
         if scope.reach is not None:
             scope.reach("handshake")
         self._signals.is_announced = True
-        counted = numbered = None
-        if routing is not None:
-            counted = Counted(self._ops.counts, routing.num_tokens_per_rank, routing.num_tokens_per_expert)
-            numbered = Numbered(routing.is_token_in_rank, routes.numbers)
-        self._plan.handshake(
-            make_post(offer), sections.expanded_rows, routes.prefix, counted, numbered, routes.selected
-        )
+        self._plan.handshake(make_post(offer), sections.expanded_rows, routes.prefix, routes.selected)
         if (marks := self._signals.noting) is not None:
             marks.note(row_bytes=sum(self._plan.columns.widths()))
             if routing is not None:
@@ -343,56 +340,13 @@ class SelectionDispatch:
         post = Post(sections.num_rows, sections.rows_per_source, bases=sections.bases)
         self._plan.second_handshake(post, sections.expanded_rows, routes.prefix)
 
-    def move(
-        self, scope: CudaScope, payload: Payload, routing: Routing | None, routes: SelectionRoutes, sections: Sections
-    ) -> None:
-        """Put this rank's rows, and wait until the peers' rows have arrived."""
-        topk_idx = topk_weights = None
-        if routing is not None:
-            topk_idx, topk_weights = routing.topk_idx, routing.topk_weights
-        x, scales, plan = payload.x, payload.scales, self._plan
-        numbers, send_head, prefix, _ = routes
-        if scope.reach is not None:
-            scope.reach("put")
-        if isinstance(plan.put, PutSelections):
-            plan.put(x, scales, self._place(x.shape[0], routing, routes))
-        else:
-            plan.put(x, scales, numbers, send_head, topk_idx, topk_weights)
-        if scope.reach is not None:
-            scope.reach("finish")
-        staged = (sections.num_rows, sections.addresses()) if sections.rows_per_source else ()
-        plan.finish(x, scales, numbers, topk_idx, topk_weights, prefix, *staged)
-
-    def _place(self, num_tokens: int, routing: Routing | None, routes: SelectionRoutes) -> torch.Tensor:
-        """Find the rows of this rank's selections, and the addresses that they are put to. Put the records."""
-        call, plan = self._call, self._plan
-        assert call.owners is not None
-        assert call.slots is not None
-        nothing = targets = self._ops.counts
-        if plan.form.is_expanded:
-            targets = self._memory.scratch(4 * num_tokens * plan.form.num_topk, "targets")
-        topk_idx = weights = tiles = first = send_head = nothing
-        if routing is not None and routes.selected is not None and routes.send_head is not None:
-            topk_idx, tiles, first = routes.selected[:3]
-            assert routing.topk_weights is not None
-            weights, send_head = routing.topk_weights, routes.send_head
-        rows = nothing if call.rows is None else call.rows
-        tables = (call.owners, call.slots, rows, targets)
-        plan.place(num_tokens, topk_idx, weights, tiles, first, routes.numbers, send_head, *tables)
-        return targets
-
-    def unpack(
+    def outputs(
         self, scope: CudaScope, routing: Routing, routes: SelectionRoutes, sections: Sections, num_channels: int
     ) -> Unpacked:
-        """Split the records into what describes the rows. It is the last step, so it waits for what that waits for."""
+        """Allocate what describes the rows."""
         call, num_rows, num_topk = self._call, sections.num_rows, self._plan.form.num_topk
-        assert sections.records is not None
         assert routing.topk_idx is not None
         assert routes.send_head is not None
-        if not self._plan.form.is_expanded:  # nothing has needed them yet
-            self._place(routing.topk_idx.shape[0], routing, routes)
-        if call.after is not None:
-            call.after.current_stream_wait()
         topk_idx = call.ids = None
         num_expanded = abs(sections.expanded_rows)
         if num_expanded == _UNLIMITED:
@@ -405,20 +359,75 @@ class SelectionDispatch:
             if not self._plan.form.is_expanded:
                 topk_idx = routing.topk_idx.new_empty((num_rows, num_topk))
                 call.ids = routing.topk_idx.new_empty((num_rows, num_topk))
-        assert call.experts is not None
-        assert call.rank_ends is not None
-        self._plan.unpack(
-            sections.records, num_rows, routes.prefix, call.experts, call.rank_ends, source_idx, call.sources, topk_idx,
-            call.ids, weights,
-        )  # fmt: skip
         nothing = self._memory.no_channels(num_channels)
-        mask = routing.is_token_in_rank
-        handle = Handle(routes.prefix, nothing, nothing, source_idx, mask, routes.send_head)
+        handle = Handle(routes.prefix, nothing, nothing, source_idx, routing.is_token_in_rank, routes.send_head)
         unpacked = Unpacked(handle, topk_idx, weights)
         scope.hold_unpacked(routing, unpacked)
         if scope.is_elsewhere:
-            scope.hold_outputs((call.experts, call.rank_ends, call.owners, call.sources, call.ids))
+            made = (call.experts, call.rank_ends, call.owners, call.sources, call.ids, call.copied_idx)
+            scope.hold_outputs(made)
         return unpacked
+
+    def move(
+        self,
+        scope: CudaScope,
+        payload: Payload,
+        routing: Routing | None,
+        routes: SelectionRoutes,
+        sections: Sections,
+        unpacked: Unpacked | None,
+    ) -> None:
+        """Put this rank's rows, wait until the peers' rows have arrived, and describe them."""
+        x, scales, plan = payload.x, payload.scales, self._plan
+        if scope.reach is not None:
+            scope.reach("put")
+        if isinstance(plan.put, PutSelections):
+            plan.put(x, scales, self._place(x.shape[0], routing, routes))
+        else:
+            assert routing is not None  # a cached dispatch of compact rows is V1's
+            assert sections.x is not None
+            staged = (0, 0)
+            if sections.rows_per_source:
+                staged = (sections.x.data_ptr(), 0 if sections.scales is None else sections.scales.data_ptr())
+            received = (routes.prefix, sections.records, None, None, None, sections.num_rows, *staged)
+            plan.put(x, scales, routes.numbers, routes.send_head, routing.topk_idx, routing.topk_weights, received)
+        if unpacked is not None:
+            self._describe(routes, sections, unpacked)
+
+    def _place(self, num_tokens: int, routing: Routing | None, routes: SelectionRoutes) -> torch.Tensor:
+        """Find the rows of this rank's selections, and the addresses that they are put to. Put the records."""
+        call, plan = self._call, self._plan
+        assert call.owners is not None
+        assert call.slots is not None
+        assert call.rows is not None
+        targets = self._memory.scratch(4 * num_tokens * plan.form.num_topk, "targets")
+        topk_idx = weights = tiles = first = send_head = self._ops.counts
+        if routing is not None and routes.selected is not None and routes.send_head is not None:
+            assert routing.topk_weights is not None
+            topk_idx, weights, send_head = routes.selected.topk_idx, routing.topk_weights, routes.send_head
+            tiles, first = routes.selected.tiles, routes.selected.first
+        found = (call.owners, call.slots, call.rows, targets)
+        plan.place(num_tokens, topk_idx, call.copied_idx, weights, tiles, first, routes.numbers, send_head, *found)
+        return targets
+
+    def _describe(self, routes: SelectionRoutes, sections: Sections, unpacked: Unpacked) -> None:
+        """Split the records into what describes the rows. It is the last step, so it waits for what that waits for."""
+        call, (handle, topk_idx, weights) = self._call, unpacked
+        assert sections.records is not None
+        assert routes.selected is not None
+        assert call.experts is not None
+        assert call.rank_ends is not None
+        assert call.sources is not None
+        assert weights is not None
+        if call.after is not None:
+            call.after.current_stream_wait()
+        sent: tuple = ()
+        if not self._plan.form.is_expanded:  # nothing has needed them yet
+            sent = (routes.selected.topk_idx, call.copied_idx, routes.numbers, call.owners, call.slots)
+        self._plan.describe(
+            sections.records, sections.num_rows, routes.prefix, call.experts, call.rank_ends, handle.recv_src_idx,
+            call.sources, topk_idx, call.ids, weights, sent,
+        )  # fmt: skip
 
     # Counts ----------------------------------------------------------------------------------------------------------
 
@@ -484,6 +493,7 @@ class DeviceUnfold(Unfold):
         rank_ends: [R] int32, rows that came from ranks 0..s.
         sources: [n, 2 + K] int32, see `EPHandle.recv_src_metadata`.
         ids: [n, K], local ids; None: the result is expanded.
+        copied_idx: [T, K], a copy of this rank's selections; None: none is wanted.
     """
 
     owners: torch.Tensor | None = None
@@ -493,6 +503,7 @@ class DeviceUnfold(Unfold):
     rank_ends: torch.Tensor | None = None
     sources: torch.Tensor | None = None
     ids: torch.Tensor | None = None
+    copied_idx: torch.Tensor | None = None
 
     def __init__(self, ops: SelectionOps, request: ElasticRequest, num_sms: int | None):
         super().__init__(request)
@@ -504,6 +515,11 @@ class DeviceUnfold(Unfold):
             self.form = SelectionForm(form.num_topk, form.num_local, form.alignment, form.is_expanded)
         if layout is not None:
             self.owners, self.slots, self.rows = layout.owners, layout.slots, layout.peer_rows
+
+    @property
+    def is_topk_copied(self) -> bool:
+        """Whether the handle gets a copy of this rank's selections."""
+        return self._request.layout is None and self._request.is_topk_copied
 
     @property
     def knows_counts(self) -> bool:
@@ -524,19 +540,14 @@ class DeviceUnfold(Unfold):
 
     def _make_layout(self, scope: Any, received: DispatchResult, told: Counts | None) -> Layout:
         """Return what the kernels have made."""
+        del scope
         form, experts, num_local = self._form, self.experts, self._form.num_local
         assert experts is not None
         assert self.sources is not None
         assert self.rank_ends is not None
         assert self.owners is not None
         assert self.slots is not None
-        topk_idx = self._request.topk_idx
-        if self._request.is_topk_copied:
-            with scope.outputs:
-                copied = torch.empty_like(topk_idx)
-            topk_idx = copied.copy_(topk_idx)
-            if scope.is_elsewhere:
-                scope.hold_outputs((topk_idx,))
+        topk_idx = self._request.topk_idx if self.copied_idx is None else self.copied_idx
         aligned = [align(count, form.alignment) for count in told.expert_counts] if told is not None else []
         num_per_expert, ends, _ = experts.split_with_sizes((num_local, num_local, 1))
         return Layout(
@@ -614,12 +625,10 @@ class SelectionCombine(DeviceCombine):
         self._arrange = Arrange(context, num_columns, hidden * dtype.itemsize, is_expanded, is_grouped)
         shape = shapes.for_pull(num_sms)
         is_whole = is_aligned and hidden * dtype.itemsize % VECTOR_BYTES == 0
-        self._pull = PullSelections(context, shape, hidden, dtype, num_columns, num_biases, is_whole, is_grouped)
-        self._pull_weights: Pull | None = None
-        if num_topk:
-            is_whole = 4 * num_topk % VECTOR_BYTES == 0
-            self._pull_weights = Pull(context, shape, 1, num_topk, torch.float32, 0, is_whole)
-        self._finish = FinishCombine(context, READY, terms.operation, hidden, dtype, num_topk)
+        self._pull = PullSelections(
+            context, shape, hidden, dtype, num_columns, num_biases, is_whole, is_grouped, num_topk,
+            End(READY, terms.operation),
+        )  # fmt: skip
 
     def _notify(self, scope: CudaScope, source: CombineSource, handle: ColumnHandle) -> None:
         prefix = handle.rank_prefix_matrix.contiguous()
@@ -643,17 +652,12 @@ class SelectionCombine(DeviceCombine):
         biases: Sequence[torch.Tensor],
     ) -> None:
         """Sum rows out of the peers' windows, and wait until the peers have summed those of this rank."""
+        del parts
         if scope.reach is not None:
             scope.reach("pull")
         sources = self._memory.scratch(2 * handle.num_tokens * self._num_columns, "targets")
         self._arrange(handle.owners.contiguous(), handle.slots.contiguous(), handle.rows, sources)
-        self._pull(sums[0], sources, biases)
-        slots = handle.send_head.contiguous()
-        if self._pull_weights is not None:
-            self._pull_weights(sums[1], slots)
-        if scope.reach is not None:
-            scope.reach("finish")
-        prefix, source_idx = handle.rank_prefix_matrix.contiguous(), handle.recv_src_idx.contiguous()
-        self._finish(parts, sums, biases, slots, prefix, source_idx)
+        weights = sums[1] if len(sums) > 1 else None
+        self._pull(sums[0], sources, biases, weights, handle.send_head.contiguous())
         if source.copies:
             self._release(source)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from .._triton import Launch, Variant, jit, next_power_of_2, prepare, tl, triton
-from ..exchange import LOW_LATENCY, STATE_FAILED, Context, fail, mask_of, must_stop, refuse
+from ..exchange import LOW_LATENCY, STATE_FAILED, Context, fail, mask_of, must_stop, propagate_failure, refuse
 from ..primitives import clock_ns, load_acquire, store_release, tell_host, words_at
 
 NUM_KEPT = 8  # calls whose posts and tables are kept
@@ -512,6 +512,8 @@ def await_all(
     # A rank that has refused this call is masked like a silent one, if ranks may be masked.
     has_refused = must_stop(failed, refused, number, _LOW_LATENCY) & (sent < number) & (can_mask == 0)
     has_failed = is_awaited & ((failed == 1) | has_refused)
+    # As `exchange.open_context` returns it. Its words come one by one, so that no load of them waits for another.
+    context = (boards, own_boards, state, state, host, num_ranks, rank, 1, 0, limit_ns)
     if tl.sum(has_failed.to(tl.int32)) > 0:
         first = tl.min(tl.where(has_failed, lanes, LANES))
         record = words_at(one_of(board, first, LANES)) + (num_ranks + first) * _LINE + 1
@@ -523,10 +525,7 @@ def await_all(
         tl.store(seen + 2 * lanes, tl.load(there + _A, mask=is_posted, other=word_a), mask=is_rank)
         tl.store(seen + 2 * lanes + 1, tl.load(there + _B, mask=is_posted, other=word_b), mask=is_rank)
         tl.debug_barrier()
-        fail(
-            boards, state, host, num_ranks, rank, tl.load(record), tl.load(record + 1), tl.load(record + 2),
-            tl.load(record + 3), tl.load(record + 4), tl.load(record + 5), tl.load(record + 6), LANES,
-        )  # fmt: skip
+        propagate_failure(context, first, LANES)
     elif tl.sum(is_lost.to(tl.int32)) > 0:
         if can_mask != 0:
             tl.store(ranks_mask + lanes, tl.where(has_gone_on, _MASKED, _LOST), mask=is_lost)
@@ -536,13 +535,13 @@ def await_all(
         else:
             code = tl.where(tl.sum(is_silent.to(tl.int32)) > 0, _TIMEOUT, _DESYNC)
             subject = mask_of(is_lost, lanes)
-            fail(boards, state, host, num_ranks, rank, code, number, operation, subject, 0, 0, rank, LANES)
+            fail(context, code, number, operation, subject, 0, 0, rank, LANES)
     elif tl.sum(differs.to(tl.int32)) > 0:
         tl.store(seen + 2 * lanes, posted_a, mask=is_here)
         tl.store(seen + 2 * lanes + 1, posted_b, mask=is_here)
         tl.debug_barrier()
         subject = mask_of(differs, lanes)
-        fail(boards, state, host, num_ranks, rank, _DISAGREE, number, operation, subject, 0, 0, rank, LANES)
+        fail(context, _DISAGREE, number, operation, subject, 0, 0, rank, LANES)
 
 
 @triton.jit

@@ -78,11 +78,11 @@ class CpuNodesDispatch(CpuDispatch):
 
     # By the caller ---------------------------------------------------------------------------------------------------
 
-    def unpack(
+    def outputs(
         self, scope: CpuScope, routing: Routing, routes: None, sections: Sections, num_channels: int
     ) -> Unpacked:
-        """Split the records into source indices, ids and weights, see `CpuDispatch`."""
-        unpacked = super().unpack(scope, routing, routes, sections, num_channels)
+        """Allocate ids and weights, see `CpuDispatch`."""
+        unpacked = super().outputs(scope, routing, routes, sections, num_channels)
         self._returned_head = unpacked.handle.send_nvl_head
         return unpacked
 

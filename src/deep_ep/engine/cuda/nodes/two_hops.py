@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from ....handle import RailHandle
-from ....kernels import finish, notify, relay, relay_sums, route
+from ....kernels import notify, relay, relay_sums, route
 from ....kernels.exchange import STATE_RAIL_BYTES
-from ....kernels.finish import FinishCombine, FinishDispatch
+from ....kernels.finish import Finish
 from ....kernels.notify import Counted, HandshakeForm, Numbered, Post
 from ....kernels.pull import copy_in
 from ....kernels.put import Put, Unpack
@@ -34,7 +34,7 @@ from ....kernels.rail import RemoteRowLayout
 from ....topology import Topology
 from ...ops import Counts, Sections, received_of
 from ...payload import DispatchResult, Payload, Routing, Unpacked, empty_topk
-from ...protocol import ANNOUNCED, OFFERED, READY
+from ...protocol import ANNOUNCED, OFFERED, READY, TAKEN
 from ..memory import CombineSource, Memory
 from ..scope import CudaScope
 from ..shapes import Shapes
@@ -80,7 +80,6 @@ class TwoHopOps:
         self.aimed = replace(context, table=torch.zeros_like(context.table))
         self.own = replace(context, rank=0, num_ranks=1, num_nodes=1)  # for a count of this rank alone
         self.counts = context.state.new_empty(context.num_ranks, dtype=torch.int32)
-        self.nothing = torch.zeros(1, dtype=torch.int32, device=device)
         self.guessed_forwarded = 0
         self._point_to_remote()
         self._prepare()
@@ -104,7 +103,7 @@ class TwoHopOps:
         is_whole = proxy.send_words is None
         notify.prepare_nodes(context, [(True, True)] if is_whole else [(True, False), (False, True)])
         proxy.prepare(self.plan)
-        finish.prepare_all(context)
+        Finish(context, READY, 0).launch.prepare()
 
     def dispatch(self, signature: DispatchSignature) -> TwoHopDispatch:
         """Make the steps of dispatches with one signature."""
@@ -142,10 +141,9 @@ class TwoHopDispatch(DeviceDispatch):
         exact = self._terms._replace(step=OFFERED)
         self._second_handshake = signals.handshake(exact, HandshakeForm(has_nodes=True, is_new=False))
         self._shape, rows = ops.shapes.for_put(signature.num_sms), rows_of(signature)
-        num_local = self._terms.num_local
         # Records and slots are `route`'s; `put` moves rows and scales along the slots that it has found.
         self._put = Put(ops.aimed, self._shape, rows._replace(has_records=False, num_topk=0, idx_dtype=torch.int32))
-        self._finish = FinishDispatch(context, READY, self._terms.operation, rows, num_local)
+        self._finish = Finish(context, READY, self._terms.operation)
         self._unpack = Unpack(context, self._shape.num_blocks, num_topk, rows.idx_dtype, has_ends=True)
 
     def route(self, scope: CudaScope, routing: Routing, num_channels: int, num_rows: int) -> TwoHopRoutes:
@@ -200,11 +198,28 @@ class TwoHopDispatch(DeviceDispatch):
         bound = max(routes.token_routes.forwarded.size(0), payload.x.size(0) * self._ops.topology.num_nodes)
         return post._replace(remote_rows=min(capacity, bound))
 
+    def outputs(
+        self, scope: CudaScope, routing: Routing, routes: TwoHopRoutes, sections: Sections, num_channels: int
+    ) -> Unpacked:
+        """Allocate the handle, ids and weights."""
+        with scope.outputs:
+            handle = self._ops.router.empty_handle(routing, routes, sections.num_rows, num_channels)
+            unpacked = Unpacked(handle, *empty_topk(routing, sections.num_rows))
+        scope.hold_unpacked(routing, unpacked)
+        return unpacked
+
     def move(
-        self, scope: CudaScope, payload: Payload, routing: Routing | None, routes: TwoHopRoutes, sections: Sections
+        self,
+        scope: CudaScope,
+        payload: Payload,
+        routing: Routing | None,
+        routes: TwoHopRoutes,
+        sections: Sections,
+        unpacked: Unpacked | None,
     ) -> None:
-        """Put the rows for this node, send those for other nodes, and relay the rows that come from there."""
-        del sections  # there is no staging across nodes
+        """Put the rows for this node, send those for other nodes, relay the rows that come from there, and split the
+        records. There is no staging across nodes.
+        """
         ops, widths = self._ops, self._widths
         signals, topology, proxy, outbox = ops.signals, ops.topology, ops.remote.proxy, ops.remote.memory
         context, plan, shape, token_routes = signals.context, ops.plan, self._shape, routes.token_routes
@@ -235,8 +250,13 @@ class TwoHopDispatch(DeviceDispatch):
             )  # fmt: skip
         if scope.reach is not None:
             scope.reach("finish")
-        prefix = routes.prefix if routes.prefix is not None else token_routes.slots
-        self._finish(payload.x, payload.scales, token_routes.slots, topk_idx, topk_weights, prefix)
+        self._finish()
+        if unpacked is not None:
+            assert routes.prefix is not None
+            assert sections.records is not None
+            handle, recv_idx, recv_weights = unpacked
+            sources, ends = handle.recv_src_meta.view(torch.int32), handle.recv_gbl_rank_prefix_sum
+            self._unpack(sections.records, sections.num_rows, routes.prefix, sources, recv_idx, recv_weights, ends)
 
     def grow(self, told: Counts) -> None:
         """Add a segment, and remote memory, if any rank lacks memory for its rows."""
@@ -251,22 +271,6 @@ class TwoHopDispatch(DeviceDispatch):
         """Return the routes with memory for exactly the rows that this rank forwards."""
         num_forwarded = told.remote_rows[self._ops.topology.rank]
         return routes.with_forwarded(self._ops.router.empty_forwarded(scope, routing.is_token_in_rank, num_forwarded))
-
-    def unpack(
-        self, scope: CudaScope, routing: Routing, routes: TwoHopRoutes, sections: Sections, num_channels: int
-    ) -> Unpacked:
-        """Split the records into source indices, ids and weights."""
-        assert routes.prefix is not None
-        assert sections.records is not None
-        num_rows = sections.num_rows
-        with scope.outputs:
-            handle = self._ops.router.empty_handle(routing, routes, num_rows, num_channels)
-            topk_idx, topk_weights = empty_topk(routing, num_rows)
-        sources, ends = handle.recv_src_meta.view(torch.int32), handle.recv_gbl_rank_prefix_sum
-        self._unpack(sections.records, num_rows, routes.prefix, sources, topk_idx, topk_weights, ends)
-        unpacked = Unpacked(handle, topk_idx, topk_weights)
-        scope.hold_unpacked(routing, unpacked)
-        return unpacked
 
     def received(
         self, routes: TwoHopRoutes, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
@@ -291,7 +295,7 @@ class TwoHopCombine(DeviceCombine):
         self._copy_shape = ops.shapes.for_copy(signature.num_sms)
         hidden, dtype, num_topk = signature.hidden, signature.dtype, signature.num_topk
         self._widths = [hidden * dtype.itemsize, 4 * num_topk][: 2 if num_topk else 1]
-        self._finish = FinishCombine(ops.signals.context, READY, self._terms.operation, hidden, dtype, num_topk)
+        self._finish = Finish(ops.signals.context, TAKEN, self._terms.operation)
 
     def _rows_from(self, handle: RailHandle) -> None:
         """Return None: a handle across nodes does not have the rows from each rank."""
@@ -343,8 +347,7 @@ class TwoHopCombine(DeviceCombine):
             relay_sums.sum_nodes(ops.node, remote, shape, section, out, node_slots, forwarded, some)
         if scope.reach is not None:
             scope.reach("finish")
-        nothing = (ops.nothing,) * 3  # only used if a rank is staged
-        self._finish(parts, sums, biases, *nothing)
+        self._finish()
         if source.copies:
             self._release(source)
 

@@ -19,9 +19,9 @@ import torch
 
 from ....errors import EPUnsupported
 from ....kernels._triton import Launch
+from ....kernels.exchange import WARP_LANES
 from ....kernels.low_latency import combine, dispatch, words
 from ....kernels.low_latency.words import KernelCall, LowLatencyContext, WaitOptions
-from ....kernels.notify import can_share_a_wait
 from ....log import log_event
 from ....stream import LaunchStream
 from ....transport import MAX_EXPERTS
@@ -251,7 +251,7 @@ class CudaLowLatency(LowLatencyEngine):
         self._copies = Copies(remote, self._board_bytes, num_bytes, MAX_EXPERTS) if remote is not None else None
         # The call must first be copied to remote ranks, which wait for it as well; and the block of a send has several
         # warps.
-        self._can_send_wait = self._copies is None and can_share_a_wait(signals.context)
+        self._can_send_wait = self._copies is None and signals.context.num_ranks <= WARP_LANES
         self._part = window.new_part(
             self._copies.num_bytes if self._copies is not None else self._board_bytes + num_bytes
         )
