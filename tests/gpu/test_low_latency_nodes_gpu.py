@@ -1,4 +1,6 @@
-"""Low-latency calls across nodes over NVSHMEM: a GPU's ranks split into nodes, which reach each other by puts alone."""
+"""Low-latency calls across nodes over NVSHMEM: a GPU's ranks split into nodes, which reach each other by puts alone, or
+read each other's memory.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,12 @@ def _nvshmem() -> None:
         pytest.skip("torch comes without NVSHMEM")
 
 
-def run_nodes(function: Callable[..., Any], shape: tuple[int, int], *args: Any, **options: Any) -> list[Any]:
+def run_nodes(
+    function: Callable[..., Any], shape: tuple[int, int], *args: Any, how: str = "nvshmem put", **options: Any
+) -> list[Any]:
     num_nodes, size = shape
     num_ranks = num_nodes * size
-    return run_ranks(function, num_ranks, *args, env=remote_env("cuda", "nvshmem", num_ranks, size), **options)
+    return run_ranks(function, num_ranks, *args, env=remote_env("cuda", how, num_ranks, size), **options)
 
 
 # What DeepEP's own test checks ---------------------------------------------------------------------------------------
@@ -142,9 +146,10 @@ def cast_back(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return flat.view(rows.shape)
 
 
+@pytest.mark.parametrize("how", ["nvshmem put", "nvshmem"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_deepeps_own_test_checks(shape: tuple[int, int]) -> None:
-    run_nodes(own_test, shape)
+def test_what_deepeps_own_test_checks(shape: tuple[int, int], how: str) -> None:
+    run_nodes(own_test, shape, how=how)
 
 
 # Results, to the bit -------------------------------------------------------------------------------------------------
@@ -205,10 +210,12 @@ def test_masks_of_the_caller() -> None:
     run_nodes(caller_masks, (3, 1))
 
 
-@pytest.mark.parametrize("shape", [(3, 1), (2, 2), (4, 1)])
-def test_a_silent_rank_is_masked_on_all_nodes(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "how"), [((3, 1), "nvshmem"), ((3, 1), "nvshmem put"), ((2, 2), "nvshmem put"), ((4, 1), "nvshmem put")]
+)
+def test_a_silent_rank_is_masked_on_all_nodes(shape: tuple[int, int], how: str) -> None:
     num_ranks = shape[0] * shape[1]
-    results = run_nodes(silent_peer, shape, True)
+    results = run_nodes(silent_peer, shape, True, how=how)
     for rank in range(num_ranks):
         if rank != 1:
             assert results[rank][2] == [int(one == 1) for one in range(num_ranks)]

@@ -24,6 +24,7 @@ from test_low_latency_interpreted import (
     silence,
     two_in_flight,
 )
+from test_returns import leave_and_return
 
 import deep_ep
 from common import error_of, run_ranks
@@ -60,12 +61,21 @@ def every_call(rank: int, num_ranks: int) -> None:
         part(rank, num_ranks)
 
 
-def test_calls_with_each_pair_of_flags_and_in_one_chain() -> None:
-    run_nodes(every_call, 2, 1)
+@pytest.mark.parametrize("rows", ["put", "fetch"])
+def test_calls_with_each_pair_of_flags_and_in_one_chain(rows: str) -> None:
+    """By copies of remote ranks' memory, and straight out of it."""
+    run_nodes(every_call, 2, 1, rows=rows)
 
 
-def test_calls_of_two_nodes_of_two_ranks() -> None:
-    run_nodes(flags, 4, 2)
+@pytest.mark.parametrize("rows", ["put", "fetch"])
+def test_calls_of_two_nodes_of_two_ranks(rows: str) -> None:
+    run_nodes(flags, 4, 2, rows=rows)
+
+
+def test_ranks_that_were_masked_come_back_where_memory_can_be_addressed() -> None:
+    told = run_nodes(leave_and_return, 2, 1, True, rows="fetch")
+    assert "rank 1" in told[0][0]
+    assert any("without this rank" in text for text in told[1])
 
 
 def tight(rank: int, num_ranks: int) -> None:
@@ -84,8 +94,9 @@ def test_short_rows_fit_into_copies() -> None:
 # Masks, silence, disagreement ----------------------------------------------------------------------------------------
 
 
-def test_masks_of_the_caller_and_of_a_silent_remote_rank() -> None:
-    told = run_nodes(masks, 3, 1)
+@pytest.mark.parametrize("rows", ["put", "fetch"])
+def test_masks_of_the_caller_and_of_a_silent_remote_rank(rows: str) -> None:
+    told = run_nodes(masks, 3, 1, rows=rows)
     for rank in (0, 2):
         (text,) = told[rank]
         assert "rank 1 " in text

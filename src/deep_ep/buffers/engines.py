@@ -185,9 +185,11 @@ def _cuda_nodes(
     ops = TwoHopOps(topology, remote, signals, memory, load_shapes(size, most_blocks_alone(local, device)))
     engine = CudaEngine(window, stream, signals, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
-    if num_bytes and pes:
-        ranks = RemoteRanks(topology, pes, proxy.tell_failure)
-        engine.low_latency = CudaLowLatency(signals, window, stream, num_bytes, enable_shrink, ranks)
+    made = (signals, window, stream, num_bytes, enable_shrink)
+    if num_bytes and whole is not None and proxy.boards is not None:  # all memory can be addressed
+        engine.low_latency = CudaLowLatency(*made, memory=whole)
+    elif num_bytes and pes:
+        engine.low_latency = CudaLowLatency(*made, RemoteRanks(topology, pes, proxy.tell_failure))
     elif num_bytes:
         engine.why_no_low_latency = why
     if whole is not None:

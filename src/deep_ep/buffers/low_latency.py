@@ -292,8 +292,9 @@ class LowLatencyMethods:
 
         With `enable_shrink` it also brings ranks into step that have made different calls. To take in ranks that were
         masked, all ranks call `low_latency_clean_mask_buffer` and then this, each whenever it can, within the limit of
-        one another. Results that are still in flight are given up, and their hooks raise. Over NVSHMEM it is only a
-        barrier: there a rank that has missed calls cannot come back.
+        one another. Results that are still in flight are given up, and their hooks raise. Over
+        NVSHMEM between ranks that cannot address each other's memory it is only a barrier: there a rank that has missed
+        calls cannot come back.
 
         A rank that stays away past the limit is masked (`enable_shrink`), or raises `EPTimeout`.
 

@@ -132,16 +132,6 @@ class DeviceWindow:
             return False
         return True
 
-    def new_part(self, num_bytes: int) -> Part:
-        """Allocate a piece of memory on every rank, outside of the arena.
-
-        All ranks call it together, with the same size.
-
-        Raises:
-            EPTransportError: Some rank cannot have it; all ranks raise.
-        """
-        return self.memory.grow(whole_units(num_bytes))
-
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured in a graph."""
         return self.memory.is_capturing()

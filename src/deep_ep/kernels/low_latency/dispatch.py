@@ -392,7 +392,7 @@ def receiver(
         has_stats: Counts are added to a tensor.
     """
     buffer = context.buffer
-    has_remote = buffer.num_nodes > 1
+    has_remote = call.copy_set_bytes > 0
     variant, word, num_vectors = _receive_variant(
         sizes, scale_dtype, has_stats, has_remote, call.takes_slot, context.num_lanes
     )

@@ -25,7 +25,8 @@ from ....kernels.low_latency.words import KernelCall, LowLatencyContext, WaitOpt
 from ....log import log_event
 from ....stream import LaunchStream
 from ....transport import MAX_EXPERTS
-from ....transport.device import DeviceWindow
+from ....transport.device import DeviceMemory, DeviceWindow
+from ....transport.spans import whole_units
 from ...cuda.digest import pack
 from ...cuda.scope import CudaScope
 from ...cuda.signals import Signals
@@ -223,7 +224,9 @@ class CudaLowLatency(LowLatencyEngine):
         stream: Where kernels are launched.
         num_bytes: Bytes of the low-latency memory, the same on all ranks.
         enable_shrink: Mask ranks that stay silent, instead of failing.
-        remote: Ranks of other nodes; None: there are none.
+        remote: Ranks of other nodes whose memory cannot be addressed; None: there are none.
+        memory: Where low-latency memory comes from, if ranks of other nodes can address it, too; None: from the window,
+            which is that of one node.
     """
 
     def __init__(
@@ -234,6 +237,7 @@ class CudaLowLatency(LowLatencyEngine):
         num_bytes: int,
         enable_shrink: bool,
         remote: RemoteRanks | None = None,
+        memory: DeviceMemory | None = None,
     ):
         num_ranks, device = window.num_ranks, window.device
         if num_ranks > words.MOST_RANKS:
@@ -252,9 +256,8 @@ class CudaLowLatency(LowLatencyEngine):
         # The call must first be copied to remote ranks, which wait for it as well; and the block of a send has several
         # warps.
         self._can_send_wait = self._copies is None and signals.context.num_ranks <= WARP_LANES
-        self._part = window.new_part(
-            self._copies.num_bytes if self._copies is not None else self._board_bytes + num_bytes
-        )
+        part_bytes = self._copies.num_bytes if self._copies is not None else self._board_bytes + num_bytes
+        self._part = (memory or window.memory).grow(whole_units(part_bytes))
         addresses, base = list(self._part.addresses), self._part.memory.data_ptr()
         if self._copies is not None:
             addresses = self._copies.addresses(base, addresses)
