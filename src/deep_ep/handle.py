@@ -36,6 +36,10 @@ class Handle(NamedTuple):
     is_token_in_rank: torch.Tensor
     send_head: torch.Tensor
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
+        return self
+
     @property
     def num_tokens(self) -> int:
         """T, the tokens that were dispatched."""
@@ -132,6 +136,10 @@ class RailHandle(NamedTuple):
     recv_src_meta: torch.Tensor
     send_rdma_head: torch.Tensor
     send_nvl_head: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
+        return self
 
     @property
     def num_tokens(self) -> int:

@@ -196,18 +196,23 @@ def test_tensors_of_one_region_are_beside_each_other_and_go_together(way: str) -
     arena, world = make_arena(8), World()
     one, two = world.stream("one"), world.stream("two")
     shapes = (((3, 50), torch.uint8), ((3, 2), torch.float32), ((3, 0), torch.int64))
-    made = arena.allocate_together(shapes, one)
-    assert made is not None
+    cpu = torch.device("cpu")
+    layout = device.region_layout(shapes, cpu)
+    found = arena.allocate_region(layout, one)
+    assert found is not None
+    made, *where = found
+    assert where == [0, 0]
     assert [(tuple(tensor.shape), tensor.dtype) for tensor in made] == list(shapes)
     assert all(tensor.is_contiguous() for tensor in made)
     rows, scales, nothing = made
     assert [arena.base_of(rows), arena.base_of(scales)] == [(0, 0), (0, 256)], "aligned to 128 bytes"
+    assert layout.starts == [0, 256, 0]
     rows.fill_(1)
     scales.fill_(2)
     assert rows.sum() == 150
     arena.used_by(scales, two)
     number = two.work()
-    del rows, made, nothing
+    del rows, made, nothing, found
     assert arena.num_bytes()["used"] == UNIT_BYTES, "of what is left"
     assert scales.tolist() == [[2, 2]] * 3
     del scales
@@ -215,8 +220,12 @@ def test_tensors_of_one_region_are_beside_each_other_and_go_together(way: str) -
     again = take(arena, 1, one)
     assert unit_of(arena, again) == 0
     assert one.is_behind(two, number)
-    assert [tensor.shape for tensor in arena.allocate_together((((0, 4), torch.uint8),) * 2) or ()] == [(0, 4)] * 2
-    assert arena.allocate_together((((9, UNIT_BYTES), torch.uint8), ((1, 1), torch.uint8))) is None
+    empty = arena.allocate_region(device.region_layout((((0, 4), torch.uint8),) * 2, cpu))
+    assert empty is not None
+    assert [tensor.shape for tensor in empty[0]] == [(0, 4)] * 2
+    assert empty[1] == -1
+    too_large = device.region_layout((((9, UNIT_BYTES), torch.uint8), ((1, 1), torch.uint8)), cpu)
+    assert arena.allocate_region(too_large) is None
 
 
 def test_default_device_and_inference_mode_do_not_matter(way: str) -> None:

@@ -66,6 +66,7 @@ def routing_of(**changes: Any) -> Any:
         "topk_idx": torch.zeros(4, 3, dtype=torch.int64),
         "topk_weights": torch.zeros(4, 3),
         "known": None,
+        "known_ids": None,
     } | changes
     return usual.routing(4, 2, CPU, *given.values())
 
@@ -83,6 +84,18 @@ def test_routings() -> None:
     for name, tensors in wrong.items():
         for odd in [*tensors, None, tensors[0].to(META)]:
             assert routing_of(**{name: odd}) is None, (name, odd)
+
+
+def test_known_ids_are_only_looked_at_for_their_shape() -> None:
+    ids, square = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64)
+    routing = routing_of(topk_idx=ids, known_ids=ref(ids))
+    assert routing.has_known_ids
+    assert not routing_of(topk_idx=ids).has_known_ids
+    assert not routing_of(topk_idx=ids.clone(), known_ids=ref(ids)).has_known_ids
+    assert routing_of(topk_idx=None, known_ids=ref(torch.zeros(1))) is None, "of a tensor that is gone"
+    assert routing_of(topk_idx=square.t_(), topk_weights=torch.zeros(4, 4), known_ids=ref(square)) is None
+    more = torch.zeros(5, 3, dtype=torch.int64)
+    assert routing_of(topk_idx=more, known_ids=ref(more)) is None
 
 
 def test_a_known_layout_is_not_looked_at_again_and_a_dead_one_is_none() -> None:

@@ -407,7 +407,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         if self._num_nodes == 1:
             routing = usual.routing(
                 num_tokens, self.group_size, self.device, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert,
-                topk_idx, topk_weights, self._known_layout,
+                topk_idx, topk_weights, self._known_layout, self._known_ids,
             )  # fmt: skip
         if routing is None:
             routing = checks.check_routing(
@@ -423,8 +423,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
                 self._num_nodes,
                 num_tokens_per_rdma_rank,
             )
-        known_ids = self._known_ids
-        routing.has_known_ids = known_ids is not None and known_ids() is topk_idx
+            known_ids = self._known_ids
+            routing.has_known_ids = known_ids is not None and known_ids() is topk_idx
         most, num_channels = checks.MOST_ROWS, self._num_channels(given)
         if expert_alignment != 1 or type(expert_alignment) is not int:
             expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1, most)

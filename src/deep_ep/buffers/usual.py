@@ -19,7 +19,6 @@ from ..transport import MAX_EXPERTS
 _Tensor = torch.Tensor
 _strided = torch.strided
 _int32, _int64, _float32, _bool = torch.int32, torch.int64, torch.float32, torch.bool
-_IDS = (_int64, _int32)
 _has_transform = torch._C._functorch.peek_interpreter_stack
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -89,6 +88,7 @@ def routing(
     topk_idx: Any,
     topk_weights: Any,
     known: tuple[ReferenceType, ...] | None,
+    known_ids: ReferenceType | None,
 ) -> Routing | None:
     """The routing of a dispatch inside one node, with ids and weights. It is called after `payload`.
 
@@ -102,6 +102,7 @@ def routing(
         topk_idx: Likewise.
         topk_weights: Likewise.
         known: To `per_rank`, `mask` and `per_expert` of the last layout that the buffer made; None: there is none.
+        known_ids: To the ids that it was made of.
     """
     is_known = (
         known is not None
@@ -111,33 +112,24 @@ def routing(
     )
     if not is_known and not _is_layout(num_ranks, device, per_rank, mask, per_expert):
         return None
-    # Written out, and not a loop over both: every full dispatch comes by here.
+    has_known_ids = known_ids is not None and known_ids() is topk_idx is not None
+    if num_ranks == 1 or not (topk_idx.is_contiguous() if has_known_ids else is_ids(topk_idx, device)):
+        return None
     if (
-        num_ranks == 1
-        or type(topk_idx) is not _Tensor
-        or type(topk_weights) is not _Tensor
-        or topk_idx.is_nested
+        type(topk_weights) is not _Tensor
         or topk_weights.is_nested
-        or topk_idx.layout is not _strided
         or topk_weights.layout is not _strided
-        or topk_idx.dtype not in _IDS
         or topk_weights.dtype is not _float32
-        or topk_idx.device != device
         or topk_weights.device != device
         or topk_weights.is_neg()
-        or not topk_idx.is_contiguous()
         or not topk_weights.is_contiguous()
     ):
         return None
     shape = topk_idx.shape
-    is_usual = (
-        len(shape) == 2
-        and shape[0] == num_tokens
-        and shape[1] > 1
-        and topk_weights.shape == shape
-        and mask.shape == (num_tokens, num_ranks)
-    )
-    return Routing(per_rank, per_expert, mask, topk_idx, topk_weights) if is_usual else None
+    is_usual = shape[0] == num_tokens and topk_weights.shape == shape and mask.shape == (num_tokens, num_ranks)
+    if not is_usual:
+        return None
+    return Routing(per_rank, per_expert, mask, topk_idx, topk_weights, has_known_ids=has_known_ids)
 
 
 def _is_layout(num_ranks: int, device: torch.device, per_rank: Any, mask: Any, per_expert: Any) -> bool:

@@ -147,7 +147,7 @@ class Engine(ABC):
         is_full, expert_counts = operation == "dispatch", []
         told: Counts | None = None
         with self._scope(operation, order) as scope:
-            scope.hold_inputs((payload.x, payload.scales), handle if routing is None else routing.tensors())
+            scope.hold_inputs((payload.x, payload.scales), handle if routing is None else routing)
             if around.prepare is not None:
                 payload = around.prepare(scope)
             steps = self._dispatch_steps(operation, payload, routing, num_sms)
@@ -196,7 +196,7 @@ class Engine(ABC):
     ) -> tuple[CombineResult, EventHandle | None]:
         """A combine along the slots of an earlier dispatch: the script of all of them."""
         with self._scope("combine", order) as scope:
-            scope.hold_inputs((x, topk_weights, *biases), handle if around.prepare is None else handle.tensors())
+            scope.hold_inputs((x, topk_weights, *biases), handle)
             if around.prepare is not None:
                 x, topk_weights = around.prepare(scope)
             steps = self._combine_steps(x, handle, topk_weights, biases, num_sms)

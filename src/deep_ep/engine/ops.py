@@ -145,14 +145,14 @@ class CallScope(Protocol):
         """End the call. On the CPU, run the functions that the steps have handed over, or queue them."""
         ...
 
-    def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
+    def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Any) -> None:
         """Keep what a call reads until the device has read it.
 
         It is called before the first step, so it holds however the call ends.
 
         Args:
             tensors: Those that may lie in the window.
-            ordinary: Those that do not.
+            ordinary: A routing or a handle, whose `tensors()` do not.
         """
         ...
 

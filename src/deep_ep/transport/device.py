@@ -163,23 +163,26 @@ class _Segment:
 
 
 @dataclass(eq=False, slots=True)
-class _Layout:
+class RegionLayout:
     """Contiguous tensors of one region, one behind the other.
 
     Attributes:
         num_bytes: Bytes of all of them; 0: they are empty.
         whole_bytes: The same, in whole units.
+        starts: Bytes before each of them.
         tensors: Of each what `_new_cuda_tensor` takes: shape, strides and offset in elements, dtype, device.
     """
 
     num_bytes: int
     whole_bytes: int
+    starts: list[int]
     tensors: list[dict[str, Any]]
 
 
 @functools.lru_cache(256)  # a program's calls repeat a few
-def _layout(shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], device: torch.device) -> _Layout:
-    tensors = []
+def region_layout(shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], device: torch.device) -> RegionLayout:
+    """Lay tensors of these shapes and dtypes out, one behind the other."""
+    tensors, starts = [], []
     num_bytes = 0
     for shape, dtype in shapes:
         num_own_bytes = math.prod(shape) * dtype.itemsize
@@ -187,8 +190,9 @@ def _layout(shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], device: tor
         strides = tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))
         offset = start // dtype.itemsize
         tensors.append({"size": shape, "stride": strides, "storage_offset": offset, "dtype": dtype, "device": device})
+        starts.append(start)
         num_bytes = max(num_bytes, start + num_own_bytes)
-    return _Layout(num_bytes, whole_units(num_bytes), tensors)
+    return RegionLayout(num_bytes, whole_units(num_bytes), starts, tensors)
 
 
 class _Used(NamedTuple):
@@ -306,29 +310,29 @@ class DeviceArena:
             is_capturing: The stream is being captured: take only what needs no wait, and keep it until
                 `release_captured`.
         """
-        tensors = self.allocate_together(((tuple(shape), dtype),), stream, is_capturing)
-        return tensors[0] if tensors is not None else None
+        layout = region_layout(((tuple(shape), dtype),), self._segments[0].device)
+        made = self.allocate_region(layout, stream, is_capturing)
+        return made[0][0] if made is not None else None
 
-    def allocate_together(
-        self,
-        shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...],
-        stream: Any = None,
-        is_capturing: bool = False,
-    ) -> list[torch.Tensor] | None:
+    def allocate_region(
+        self, layout: RegionLayout, stream: Any = None, is_capturing: bool = False
+    ) -> tuple[list[torch.Tensor], int, int] | None:
         """Allocate contiguous tensors over one region, which is free when the last of them is gone; None if there is
         no memory left.
 
         It takes half the time of a region for each of them.
 
         Args:
-            shapes: Of each tensor its shape and dtype.
+            layout: The tensors.
             stream: As in `allocate`.
             is_capturing: Likewise.
+
+        Returns:
+            The tensors, the segment, and where the region begins in it. Empty tensors lie nowhere, at segment -1.
         """
-        first = self._segments[0]
-        layout = _layout(shapes, first.device)
         if layout.num_bytes == 0:
-            return [first.owner.memory.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+            memory = self._segments[0].owner.memory
+            return [memory.new_empty(one["size"], dtype=one["dtype"]) for one in layout.tensors], -1, 0
         users = () if stream is None else (stream,)
         if is_capturing:
             block, is_ordered = self._take_unused(layout.whole_bytes), True
@@ -350,7 +354,8 @@ class DeviceArena:
             raise
         if is_capturing:
             self._captured.append(tensors[0])
-        return tensors
+        segment, (start, _) = block
+        return tensors, segment.number, start
 
     def records(self, num_bytes: int, stream: Any = None, is_capturing: bool = False) -> torch.Tensor | None:
         """Return memory for the records of a call, [num_bytes] uint8: the same for all calls, which follow one
@@ -555,7 +560,7 @@ class DeviceArena:
             stream.wait_event(event)
         return kept
 
-    def _wrap(self, block: tuple[_Segment, Span], users: tuple[Any, ...], layout: _Layout) -> list[torch.Tensor]:
+    def _wrap(self, block: tuple[_Segment, Span], users: tuple[Any, ...], layout: RegionLayout) -> list[torch.Tensor]:
         """Tensors over memory that was taken, and the region to know them by."""
         segment, (start, _) = block
         address = segment.address + start

@@ -106,7 +106,7 @@ class CpuScope:
 
     # For the script --------------------------------------------------------------------------------------------------
 
-    def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
+    def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Any) -> None:
         """The functions that are handed over hold what they read."""
 
     def hold_received(self, received: DispatchResult) -> DispatchResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from ...kernels.put import VECTOR_BYTES
 from ...sizing import align
 from ...stream import LaunchStream
 from ...transport.arena import GROWTH_BYTES
-from ...transport.device import DeviceWindow
+from ...transport.device import DeviceWindow, RegionLayout, region_layout
 from ...transport.spans import UNIT_BYTES, whole_units
 from ..ops import Counts, Sections, make_sections
 from ..protocol import warn_staged
@@ -30,7 +31,8 @@ _STAGING_BYTES_PER_RANK = 64 << 10  # at least: a row of every rank must fit
 _LINE_BYTES = 128  # to which the sections of staging are aligned
 
 
-class Columns(NamedTuple):
+@dataclass(eq=False)
+class Columns:
     """What a row of a dispatch consists of.
 
     Attributes:
@@ -46,6 +48,7 @@ class Columns(NamedTuple):
     num_scales: int
     scale_dtype: torch.dtype | None
     record_words: int
+    _kept: tuple[int, RegionLayout] | None = field(default=None, init=False)
 
     def widths(self) -> tuple[int, int, int]:
         """The bytes of a row of each section."""
@@ -56,6 +59,16 @@ class Columns(NamedTuple):
         """Bytes of a row that a combine may bring back, with weights."""
         row_bytes = self.hidden * max(self.dtype.itemsize, _LEAST_COMBINE_BYTES)
         return align(row_bytes, VECTOR_BYTES) + align(4 * num_topk, VECTOR_BYTES)
+
+    def layout(self, num_rows: int, device: torch.device) -> RegionLayout:
+        """Return how rows and their scales share a region. That of the last call is kept: most often it will do."""
+        kept = self._kept
+        if kept is None or kept[0] != num_rows:
+            shapes: tuple = (((num_rows, self.hidden), self.dtype),)
+            if self.scale_dtype is not None:
+                shapes = (*shapes, ((num_rows, self.num_scales), self.scale_dtype))
+            kept = self._kept = (num_rows, region_layout(shapes, device))
+        return kept[1]
 
 
 class CombineSource(NamedTuple):
@@ -86,6 +99,7 @@ class Memory:
 
     def __init__(self, window: DeviceWindow, stream: LaunchStream, can_stage: bool = True):
         self._window = window
+        self._device = window.device
         self._arena = window.arena
         self._bounds = window.arena.bounds  # asked two or three times in a call, so without a function in between
         self._stream = stream
@@ -128,27 +142,27 @@ class Memory:
 
     def sections(self, columns: Columns, num_rows: int) -> Sections | None:
         """Allocate regions for `num_rows` rows; None if the arena has no memory left."""
-        hidden, dtype, num_scales, scale_dtype, record_words = columns
         arena, stream, is_capturing = self._arena, self._stream.current, self._stream.is_capturing
-        scales = records = None
-        scale_base = record_base = -1
-        shapes: tuple = (((num_rows, hidden), dtype),)
-        if scale_dtype is not None:
-            shapes = (*shapes, ((num_rows, num_scales), scale_dtype))
-        made = arena.allocate_together(shapes, stream, is_capturing)
+        layout = columns.layout(num_rows, self._device)
+        made = arena.allocate_region(layout, stream, is_capturing)
         if made is None:
             return None
-        x = made[0]
-        if scale_dtype is not None:
-            scales = made[1]
-            scale_base = self.base(scales)
-        if record_words:
-            records = arena.records(4 * num_rows * record_words, stream, is_capturing)
+        tensors, segment, start = made
+        x, scales, records = tensors[0], None, None
+        base = scale_base = record_base = -1
+        if segment >= 0:
+            base = segment << SEGMENT_BITS | start
+        if columns.scale_dtype is not None:
+            scales = tensors[1]
+            if scales.numel():
+                scale_base = base + layout.starts[1]
+        if columns.record_words:
+            records = arena.records(4 * num_rows * columns.record_words, stream, is_capturing)
             if records is None:
                 arena.give_up(x)
                 return None
             record_base = self.base(records)
-        return make_sections((x, scales, records, num_rows, 0, (self.base(x), scale_base, record_base), 0))
+        return make_sections((x, scales, records, num_rows, 0, (base, scale_base, record_base), 0))
 
     def records(self, num_bytes: int) -> torch.Tensor | None:
         """Allocate memory of the window for the records of a call; None if the arena has none left."""
@@ -171,16 +185,14 @@ class Memory:
             EPTransportError: There is no staging, or it cannot hold a row of every rank.
         """
         self._require_staging("dispatch", self._can_stage)
-        hidden, dtype, num_scales, scale_dtype, record_words = columns
         source_rows, bases = self._cut_staging(columns.widths())
-        device = self._window.device
         scales = records = None
         with scope.outputs:
-            x = torch.empty(num_rows, hidden, dtype=dtype, device=device)
-            if scale_dtype is not None:
-                scales = torch.empty(num_rows, num_scales, dtype=scale_dtype, device=device)
-        if record_words:  # only the call itself uses records: they are of its stream
-            records = torch.empty(num_rows, record_words, dtype=torch.int32, device=device)
+            x = torch.empty(num_rows, columns.hidden, dtype=columns.dtype, device=self._device)
+            if columns.scale_dtype is not None:
+                scales = torch.empty(num_rows, columns.num_scales, dtype=columns.scale_dtype, device=self._device)
+        if columns.record_words:  # only the call itself uses records: they are of its stream
+            records = torch.empty(num_rows, columns.record_words, dtype=torch.int32, device=self._device)
         return Sections(x, scales, records, num_rows, source_rows, bases)
 
     def _cut_staging(self, row_bytes: Sequence[int]) -> tuple[int, tuple[int, int, int]]:

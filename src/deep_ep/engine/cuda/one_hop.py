@@ -185,7 +185,7 @@ class OneHopDispatch(DeviceDispatch):
     ) -> None:
         """Put this rank's rows, wait until the peers' rows have arrived, and split their records."""
         x, scales, (slots, prefix) = payload.x, payload.scales, routes
-        recv_x, recv_scales, records, num_rows, rows_per_source, *_ = sections
+        recv_x, recv_scales, records, num_rows, rows_per_source, _, _ = sections
         if scope.reach is not None:
             scope.reach("put")
         staged = (0, 0)
@@ -221,10 +221,10 @@ class OneHopDispatch(DeviceDispatch):
         """Return the result, with as many of the unpacked rows as were received."""
         del routes, told
         handle, topk_idx, topk_weights = unpacked
-        x, scales, _, num_there, rows_per_source, *_ = sections
+        x, scales, _, num_there, rows_per_source, _, _ = sections
         assert x is not None
         if num_rows != num_there:
-            handle.recv_src_idx.resize_(num_rows)
+            handle[3].resize_(num_rows)  # `recv_src_idx`
             shrink((x, scales, topk_idx, topk_weights), num_rows)
         return DispatchResult(x, scales, topk_idx, topk_weights, handle, rows_per_source > 0)
 

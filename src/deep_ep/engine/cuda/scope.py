@@ -116,7 +116,7 @@ class CudaScope:
         del call
         self._signals.is_announced = True
 
-    def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Sequence[torch.Tensor | None]) -> None:
+    def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Any) -> None:
         """Keep what a call reads until the device has read it, see `ops.CallScope`."""
         stream, used_by = self._stream, self._arena.used_by
         current = stream.current
@@ -125,7 +125,7 @@ class CudaScope:
                 used_by(tensor, current)
         if self.is_elsewhere and self._order.is_async:
             stream.hold(tensors, stream.raw)
-            stream.hold(ordinary, stream.raw)
+            stream.hold(ordinary.tensors(), stream.raw)
 
     def hold_received(self, received: DispatchResult) -> DispatchResult:
         """Keep the rows of a dispatch; `hold_unpacked` has kept the rest."""

@@ -11,6 +11,7 @@ otherwise it takes compact rows and unfolds them, which it says in its offer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -181,7 +182,8 @@ class SelectionPlan:
             self.put = Put(context, shape, rows, num_local, end)
         self.describe = Describe(context, shape.num_blocks, num_topk, num_local, idx_dtype, is_expanded)
         words = record_words(num_topk, has_rows=is_expanded) if has_routing else 0
-        self.columns = columns_of(signature)._replace(record_words=words)
+        self.columns = replace(columns_of(signature), record_words=words)
+        self.wide_columns = replace(self.columns, record_words=0)
 
 
 class SelectionRoutes(NamedTuple):
@@ -285,7 +287,7 @@ class SelectionDispatch:
             return memory.sections(columns, num_rows)
         row_bytes, scale_bytes, record_bytes = columns.widths()
         if not is_worst_case or 2 * num_expanded * (row_bytes + scale_bytes) <= memory.reserved_bytes:
-            wide = memory.sections(columns._replace(record_words=0), num_expanded)
+            wide = memory.sections(self._plan.wide_columns, num_expanded)
             records = None if wide is None or not record_bytes else memory.records(num_rows * record_bytes)
             if wide is not None and (records is not None or not record_bytes):
                 call.is_straight = True
