@@ -120,13 +120,12 @@ def make_handle(change: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: 
 
 def test_handles() -> None:
     ours = make_handle()
-    assert usual.handle(ours, 2, CPU, None) is ours
-    assert usual.handle(tuple(ours), 2, CPU, None) is None, "whoever made it"
-    assert usual.handle(ours, 3, CPU, None) is None
-    assert usual.handle(ours, 2, META, None) is None
+    assert usual.handle(ours, 2, CPU) is ours
+    assert usual.handle(tuple(ours), 2, CPU) is None, "whoever made it"
+    assert usual.handle(ours, 3, CPU) is None
+    assert usual.handle(ours, 2, META) is None
     for change in (torch.Tensor.long, lambda tensor: tensor.to(META), lambda tensor: tensor[:1]):
-        assert usual.handle(make_handle(change), 2, CPU, None) is None, "as `tree_map` makes one"
-    assert usual.handle(ours, 2, CPU, ref(ours.send_head)) is ours
+        assert usual.handle(make_handle(change), 2, CPU) is None, "as `tree_map` makes one"
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -150,17 +150,15 @@ def _is_layout(num_ranks: int, device: torch.device, per_rank: Any, mask: Any, p
     )
 
 
-def handle(given: Any, num_ranks: int, device: torch.device, known: ReferenceType | None) -> Handle | None:
+def handle(given: Any, num_ranks: int, device: torch.device) -> Handle | None:
     """The handle of a dispatch inside one node, as it was returned.
 
     A handle of this library's type was made by it, or by code that maps a function over one: so only what kernels
-    depend on is checked, and nothing in the last one that the buffer made, whose `send_head` is `known`.
+    depend on is checked.
     """
     if type(given) is not Handle:
         return None
     prefix, _, _, source_idx, _, send_head = given
-    if known is not None and known() is send_head:
-        return given
     is_ours = (
         prefix.dtype is _int32
         and source_idx.dtype is _int32

@@ -260,6 +260,8 @@ class DeviceCombine(ABC):
     def outputs(self, scope: CudaScope, parts: Sequence[torch.Tensor], handle: Any) -> list[torch.Tensor]:
         """Allocate ordinary memory for the sums."""
         num_tokens = handle.num_tokens
+        if len(parts) == 1:  # as most often
+            return [scope.empty(parts[0], num_tokens, parts[0].shape[1])]
         return [scope.empty(part, num_tokens, part.shape[1]) for part in parts]
 
     def notify(self, scope: CudaScope, parts: Sequence[torch.Tensor], handle: Any) -> CombineSource:
