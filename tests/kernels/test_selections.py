@@ -148,9 +148,13 @@ class World:
         return [int((self.ids[rank] == expert).sum()) for expert in range(self.num_experts)]
 
     def tiles(self, rank: int) -> list[list[int]]:
-        """The same of each tile of the rank's tokens."""
-        parts = self.ids[rank].split(selections.tile_tokens(self.num_topk))
-        return [[int((part == expert).sum()) for expert in range(self.num_experts)] for part in parts if part.numel()]
+        """The same of each tile of the rank's tokens, and how many of the tokens go to each rank."""
+        size = selections.tile_tokens(self.num_topk)
+        parts, masks = self.ids[rank].split(size), self.mask(rank).split(size)
+        return [
+            [*(int((part == expert).sum()) for expert in range(self.num_experts)), *mask.sum(0).tolist()]
+            for part, mask in zip(parts, masks, strict=True)
+        ]
 
     def local_ids(self, rank: int, source: int, token: int) -> list[int]:
         """A token's ids, as a rank counts them."""
@@ -197,15 +201,15 @@ def place(
     rank, device, num_topk = context.rank, context.state.device.type, world.num_topk
     ids = world.ids[rank].to(device)
     num_tokens = ids.size(0)
-    numbers = world.numbers(rank, device)
     tables = [filled(ids.shape, device) for _ in range(3)]
     if not is_new:
         tables = [table(one[rank], device, num_topk) for one in (world.owners, world.slots, world.rows)]
     targets = filled((2, *ids.shape), device, torch.int64)
-    placed = Placed(filled(numbers.shape, device), *tables, targets)
+    placed = Placed(filled((num_tokens, world.num_ranks), device), *tables, targets)
     step = Place(context, spec, num_topk, world.num_local, ids.dtype, is_new)
-    tiles, first = table(world.tiles(rank), device, world.num_experts), int32(world.first[rank], device)
-    step(num_tokens, ids, copied_idx, weights, tiles, first, numbers, *placed)
+    columns = world.num_experts + world.num_ranks
+    tiles, first = table(world.tiles(rank), device, columns), int32(world.first[rank], device)
+    step(num_tokens, ids, copied_idx, weights, tiles, first, *placed)
     return placed
 
 
@@ -263,19 +267,23 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("is_expanded", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_selections_are_counted_by_tiles(device: str, name: str) -> None:
-    """By the first half of a handshake, which numbers tokens, too."""
+def test_selections_are_counted(device: str, name: str, is_expanded: bool) -> None:
+    """By the first half of a handshake: by tiles, or by ranks, with the tokens numbered."""
     case = CASES[name]
     ids = draw_ids(case.num_tokens, case.num_topk, case.num_local * len(case.num_tokens), case.idx_dtype)
     world = World(ids, case.num_local)
     boards = Boards(world.num_ranks, device)
-    call = Select(world, 0, device, Post(), 0, receives=False)
+    call = Select(world, 0, device, Post(), 0, receives=False, is_expanded=is_expanded)
     call(boards.contexts[0])
     assert boards.record(0) is None
-    assert call.selected.tiles[:-1].tolist() == world.tiles(0)
-    assert (call.selected.tiles[-1] == UNTOUCHED).all()
-    assert torch.equal(call.selected.numbers, world.numbers(0, device))
+    num_tiles = len(call.selected.tiles) - 1
+    if is_expanded and case.num_tokens[0]:
+        assert call.selected.tiles[:num_tiles].tolist() == world.tiles(0)
+    assert (call.selected.tiles[num_tiles if is_expanded else 0 :] == UNTOUCHED).all()
+    if not is_expanded:
+        assert torch.equal(call.selected.numbers, world.numbers(0, device))
     assert torch.equal(call.selected.mask, world.mask(0).to(device))
     assert call.selected.per_rank.tolist() == world.sent()[0].tolist()
     assert call.selected.per_expert.tolist() == world.per_expert(0)
@@ -705,7 +713,7 @@ def test_addresses_of_own_rows(device: str, num_topk: int, num_rows: int, num_ca
     expected = torch.where((rows >= 0) & (rows < 50), memory.data_ptr() + rows.long() * 12, 0)
     expected[num_came:] = 0
     expected = expected.gather(1, (expected == 0).int().argsort(stable=True))
-    assert torch.equal(addresses[1].cpu(), expected)
+    assert addresses[1].tolist() == expected.tolist()
     assert (addresses[::2] == UNTOUCHED).all(), "the other matrices stay as they are"
 
 
@@ -965,7 +973,8 @@ class Select:
         self.stats = filled((world.num_local,), device)
         mask = torch.zeros(len(ids), num_ranks, dtype=torch.bool, device=device)
         numbers, per_rank = filled(mask.shape, device), filled((num_ranks,), device)
-        tiles = filled((selections.num_tiles(len(mask), world.num_topk) + 1, num_experts), device)
+        num_tiles = max(1, selections.num_tiles(len(mask), world.num_topk))
+        tiles = filled((num_tiles + 1, num_experts + num_ranks), device)
         per_expert, first = (filled((num_experts,), device) for _ in range(2))
         experts = filled((2 * world.num_local + 1,), device)
         self.selected = Selected(ids, mask, numbers, per_rank, per_expert, tiles, first, experts, self.stats)
@@ -1064,9 +1073,9 @@ def test_handshakes_find_what_loops_find(
             assert call.selected.experts.tolist() == [*counts, *ends, 9 + world.num_ranks]
             assert call.stats.tolist() == [100 + count for count in counts]
             assert call.prefix.tolist() == world.sent().cumsum(0).tolist()
-            if is_expanded:
-                assert call.selected.tiles[:-1].tolist() == world.tiles(rank)
-            assert torch.equal(call.selected.numbers, world.numbers(rank, device))
+            if not is_expanded:
+                assert torch.equal(call.selected.numbers, world.numbers(rank, device))
+            assert torch.equal(call.selected.mask, world.mask(rank).to(device))
             assert call.selected.per_expert.tolist() == world.per_expert(rank)
             assert context.table[TABLE_STARTS].tolist() == world.starts(rank)
             assert context.table[TABLE_EXPANDED].tolist() == world.num_expanded

@@ -150,7 +150,7 @@ def _cuda_nodes(
     from ..engine.cuda.nodes.proxies import Proxy, ThreadProxy, make_nvshmem_proxy
     from ..engine.cuda.nodes.remote import RemoteMemory
     from ..engine.cuda.nodes.two_hops import TwoHopOps
-    from ..engine.cuda.shapes import load_shapes, most_blocks_alone
+    from ..engine.cuda.shapes import load_shapes, most_blocks_of
     from ..engine.cuda.signals import Signals
     from ..engine.low_latency.cuda.copies import RemoteRanks
     from ..engine.low_latency.cuda.engine import CudaLowLatency
@@ -182,7 +182,7 @@ def _cuda_nodes(
         proxy = ThreadProxy(make_proxy(control, topology, layout, words), context, remote.context, control)
     remote.start(proxy)
     control.renew_deadline("compiling kernels")
-    ops = TwoHopOps(topology, remote, signals, memory, load_shapes(size, most_blocks_alone(local, device)))
+    ops = TwoHopOps(topology, remote, signals, memory, load_shapes(size, most_blocks_of(local, device)))
     engine = CudaEngine(window, stream, signals, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
     made = (signals, window, stream, num_bytes, enable_shrink)
@@ -319,7 +319,7 @@ def _cuda(
     from ..engine.cuda.engine import CudaEngine
     from ..engine.cuda.memory import Memory
     from ..engine.cuda.one_hop import OneHopOps
-    from ..engine.cuda.shapes import load_shapes, most_blocks_alone
+    from ..engine.cuda.shapes import load_shapes, most_blocks_of
     from ..engine.cuda.signals import Signals
     from ..engine.low_latency.cuda.engine import CudaLowLatency
     from ..kernels import notify
@@ -327,7 +327,7 @@ def _cuda(
     _require_kernels("cpu" if stream.raw is None else "cuda")
     window, shared = _device_window(control, memory, sizes)
     signals, call_memory = Signals(window, stream, limit_secs, MAX_EXPERTS), Memory(window, stream)
-    shapes = load_shapes(control.num_ranks, most_blocks_alone(memory, window.device))
+    shapes = load_shapes(control.num_ranks, most_blocks_of(memory, window.device))
     ops = OneHopOps(signals, call_memory, shapes)
     control.renew_deadline("compiling kernels")
     notify.prepare_all(signals.context)

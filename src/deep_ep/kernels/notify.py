@@ -65,7 +65,7 @@ from .exchange import (
 from .primitives import tell_host
 from .pull import copy_pieces, copy_shape
 from .put import LaunchShape, widest_word
-from .selections import count_tile, num_tiles, tile_tokens
+from .selections import count_tile, num_tiles, sum_tiles, tile_tokens
 
 _LINE = tl.constexpr(8)
 _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
@@ -330,10 +330,10 @@ class Selected(NamedTuple):
     Attributes:
         topk_idx: [T, K].
         mask: [T, R] bool, written: which token goes to which rank.
-        numbers: [T, R] int32, written, as in `Numbered`.
+        numbers: [T, R] int32, written, as in `Numbered`; not if results are expanded.
         per_rank: [R] int32, written: the tokens that go to each rank.
         per_expert: [E] int32, written: how often each expert is selected.
-        tiles: [tiles, E] int32, written if results are expanded, see `selections.count_tile`.
+        tiles: [tiles, E + R] int32, at least one of them, written if results are expanded, see `selections.count_tile`.
         first: [E] int32, written: the first row of this rank's selections of each expert, at the expert's rank.
         experts: [2 L + 1] int32, written: selections of each expert of this rank; where its rows end, if the result is
             expanded, else the inclusive prefix sums of the counts, rounded up; and the largest M that a rank gave.
@@ -410,7 +410,7 @@ class SelectionHandshake:
             tensors = (*counted, nothing if added is None else added)
             num_blocks = self._num_ranks
             if self._is_expanded:
-                num_blocks += num_tiles(num_tokens, self._num_topk)
+                num_blocks = max(1, num_tiles(num_tokens, self._num_topk))
         num_rows, rows_per_source, most_tokens, free_bytes, bases, remote_rows, ticket = post
         offered = (num_rows, rows_per_source, most_tokens, free_bytes, *bases, remote_rows, ticket, expanded_rows)
         self.launch(num_blocks, (*tensors, prefix), (num_tokens, has_stats, *offered))
@@ -606,8 +606,8 @@ def _notify_selections_kernel(
     DESTINATIONS: tl.constexpr,
     LOCALS: tl.constexpr,
 ):
-    """With counts, a block for each rank numbers the tokens that go there; if results are expanded, one for each tile
-    counts its selections. The last block does the handshake.
+    """With counts, a block for each rank numbers the tokens that go there; if results are expanded, a block for each
+    tile counts its selections instead. The last block does the handshake.
 
     Example: two ranks with an expert each, counts `[1, 2]` on rank 0 and `[3, 0]` on rank 1, alignment 4: on rank 1 the
     first rows are `[1, 2]`, and both results have 4 rows.
@@ -617,17 +617,22 @@ def _notify_selections_kernel(
     is_last = True
     if HAS_COUNTS:
         program = tl.program_id(0)
-        if program < num_ranks:
+        if IS_EXPANDED:
+            BINS: tl.constexpr = DESTINATIONS * LOCALS  # at least E
+            count_tile(
+                topk_idx, mask, tiles, program, num_selecting, num_topk, num_ranks, num_local, TOKENS, TOPK,
+                DESTINATIONS, BINS,
+            )  # fmt: skip
+        else:
             _number_selections(
                 topk_idx, mask, numbers, counts, per_expert, program, num_selecting, num_topk, num_ranks, num_local,
                 TILE, TOPK, LOCALS,
             )  # fmt: skip
-        elif IS_EXPANDED:
-            BINS: tl.constexpr = DESTINATIONS * LOCALS  # at least E
-            num_experts = num_local * num_ranks
-            count_tile(topk_idx, tiles, program - num_ranks, num_selecting, num_topk, num_experts, TOKENS, TOPK, BINS)
         is_last = is_last_block(state + _ENDED)
     if is_last:
+        if HAS_COUNTS and IS_EXPANDED:
+            sum_tiles(tiles, counts, per_expert, tl.num_programs(0), num_ranks, num_local * num_ranks)
+            tl.debug_barrier()  # all read what some have stored
         _handshake(
             context,
             (num_rows, rows_per_source, num_tokens, free_bytes, base_0, base_1, base_2, remote_rows, ticket),

@@ -6,7 +6,8 @@ one for each (token, this rank), X rows of an expanded result, one for each (tok
 
 An expanded row's place is *expert, source rank, token, column*, with the rows of each expert rounded up. The source
 computes it: the handshake (`notify.py`) gives it the first row of its selections of each expert, and `Place` adds how
-many selections of that expert come before. The places travel in the records, so a receiver computes none.
+many selections of that expert come before: in earlier tiles, which the handshake has counted, and in its own. Compact
+rows are numbered in the same way. The places travel in the records, so a receiver computes none.
 
 Every rank says in its offer whether it takes (or gives) expanded rows or compact ones, for which it may have more
 memory. `Place` and `Arrange` turn places into addresses, for one kind or the other; `PutSelections` and
@@ -59,11 +60,13 @@ _FAILED, _HELD, _ENDED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), t
 _CAPACITIES, _STARTS = tl.constexpr(TABLE_CAPACITIES), tl.constexpr(TABLE_STARTS)
 _EXPANDED = tl.constexpr(TABLE_EXPANDED)
 _TILE = 256  # selections that a block numbers: each is compared with all others of the tile
-_COMPARED = tl.constexpr(32)  # with which it is compared at once
+_COMPARED = tl.constexpr(8)  # with which it is compared at once
 _TILES_AT_ONCE = tl.constexpr(8)  # earlier tiles whose counts are loaded at once
+_SUMMED_TILES, _SUMMED_BINS = tl.constexpr(16), tl.constexpr(256)  # whose counts are added up at once
 _UNROLLED = tl.constexpr(8)  # selections whose loads or stores stand one behind the other, without a branch
 _FOLDED = 2  # rows that are folded at once: a token rarely selects more experts of one rank
-_ELEMENTWISE_WARPS = 8  # with fewer, threads of `Place` need so many registers that few blocks run at once
+_ELEMENTWISE_WARPS = 8
+_PLACE_REGISTERS = 80  # of a thread of `Place`: with more, few of its blocks would run at once
 
 
 def tile_tokens(num_topk: int) -> int:
@@ -77,16 +80,56 @@ def num_tiles(num_tokens: int, num_topk: int) -> int:
 
 
 @triton.jit
-def count_tile(topk_idx, tiles, tile, num_tokens, num_topk, num_experts, TOKENS: tl.constexpr, TOPK: tl.constexpr,
-               BINS: tl.constexpr):  # fmt: skip
-    """Count how often each expert is selected in a tile of tokens: `tiles[tile, e]`."""
+def count_tile(
+    topk_idx, mask, tiles, tile, num_tokens, num_topk, num_ranks, num_local, TOKENS: tl.constexpr, TOPK: tl.constexpr,
+    LANES: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Count how often each expert is selected in a tile of tokens, `tiles[tile, e]`, and how many tokens go to each
+    rank, `tiles[tile, E + r]`. Mark where each token goes.
+    """
+    num_experts = num_local * num_ranks
+    ids, is_id, _ = _load_ids(topk_idx, tile, num_tokens, num_topk, num_experts, TOKENS, TOPK)
+    is_in = tl.reshape(is_id, [TOKENS * TOPK])
+    chosen = tl.histogram(tl.reshape(ids, [TOKENS * TOPK]), BINS, mask=is_in)
+    bins, lanes, tokens = tl.arange(0, BINS), tl.arange(0, LANES), tile * TOKENS + tl.arange(0, TOKENS)
+    row = tiles + tl.cast(tile, tl.int64) * (num_experts + num_ranks)
+    tl.store(row + bins, chosen, mask=bins < num_experts)
+    goes = _goes_to(tl.where(is_id, ids // num_local, -1), LANES)
+    tl.store(row + num_experts + lanes, tl.sum(goes, 0), mask=lanes < num_ranks)
+    cells = tokens.to(tl.int64)[:, None] * num_ranks + lanes[None, :]
+    tl.store(mask + cells, goes.to(tl.int8), mask=(tokens < num_tokens)[:, None] & (lanes < num_ranks)[None, :])
+
+
+@triton.jit
+def sum_tiles(tiles, per_rank, per_expert, num_tiles, num_ranks, num_experts):
+    """Add up the counts of all tiles, in one block: selections of each expert, and tokens of each rank."""
+    for first in range(0, num_experts + num_ranks, _SUMMED_BINS):
+        bins = first + tl.arange(0, _SUMMED_BINS)
+        is_bin = bins < num_experts + num_ranks
+        total = tl.zeros([_SUMMED_BINS], tl.int32)
+        for start in range(0, num_tiles, _SUMMED_TILES):
+            some = start + tl.arange(0, _SUMMED_TILES)
+            cells = some.to(tl.int64)[:, None] * (num_experts + num_ranks) + bins[None, :]
+            total += tl.sum(tl.load(tiles + cells, mask=(some < num_tiles)[:, None] & is_bin[None, :], other=0), 0)
+        tl.store(per_expert + bins, total, mask=bins < num_experts)
+        tl.store(per_rank + bins - num_experts, total, mask=is_bin & (bins >= num_experts))
+
+
+@triton.jit
+def _load_ids(topk_idx, tile, num_tokens, num_topk, num_experts, TOKENS: tl.constexpr, TOPK: tl.constexpr):
+    """Load the ids of a tile, [TOKENS, TOPK]: as int32, 0 where they select nothing; whether they do; as they are."""
     tokens, columns = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TOPK)
     is_cell = (tokens < num_tokens)[:, None] & (columns < num_topk)[None, :]
-    ids = tl.load(topk_idx + tokens.to(tl.int64)[:, None] * num_topk + columns[None, :], mask=is_cell, other=-1)
-    is_id = tl.reshape((ids >= 0) & (ids < num_experts), [TOKENS * TOPK])
-    chosen = tl.histogram(tl.where(is_id, tl.reshape(ids, [TOKENS * TOPK]), 0).to(tl.int32), BINS, mask=is_id)
-    bins = tl.arange(0, BINS)
-    tl.store(tiles + tl.cast(tile, tl.int64) * num_experts + bins, chosen, mask=bins < num_experts)
+    given = tl.load(topk_idx + tokens.to(tl.int64)[:, None] * num_topk + columns[None, :], mask=is_cell, other=-1)
+    is_id = (given >= 0) & (given < num_experts)
+    return tl.where(is_id, given, 0).to(tl.int32), is_id, given
+
+
+@triton.jit
+def _goes_to(owner, LANES: tl.constexpr):
+    """Return [TOKENS, LANES] int32: whether any selection of a token, [TOKENS, TOPK] owners, is of a rank."""
+    lanes = tl.arange(0, LANES)
+    return tl.max((owner[:, None, :] == lanes[None, :, None]).to(tl.int32), 2)
 
 
 # Dispatch, at the source ---------------------------------------------------------------------------------------------
@@ -117,9 +160,9 @@ class Place:
             "TOPK": next_power_of_2(num_topk),
             "LANES": next_power_of_2(context.num_ranks),
         }
-        kernel = variant(_place_kernel, _ELEMENTWISE_WARPS, constants, (idx_dtype,))
+        kernel = variant(_place_kernel, _ELEMENTWISE_WARPS, constants, (idx_dtype,), _PLACE_REGISTERS)
         int32 = torch.int32
-        types = (idx_dtype, idx_dtype, torch.float32, *(int32,) * 7, torch.int64, None, None)
+        types = (idx_dtype, idx_dtype, torch.float32, *(int32,) * 6, torch.int64, None, None)
         row_bytes, scale_bytes = rows.row_bytes, rows.num_scales * rows.scale_bytes
         words = record_words(num_topk, has_rows=True)
         self._launch = Launch(kernel, types, (context.words, num_topk, num_local, row_bytes, scale_bytes, words))
@@ -132,7 +175,6 @@ class Place:
         topk_weights: torch.Tensor,
         tiles: torch.Tensor,
         first: torch.Tensor,
-        numbers: torch.Tensor,
         send_head: torch.Tensor,
         owners: torch.Tensor,
         slots: torch.Tensor,
@@ -146,9 +188,8 @@ class Place:
             topk_idx: [T, K]; not used if they are not new, as all up to `send_head`.
             copied_idx: [T, K], written with the ids; None: no copy is wanted.
             topk_weights: [T, K] float32, for the records.
-            tiles: [tiles, E] int32, see `count_tile`.
+            tiles: [tiles, E + R] int32, see `count_tile`.
             first: [E] int32, the first row of this rank's selections of each expert, at its rank.
-            numbers: [T, R] int32, see `notify.Numbered`.
             send_head: [T, R] int32, written with the compact rows, see `Handle`.
             owners: [T, K] int32, the rank of each selection; -1: there is none. Written if they are new.
             slots: [T, K] int32, the compact row of the token at that rank, in the highest column of the rank; -1 in
@@ -157,7 +198,7 @@ class Place:
             targets: [2, T, K] int64, written: where the payload and the scales of each selection go; 0: nowhere.
         """
         copied = topk_idx if copied_idx is None else copied_idx
-        tensors = (topk_idx, copied, topk_weights, tiles, first, numbers, send_head, owners, slots, rows, targets)
+        tensors = (topk_idx, copied, topk_weights, tiles, first, send_head, owners, slots, rows, targets)
         self._launch(num_tiles(num_tokens, self._num_topk), tensors, (num_tokens, int(copied_idx is not None)))
 
 
@@ -168,7 +209,6 @@ def _place_kernel(
     topk_weights,
     tiles,
     first,
-    numbers,
     send_head,
     owners,
     slots,
@@ -201,20 +241,24 @@ def _place_kernel(
         is_cell = (tokens < num_tokens)[:, None] & (columns < num_topk)[None, :]
         cells = tokens.to(tl.int64)[:, None] * num_topk + columns[None, :]
         if IS_NEW:
-            expert, is_id, owner, slot = _find_slots(
-                context, (topk_idx, copied_idx, numbers, owners, slots), tile, num_tokens, num_topk, num_local,
-                has_copy, TOKENS, TOPK,
-            )  # fmt: skip
+            num_experts = num_local * num_ranks
+            expert, is_id, given = _load_ids(topk_idx, tile, num_tokens, num_topk, num_experts, TOKENS, TOPK)
+            tl.store(copied_idx + cells, given, mask=is_cell & (has_copy != 0))
+            owner = tl.where(is_id, expert // num_local, -1)
+            compact = _compact_rows(tiles, table, owner, tile, num_experts, num_ranks, LANES)
+            slot = _slots_of(owner, is_id, _at_owner(compact, owner))
+            tl.store(owners + cells, owner, mask=is_cell)
+            tl.store(slots + cells, slot, mask=is_cell)
             before = _count_before(
-                topk_idx, tiles, tile, expert, is_id, num_tokens, num_topk, num_local * num_ranks, TOKENS, TOPK
+                topk_idx, tiles, tile, expert, is_id, num_tokens, num_topk, num_experts, num_ranks, TOKENS, TOPK
             )
             row = tl.where(is_id, tl.load(first + expert, mask=is_id, other=0) + before, -1)
             tl.store(rows + cells, row, mask=is_cell)
             if tl.load(state + _HELD) == 0:
                 weights = tl.load(topk_weights + cells, mask=is_cell, other=0.0)
                 _put_records(
-                    numbers, send_head, table, tokens, expert, is_id, weights, row, num_tokens, num_topk, num_local,
-                    num_ranks, num_record_words, LANES,
+                    send_head, table, tokens, compact, expert, is_id, weights, row, num_tokens, num_topk, num_local,
+                    num_ranks, num_record_words,
                 )  # fmt: skip
         else:
             owner = tl.load(owners + cells, mask=is_cell, other=-1)
@@ -230,65 +274,55 @@ def _place_kernel(
 
 
 @triton.jit
-def _find_slots(
-    context, tables, tile, num_tokens, num_topk, num_local, has_copy, TOKENS: tl.constexpr, TOPK: tl.constexpr
-):
-    """Find the rank of each selection of a tile, and its compact row there, and write both; also copy the ids.
+def _compact_rows(tiles, table, owner, tile, num_experts, num_ranks, LANES: tl.constexpr):
+    """Return [TOKENS, LANES] int32: the compact row of each token of a tile at each rank; -1: it does not go there.
 
-    Args:
-        context: See `exchange.open_context`.
-        tables: Ids, their copy, numbers, owners and slots.
-        tile: Which one.
-        num_tokens: T.
-        num_topk: K.
-        num_local: L.
-        has_copy: A copy is wanted.
-        TOKENS: Of a tile.
-        TOPK: At least K.
-
-    Returns:
-        [TOKENS, TOPK] each: the expert, whether there is one, its rank, and the compact row.
+    It is the first slot of this rank there, the tokens of earlier tiles that go there, and the earlier ones of this.
     """
-    _, _, _, table, _, num_ranks, _, _, _, _ = context
-    topk_idx, copied_idx, numbers, owners, slots = tables
-    tokens, columns = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TOPK)
-    is_cell = (tokens < num_tokens)[:, None] & (columns < num_topk)[None, :]
-    cells = tokens.to(tl.int64)[:, None] * num_topk + columns[None, :]
-    ids = tl.load(topk_idx + cells, mask=is_cell, other=-1)
-    tl.store(copied_idx + cells, ids, mask=is_cell & (has_copy != 0))
-    is_id = (ids >= 0) & (ids < num_local * num_ranks)
-    expert = tl.where(is_id, ids, 0).to(tl.int32)
-    owner = tl.where(is_id, expert // num_local, -1)
-    number = tl.load(numbers + tokens.to(tl.int64)[:, None] * num_ranks + owner, mask=is_id, other=-1)
-    slot = number + tl.load(table + _STARTS * num_ranks + owner, mask=is_id, other=0).to(tl.int32)
-    slot = tl.where(is_id & (columns[None, :] == _highest(owner, columns)), slot, -1)
-    tl.store(owners + cells, owner, mask=is_cell)
-    tl.store(slots + cells, slot, mask=is_cell)
-    return expert, is_id, owner, slot
+    lanes = tl.arange(0, LANES)
+    is_rank = lanes < num_ranks
+    before = tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0).to(tl.int32)
+    for start in range(0, tile, _TILES_AT_ONCE):
+        earlier = start + tl.arange(0, _TILES_AT_ONCE)
+        counts = tiles + earlier.to(tl.int64)[:, None] * (num_experts + num_ranks) + num_experts + lanes[None, :]
+        before += tl.sum(tl.load(counts, mask=(earlier < tile)[:, None] & is_rank[None, :], other=0), 0)
+    goes = _goes_to(owner, LANES)
+    return tl.where(goes > 0, before[None, :] + tl.cumsum(goes, 0) - 1, -1)
+
+
+@triton.jit
+def _at_owner(compact, owner):
+    """Return [TOKENS, TOPK] int32: of [TOKENS, LANES] rows those at the rank of each selection."""
+    lanes = tl.arange(0, compact.shape[1])
+    return tl.sum(tl.where(owner[:, None, :] == lanes[None, :, None], compact[:, :, None], 0), 1)
+
+
+@triton.jit
+def _slots_of(owner, is_id, row):
+    """Return [TOKENS, TOPK] int32: compact rows, in the highest column of each rank alone; -1 in others."""
+    columns = tl.arange(0, owner.shape[1])
+    return tl.where(is_id & (columns[None, :] == _highest(owner, columns)), row, -1)
 
 
 @triton.jit
 def _put_records(
-    numbers, send_head, table, tokens, expert, is_id, weights, row, num_tokens, num_topk, num_local, num_ranks,
-    num_record_words, LANES: tl.constexpr,
+    send_head, table, tokens, compact, expert, is_id, weights, row, num_tokens, num_topk, num_local, num_ranks,
+    num_record_words,
 ):  # fmt: skip
     """Write the records of a tile of tokens to all their ranks: index, ids as the rank counts them, weights, rows.
 
-    All but the index are [TOKENS, TOPK]; cells are [TOKENS, LANES, TOPK], of which a record has one for each column.
+    Compact rows are [TOKENS, LANES], ids, weights and rows [TOKENS, TOPK]; cells are [TOKENS, LANES, TOPK], of which a
+    record has one for each column.
     """
-    lanes, columns = tl.arange(0, LANES), tl.arange(0, expert.shape[1])
+    lanes, columns = tl.arange(0, compact.shape[1]), tl.arange(0, expert.shape[1])
     is_rank = lanes < num_ranks
     bases = tl.load(table + 2 * num_ranks + lanes, mask=is_rank, other=0)
     capacities = tl.load(table + _CAPACITIES * num_ranks + lanes, mask=is_rank, other=0)
-    starts = tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0)
     is_pair = (tokens < num_tokens)[:, None] & is_rank[None, :]
-    pairs = tokens.to(tl.int64)[:, None] * num_ranks + lanes[None, :]
-    number = tl.load(numbers + pairs, mask=is_pair, other=-1)
-    compact = tl.where(number >= 0, number + starts[None, :], -1)
-    tl.store(send_head + pairs, compact.to(tl.int32), mask=is_pair)
+    tl.store(send_head + tokens.to(tl.int64)[:, None] * num_ranks + lanes[None, :], compact, mask=is_pair)
     goes = (compact >= 0) & (compact < capacities[None, :])
-    record = (bases[None, :] + compact * num_record_words * 4).to(tl.pointer_type(tl.int32))
-    tl.store(record, tokens[:, None] + tl.zeros_like(number), mask=goes)
+    record = (bases[None, :] + compact.to(tl.int64) * num_record_words * 4).to(tl.pointer_type(tl.int32))
+    tl.store(record, tokens[:, None] + tl.zeros_like(compact), mask=goes)
     cells = record[:, :, None] + 1 + columns[None, None, :]
     is_cell = goes[:, :, None] & (columns < num_topk)[None, None, :]
     local = expert[:, None, :] - lanes[None, :, None] * num_local
@@ -322,22 +356,24 @@ def _choose(table, owner, slot, row, num_ranks):
 
 @triton.jit
 def _count_before(
-    topk_idx, tiles, tile, expert, is_id, num_tokens, num_topk, num_experts, TOKENS: tl.constexpr, TOPK: tl.constexpr
-):
+    topk_idx, tiles, tile, expert, is_id, num_tokens, num_topk, num_experts, num_ranks, TOKENS: tl.constexpr,
+    TOPK: tl.constexpr,
+):  # fmt: skip
     """Count the selections of the same expert before each selection, by token and then by column."""
     SIZE: tl.constexpr = TOKENS * TOPK
     experts = tl.reshape(tl.where(is_id, expert, -1), [SIZE])
     before = tl.zeros([SIZE], tl.int32)
     for start in range(0, tile, _TILES_AT_ONCE):
         earlier = start + tl.arange(0, _TILES_AT_ONCE)
-        counts = tiles + earlier.to(tl.int64)[:, None] * num_experts + experts[None, :]
+        counts = tiles + earlier.to(tl.int64)[:, None] * (num_experts + num_ranks) + experts[None, :]
         before += tl.sum(tl.load(counts, mask=(earlier < tile)[:, None] & (experts >= 0)[None, :], other=0), 0)
     positions = tl.arange(0, SIZE)
     for start in range(0, SIZE, _COMPARED):
         others = start + tl.arange(0, _COMPARED)
         token, column = tile * TOKENS + others // TOPK, others % TOPK
         is_other = (token < num_tokens) & (column < num_topk)
-        other = tl.load(topk_idx + token.to(tl.int64) * num_topk + column, mask=is_other, other=-1)
+        given = tl.load(topk_idx + token.to(tl.int64) * num_topk + column, mask=is_other, other=-1)
+        other = tl.where(given < num_experts, given, -1).to(tl.int32)  # before any bits are cut off
         is_same = (experts[:, None] == other[None, :]) & (others[None, :] < positions[:, None])
         before += tl.sum(is_same.to(tl.int32), 1)
     return tl.reshape(before, [TOKENS, TOPK])
@@ -665,6 +701,37 @@ def _describe_kernel(
                 context, (topk_idx, copied_idx, numbers, owners, slots), block - row_blocks, num_tokens, num_topk,
                 num_local, has_copy, TILE, TOPK,
             )  # fmt: skip
+
+
+@triton.jit
+def _find_slots(
+    context, tables, tile, num_tokens, num_topk, num_local, has_copy, TOKENS: tl.constexpr, TOPK: tl.constexpr
+):
+    """Find the rank of each selection of a tile, and its compact row there, and write both; also copy the ids.
+
+    Args:
+        context: See `exchange.open_context`.
+        tables: Ids, their copy, numbers, owners and slots.
+        tile: Which one.
+        num_tokens: T.
+        num_topk: K.
+        num_local: L.
+        has_copy: A copy is wanted.
+        TOKENS: Of a tile.
+        TOPK: At least K.
+    """
+    table, num_ranks = context[3], context[5]
+    topk_idx, copied_idx, numbers, owners, slots = tables
+    tokens, columns = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, TOPK)
+    is_cell = (tokens < num_tokens)[:, None] & (columns < num_topk)[None, :]
+    cells = tokens.to(tl.int64)[:, None] * num_topk + columns[None, :]
+    expert, is_id, given = _load_ids(topk_idx, tile, num_tokens, num_topk, num_local * num_ranks, TOKENS, TOPK)
+    tl.store(copied_idx + cells, given, mask=is_cell & (has_copy != 0))
+    owner = tl.where(is_id, expert // num_local, -1)
+    number = tl.load(numbers + tokens.to(tl.int64)[:, None] * num_ranks + owner, mask=is_id, other=-1)
+    row = number + tl.load(table + _STARTS * num_ranks + owner, mask=is_id, other=0).to(tl.int32)
+    tl.store(owners + cells, owner, mask=is_cell)
+    tl.store(slots + cells, _slots_of(owner, is_id, row), mask=is_cell)
 
 
 @triton.jit

@@ -190,7 +190,7 @@ class SelectionRoutes(NamedTuple):
     """Where the selections of a call go.
 
     Attributes:
-        numbers: [T, R] int32, see `notify.Numbered`, or the slots of a handle.
+        numbers: [T, R] int32, see `notify.Selected`, or the slots of a handle.
         send_head: [T, R] int32, see `Handle`; None: there is a handle.
         prefix: [R, R] int32.
         selected: See `notify.Selected`; None: there is a handle.
@@ -228,8 +228,13 @@ class SelectionDispatch:
             tables = like.new_empty((3 if is_expanded else 2, num_tokens, num_topk)).unbind(0)
             call.copied_idx = torch.empty_like(topk_idx) if call.is_topk_copied else None
         call.owners, call.slots, call.rows = tables if is_expanded else (*tables, None)
-        tiles = memory.scratch(num_tiles(num_tokens, num_topk) * self._plan.num_experts, "tiles")
-        first, numbers = memory.scratch(self._plan.num_experts, "first"), memory.scratch(num_tokens * num_ranks)
+        tiles = numbers = first = like
+        if is_expanded:
+            tile_words = self._plan.num_experts + num_ranks
+            tiles = memory.scratch(max(1, num_tiles(num_tokens, num_topk)) * tile_words, "tiles")
+        else:
+            numbers = memory.scratch(num_tokens * num_ranks)
+        first = memory.scratch(self._plan.num_experts, "first")
         selected = Selected(
             topk_idx, routing.is_token_in_rank, numbers, routing.num_tokens_per_rank, routing.num_tokens_per_expert,
             tiles, first, call.experts, call.stats,
@@ -409,7 +414,7 @@ class SelectionDispatch:
             topk_idx, weights, send_head = routes.selected.topk_idx, routing.topk_weights, routes.send_head
             tiles, first = routes.selected.tiles, routes.selected.first
         found = (call.owners, call.slots, call.rows, targets)
-        plan.place(num_tokens, topk_idx, call.copied_idx, weights, tiles, first, routes.numbers, send_head, *found)
+        plan.place(num_tokens, topk_idx, call.copied_idx, weights, tiles, first, send_head, *found)
         return targets
 
     def _describe(self, routes: SelectionRoutes, sections: Sections, unpacked: Unpacked) -> None:

@@ -21,7 +21,6 @@ _FREE = LaunchShape(num_blocks=264, words=4096, num_warps=16, num_registers=64)
 _BOUNDED = LaunchShape(num_blocks=20, words=4096, num_warps=16)
 _BOUNDED_PUT = LaunchShape(num_blocks=20, words=4096, num_warps=32)
 _BOUNDED_PULL = LaunchShape(num_blocks=20, words=4096, num_warps=32, num_registers=64)
-_CROWDED = LaunchShape(num_blocks=20, words=4096, num_warps=16, num_registers=64)  # two of which fit on an SM
 _MOST_WARPS = 32  # of a block, on all GPUs
 _UNLIMITED = 1 << 30
 
@@ -38,8 +37,8 @@ class Shapes:
             number of blocks is not used, as in the next two.
         bounded_pull: The shape of combine with few blocks.
         bounded_copy: The shape of the copy with few blocks.
-        most_alone: Most blocks of a rank that have an SM for themselves, where ranks share a GPU. With more, blocks are
-            so small that two fit on an SM: a rank whose blocks must wait for those of others would hold all up.
+        most_blocks: Most blocks of a rank, if their number is bounded and ranks share a GPU: as many as have an SM for
+            themselves. A rank whose blocks had to wait for those of others would hold all up.
     """
 
     put: LaunchShape = _FREE
@@ -48,7 +47,7 @@ class Shapes:
     bounded_put: LaunchShape = _BOUNDED_PUT
     bounded_pull: LaunchShape = _BOUNDED_PULL
     bounded_copy: LaunchShape = _BOUNDED
-    most_alone: int = field(default=_UNLIMITED, kw_only=True)
+    most_blocks: int = field(default=_UNLIMITED, kw_only=True)
 
     def for_put(self, num_sms: int | None) -> LaunchShape:
         """Return the shape of dispatch. A config may bound the number of blocks."""
@@ -63,9 +62,7 @@ class Shapes:
         return self._choose(self.copy, self.bounded_copy, num_sms)
 
     def _choose(self, free: LaunchShape, bounded: LaunchShape, num_sms: int | None) -> LaunchShape:
-        if num_sms is None:
-            return free
-        return _with_blocks(bounded if num_sms <= self.most_alone else _CROWDED, num_sms)
+        return free if num_sms is None else _with_blocks(bounded, min(num_sms, self.most_blocks))
 
 
 @functools.cache
@@ -74,30 +71,30 @@ def _with_blocks(shape: LaunchShape, num_blocks: int) -> LaunchShape:
     return replace(shape, num_blocks=max(1, num_blocks))
 
 
-def load_shapes(num_ranks: int, most_alone: int = _UNLIMITED) -> Shapes:
+def load_shapes(num_ranks: int, most_blocks: int = _UNLIMITED) -> Shapes:
     """Return the shapes of a group: those of the tuning file, and the defaults for shapes that it does not have.
 
     Args:
         num_ranks: Ranks of the group. If the file does not list this number, the shapes of the next larger group are
             used, or those of the largest.
-        most_alone: See `Shapes`.
+        most_blocks: See `Shapes`.
 
     Raises:
         ValueError: There is something wrong with the file that `DEEP_EP_TUNING_FILE` names.
     """
     tuning = load_tuning(env.TUNING_FILE.get())
     if not tuning.shapes:
-        return Shapes(most_alone=most_alone)
+        return Shapes(most_blocks=most_blocks)
     listed = tuning.shapes[listed_size(tuning.shapes, num_ranks)]
-    known = {one.name for one in fields(Shapes)} - {"most_alone"}
+    known = {one.name for one in fields(Shapes)} - {"most_blocks"}
     if not set(listed) <= known:
         raise wrong_file(tuning.path, f"shapes must be of {sorted(known)}, got {sorted(set(listed) - known)}")
     shapes = {name: _parse(tuning.path, name, numbers) for name, numbers in listed.items()}
-    return Shapes(**shapes, most_alone=most_alone)
+    return Shapes(**shapes, most_blocks=most_blocks)
 
 
-def most_blocks_alone(memory: DeviceMemory, device: torch.device) -> int:
-    """Return `Shapes.most_alone` for ranks that may share a GPU."""
+def most_blocks_of(memory: DeviceMemory, device: torch.device) -> int:
+    """Return `Shapes.most_blocks` for ranks that may share a GPU."""
     if memory.num_sharing == 1:
         return _UNLIMITED
     return torch.cuda.get_device_properties(device).multi_processor_count // memory.num_sharing
