@@ -353,7 +353,8 @@ def dispatch_rows_kernel(
                     if is_staged & (turn % 2 == 0):
                         # Of a round: its rows of each staged peer, into this rank's part of the peer's staging.
                         part = tl.load(table + _SOURCE_ROWS * num_ranks + lanes, mask=is_rank, other=0)
-                        before = tl.load(prefix + (rank - 1) * num_ranks + lanes, mask=is_rank & (rank > 0), other=0)
+                        width = tl.where(rank > 0, num_ranks, 0)
+                        before = tl.load(prefix + (rank - 1) * num_ranks + lanes, mask=lanes < width, other=0)
                         starts = tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0) - before
                         lowest = rank * part
                         _put_items(

@@ -243,7 +243,7 @@ def _place_kernel(
         if IS_NEW:
             num_experts = num_local * num_ranks
             expert, is_id, given = _load_ids(topk_idx, tile, num_tokens, num_topk, num_experts, TOKENS, TOPK)
-            tl.store(copied_idx + cells, given, mask=is_cell & (has_copy != 0))
+            tl.store(copied_idx + cells, given, mask=is_cell & (columns < tl.where(has_copy != 0, TOPK, 0))[None, :])
             owner = tl.where(is_id, expert // num_local, -1)
             compact = _compact_rows(tiles, table, owner, tile, num_experts, num_ranks, LANES)
             slot = _slots_of(owner, is_id, _at_owner(compact, owner))
@@ -726,7 +726,7 @@ def _find_slots(
     is_cell = (tokens < num_tokens)[:, None] & (columns < num_topk)[None, :]
     cells = tokens.to(tl.int64)[:, None] * num_topk + columns[None, :]
     expert, is_id, given = _load_ids(topk_idx, tile, num_tokens, num_topk, num_local * num_ranks, TOKENS, TOPK)
-    tl.store(copied_idx + cells, given, mask=is_cell & (has_copy != 0))
+    tl.store(copied_idx + cells, given, mask=is_cell & (columns < tl.where(has_copy != 0, TOPK, 0))[None, :])
     owner = tl.where(is_id, expert // num_local, -1)
     number = tl.load(numbers + tokens.to(tl.int64)[:, None] * num_ranks + owner, mask=is_id, other=-1)
     row = number + tl.load(table + _STARTS * num_ranks + owner, mask=is_id, other=0).to(tl.int32)
