@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from common import error_of, run_ranks
+from common import NOTHING_POSTED, error_of, run_ranks
 from deep_ep import Buffer, ElasticBuffer, EPHandle, EventHandle, EventOverlap, reference
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -223,9 +224,9 @@ def test_kernels_do_the_same(name: str) -> None:
 
 
 STRAIGHT = [
-    ("scales", 2, {"DEEP_EP_POSTED_BYTES": "0"}),  # otherwise so few rows would be posted
-    ("twice", 3, {"DEEP_EP_POSTED_BYTES": "0"}),
-    ("many", 4, {"DEEP_EP_POSTED_BYTES": "0"}),
+    ("scales", 2, NOTHING_POSTED),  # otherwise so few rows would be posted
+    ("twice", 3, NOTHING_POSTED),
+    ("many", 4, NOTHING_POSTED),
     ("scales", 2, {"DEEP_EP_TRANSPORT": "interpreted"}),
     ("twice", 2, {"DEEP_EP_TRANSPORT": "interpreted"}),
 ]
@@ -506,6 +507,41 @@ def the_last_step_waits(rank: int, num_ranks: int) -> None:
 @pytest.mark.cpu_only
 def test_the_last_step_waits() -> None:
     run_ranks(the_last_step_waits, 2)
+
+
+def the_sum_waits(rank: int, num_ranks: int, point: str) -> None:
+    """The event of rank 0 completes when rank 1 is at a point that it reaches only with the rows of rank 0."""
+    case = CASES["plain"]
+    buffer, mine = make_buffer(case, num_cpu_timeout_secs=30, num_gpu_timeout_secs=30), inputs_of(case, rank, num_ranks)
+    x, _, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, num_experts=case.experts_per_rank * num_ranks)
+    bias, held = torch.zeros_like(mine.x), None
+    expected = buffer.combine(x, handle, bias=torch.ones_like(mine.x))[0]
+
+    def fill() -> None:
+        dist.recv(torch.zeros(1), 1)
+        bias.fill_(1.0)
+
+    def tell(step: str) -> None:
+        if step == point:
+            dist.send(torch.zeros(1), 0)
+
+    with ThreadPoolExecutor(1) as pool:
+        if rank == 0:
+            held = EventHandle(pool.submit(fill))
+        else:
+            bias.fill_(1.0)
+            buffer.set_fault_hook(tell)
+        out = buffer.combine(x, handle, bias=bias, previous_event_before_epilogue=held)[0]
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("point", "env"),
+    [("combine: before taken", NOTHING_POSTED), ("combine: before pull", {"DEEP_EP_TRANSPORT": "interpreted"})],
+)
+def test_only_the_sum_of_a_combine_waits(point: str, env: dict[str, str]) -> None:
+    run_ranks(the_sum_waits, 2, point, env=env)
 
 
 def unequal_most_tokens(rank: int, num_ranks: int) -> tuple[Any, ...]:

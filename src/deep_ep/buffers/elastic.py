@@ -732,7 +732,8 @@ class ElasticBuffer(UnsupportedFamilies):
             num_sms: Most blocks of a kernel; 0: the handle's. No effect on the CPU.
             num_qps: Accepted for DeepEP's callers.
             previous_event: Wait for it first; default: for what the caller has issued.
-            previous_event_before_epilogue: The sum waits for it, too.
+            previous_event_before_epilogue: The sum waits for it, too. This rank's rows are offered before, but peers
+                read them where they lie: no rank ends the call before all have summed.
             async_with_compute_stream: Return an event instead of waiting. `x` must stay as it is until then.
             allocate_on_comm_stream: Accepted for DeepEP's callers.
 
@@ -781,8 +782,9 @@ class ElasticBuffer(UnsupportedFamilies):
         )  # fmt: skip
         is_given = is_pulled or not handle.do_expand
         give = None if is_given else partial(_give, engine, layout, sources, x, is_compact, num_sms)
-        prepare = partial(_prepare, engine, layout, sources, x, topk_weights, give, after)
-        combined, event = engine.combine(x, given, topk_weights, biases, order, num_sms, Around(prepare))
+        prepare = partial(_prepare, engine, layout, sources, x, topk_weights, give)
+        around = Around(prepare, before_sum=None if after is None else after.current_stream_wait)
+        combined, event = engine.combine(x, given, topk_weights, biases, order, num_sms, around)
         return combined.x, combined.topk_weights, EventOverlap(event)
 
 
@@ -806,12 +808,9 @@ def _prepare(
     x: torch.Tensor,
     topk_weights: torch.Tensor | None,
     give: Callable[[Any], torch.Tensor] | None,
-    after: EventHandle | None,
     scope: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What a combine gives: rows as they are, or what `give` makes of them; and weights by token."""
-    if after is not None:
-        scope.launch(after.current_stream_wait)
     given = x if give is None else give(scope)
     if topk_weights is None:
         return given, None

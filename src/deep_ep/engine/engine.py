@@ -35,17 +35,19 @@ from .payload import CombineResult, DispatchResult, Payload, Routing, make_combi
 
 
 class Around(NamedTuple):
-    """What a call does on this rank alone, before and after it.
+    """What a call does on this rank alone, before and after it, or in between.
 
     Attributes:
         prepare: Takes the scope, and returns what the call shall move: the payload of a dispatch, or rows and weights
             of a combine; None: what was given.
         finish: Of a dispatch: takes the scope, what was received, and the counts, and returns what the caller gets;
             None: what was received.
+        before_sum: Of a combine: launched between the offers and the sum; None: nothing is.
     """
 
     prepare: Callable[[Any], Any] | None = None
     finish: Callable[[Any, DispatchResult, Counts | None], Any] | None = None
+    before_sum: Callable[[], Any] | None = None
 
 
 NOTHING_AROUND = Around()
@@ -203,6 +205,8 @@ class Engine(ABC):
             parts = [x] if topk_weights is None else [x, topk_weights]
             sums = steps.outputs(scope, parts, handle)
             source = steps.notify(scope, parts, handle)
+            if around.before_sum is not None:
+                scope.launch(around.before_sum)
             steps.sum(scope, source, parts, handle, sums, biases)
             if scope.is_elsewhere:
                 sums = scope.hold_combined(sums)
