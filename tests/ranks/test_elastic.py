@@ -240,6 +240,14 @@ def test_expanded_rows_are_put_straight(name: str, num_ranks: int, env: dict[str
         assert calls["dispatch/direct"] == 4
 
 
+@pytest.mark.cpu_only
+def test_some_ranks_post_the_rows_of_a_combine() -> None:
+    """15 rows of rank 0 and their weights take 1024 bytes, 17 of rank 1 more."""
+    first, second = run_ranks(round_trips, 2, CASES["plain"], True, env={"DEEP_EP_POSTED_BYTES": "1024"})
+    assert first["combine/posted"] > 0
+    assert "combine/posted" not in second
+
+
 def lies_anywhere(rank: int, num_ranks: int, has_multiple_reduction: bool, dtype: torch.dtype) -> None:
     """Expanded rows that are combined where they came, with those of some ranks in other memory."""
     case = CASES["many"]._replace(tokens=12, hidden=16)
@@ -434,7 +442,10 @@ def test_the_same_through_staging(has_multiple_reduction: bool) -> None:
     """All ranks stage, and then some of them."""
     case = CASES["scales"]._replace(tokens=30, hidden=512)
     for limit in (4096, 96 << 10):
-        run_ranks(round_trips, 3, case, has_multiple_reduction, env={"DEEP_EP_ARENA_BYTES": str(limit)})
+        env = {**NOTHING_POSTED, "DEEP_EP_ARENA_BYTES": str(limit)}
+        seen = run_ranks(round_trips, 3, case, has_multiple_reduction, env=env)
+        assert sum(calls.get("combine/staged", 0) for calls in seen) > 0
+        assert all("combine/posted" not in calls for calls in seen)
 
 
 def no_memory(rank: int, num_ranks: int) -> tuple[str, str]:
@@ -542,6 +553,31 @@ def the_sum_waits(rank: int, num_ranks: int, point: str) -> None:
 )
 def test_only_the_sum_of_a_combine_waits(point: str, env: dict[str, str]) -> None:
     run_ranks(the_sum_waits, 2, point, env=env)
+
+
+def the_peer_leaves(rank: int, num_ranks: int, is_expanded: bool, has_multiple_reduction: bool) -> None:
+    """The event of rank 0 completes when the combine of rank 1 has returned. (On a board its rows stay as they are.)"""
+    case = CASES["aligned"]
+    buffer, mine = make_buffer(case, allow_multiple_reduction=has_multiple_reduction), inputs_of(case, rank, num_ranks)
+    x, _, weights, handle, _ = buffer.dispatch(
+        mine.x, mine.topk_idx, mine.weights, num_experts=case.experts_per_rank * num_ranks, do_expand=is_expanded
+    )
+    expected = buffer.combine(x, handle, weights)
+    with ThreadPoolExecutor(1) as pool:
+        held = EventHandle(pool.submit(dist.recv, torch.zeros(1), 1)) if rank == 0 else None
+        out = buffer.combine(x, handle, weights, previous_event_before_epilogue=held)
+        if rank:
+            x.fill_(7.0)
+            dist.send(torch.zeros(1), 0)
+    assert torch.equal(out[0], expected[0])
+    assert torch.equal(out[1], expected[1])
+    assert buffer.stats()["calls"]["combine/posted"] == 2
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("is_expanded", "has_multiple_reduction"), [(False, True), (True, True), (True, False)])
+def test_a_small_combine_ends_before_its_peers_have_summed(is_expanded: bool, has_multiple_reduction: bool) -> None:
+    run_ranks(the_peer_leaves, 2, is_expanded, has_multiple_reduction)
 
 
 def unequal_most_tokens(rank: int, num_ranks: int) -> tuple[Any, ...]:

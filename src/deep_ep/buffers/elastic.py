@@ -733,7 +733,8 @@ class ElasticBuffer(UnsupportedFamilies):
             num_qps: Accepted for DeepEP's callers.
             previous_event: Wait for it first; default: for what the caller has issued.
             previous_event_before_epilogue: The sum waits for it, too. This rank's rows are offered before, but peers
-                read them where they lie: no rank ends the call before all have summed.
+                read them where they lie: no rank ends the call before all have summed, unless all have posted their
+                rows.
             async_with_compute_stream: Return an event instead of waiting. `x` must stay as it is until then.
             allocate_on_comm_stream: Accepted for DeepEP's callers.
 

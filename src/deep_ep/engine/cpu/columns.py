@@ -33,9 +33,10 @@ class ColumnCombine(CpuCombine):
     def _num_given(self) -> int:
         return super()._num_given() if self._handle.expanded_rows is None else self._handle.num_rows
 
-    def _can_post(self, num_rows: int) -> bool:
-        del num_rows
-        return False
+    def _sum_posted(self, call: Call) -> None:
+        """Sum the rows that all ranks have posted, where they lie: any of a rank's rows may be a token's."""
+        offers = call.offers()
+        self._sum_range(offers, self._tables(call, offers), 0, self._handle.num_tokens)
 
     def _sum_range(self, offers: list[Offer], tables: list[list[torch.Tensor]], start: int, range_tokens: int) -> None:
         """Sum this rank's tokens `[start, start + range_tokens)`."""
