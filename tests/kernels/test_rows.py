@@ -111,6 +111,17 @@ def test_reduce_rows_sums_in_order(dtype: torch.dtype, num_tokens: int, hidden: 
         assert torch.equal(out[token], total.to(dtype))
 
 
+@pytest.mark.parametrize("num_tokens", [1, 9])  # a part of a tile, and several
+@pytest.mark.parametrize("num_peers", [2, 3])
+def test_words_that_one_peer_gives_keep_their_bits(num_tokens: int, num_peers: int) -> None:
+    words = torch.randint(-(1 << 31), 1 << 31, (num_tokens, 1 << 15), dtype=torch.int32)
+    owners = torch.randint(0, num_peers, words.shape)
+    slots = torch.arange(num_tokens, dtype=torch.int32)[:, None].expand(-1, num_peers)
+    out = torch.empty_like(words)
+    reduce_rows(out, [words * (owners == peer) for peer in range(num_peers)], slots, [0] * num_peers)
+    assert torch.equal(out, words)
+
+
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 6, 8, 12, 100])
 def test_rows_of_any_width_and_alignment(width: int) -> None:
     flat = torch.arange(3 * width + 1, dtype=torch.uint8)

@@ -305,6 +305,30 @@ def test_ranks_without_memory_for_expanded_rows_unfold_them() -> None:
     assert set(second) & {"dispatch/direct", "dispatch/expanded"} == {"dispatch/expanded"}
 
 
+def odd_weights(rank: int, num_ranks: int) -> None:
+    """-0.0, signalling NaNs and denormals, where the caller's thread flushes denormals to zero."""
+    case = CASES["aligned"]
+    buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)
+    num_experts = case.experts_per_rank * num_ranks
+    odd = torch.tensor([-(1 << 31), 0x7F800001, 0x7F800001 - (1 << 31), 1, 1 - (1 << 31)], dtype=torch.int32)
+    words = odd[torch.arange(mine.topk_idx.numel()) % len(odd)].view(mine.topk_idx.shape)
+    torch.set_flush_denormal(True)
+    for is_expanded in (False, True):
+        x, _, weights, handle, _ = buffer.dispatch(
+            mine.x, mine.topk_idx, words.view(torch.float32), num_experts=num_experts, do_expand=is_expanded
+        )
+        for has_copy in (False, True):  # in the window, or anywhere
+            found = buffer.combine(x, handle, weights.clone() if has_copy else weights)[1]
+            assert torch.equal(found.view(torch.int32), words.masked_fill(mine.topk_idx < 0, 0))
+
+
+@pytest.mark.parametrize("env", [{}, {"DEEP_EP_TRANSPORT": "interpreted"}])
+def test_weights_come_back_bit_by_bit(env: dict[str, str], device: str) -> None:
+    if device == "cuda" and env:
+        pytest.skip("kernels are not interpreted there")
+    run_ranks(odd_weights, 2, env=env)
+
+
 def unequal_alignments(rank: int, num_ranks: int) -> tuple[str, str]:
     case = CASES["plain"]
     buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)

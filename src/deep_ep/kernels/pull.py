@@ -261,22 +261,39 @@ def _sum_items(
             add_rows(out, bias_0, bias_1, rows, start, columns, hidden, num_ranks, NUM_BIASES, AT_ONCE, VECTOR, WIDE)
             if TOPK > 0:
                 if piece == 0:
-                    add_weights(out_weights, table, has_row, row_idx, token, num_topk, num_ranks, AT_ONCE, LANES, TOPK)
+                    add_weights(
+                        out_weights, table, has_row, row_idx, token, num_topk, num_ranks, AT_ONCE, LANES, TOPK,
+                        tl.float32,
+                    )  # fmt: skip
         slot = next_slot
 
 
 @triton.jit
 def add_weights(
     out, table, has_row, row_idx, token, num_topk, num_ranks, AT_ONCE: tl.constexpr, LANES: tl.constexpr,
-    TOPK: tl.constexpr,
+    TOPK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum a token's weights, [R] rows of which peers have given."""
+    """Sum a token's weights, [R] rows of which peers have given.
+
+    Args:
+        out: [T, K], written: a pointer to words of 4 bytes, in whose type the peers' rows are read.
+        table: See `exchange.open_context`.
+        has_row: [LANES] whether a peer has a row.
+        row_idx: [LANES] int64, which one.
+        token: The token.
+        num_topk: K.
+        num_ranks: R.
+        AT_ONCE: Rows that are loaded before the first is added.
+        LANES: At least R.
+        TOPK: At least K.
+        WIDE: What is summed in, `out`'s type. As int32, a word that all peers but one give as 0 keeps all its bits.
+    """
     lanes = tl.arange(0, LANES)
     bases = tl.load(table + num_ranks + lanes, mask=lanes < num_ranks, other=0)
     rows = tl.where(has_row, bases + row_idx * num_topk * 4, 0)
     start = tl.cast(token, tl.int64) * num_topk
     columns = tl.arange(0, TOPK)
-    add_rows(out, out, out, rows, start, columns, num_topk, num_ranks, 0, AT_ONCE, 4, tl.float32)
+    add_rows(out, out, out, rows, start, columns, num_topk, num_ranks, 0, AT_ONCE, 4, WIDE)
 
 
 @triton.jit

@@ -5,6 +5,8 @@ peers in ascending order, one rounding at the end: the result does not depend on
 
 A sum without biases begins with 0.0, so that a token whose rows are all -0.0 gets 0.0. A *part* of a sum, which will be
 added to something, begins with -0.0: that changes no number, not even the sign of a zero.
+
+`reduce_rows` also sums words, in their own type: of a column that all peers but one give as 0, that one's bits.
 """
 
 from __future__ import annotations
@@ -288,7 +290,7 @@ def _sum_blocks(
 
 
 def _accumulator(out: torch.Tensor) -> torch.dtype:
-    return torch.float64 if out.dtype == torch.float64 else torch.float32
+    return out.dtype if out.dtype in (torch.float64, torch.int32) else torch.float32
 
 
 def tile_tokens(out: torch.Tensor) -> int:
@@ -341,7 +343,8 @@ def _sum_tiles(
                 torch.add(
                     blocks[0][one : one + stop - start], blocks[1][other : other + stop - start], out=out[start:stop]
                 )
-                out[start:stop].add_(zero)
+                if out.is_floating_point():
+                    out[start:stop].add_(zero)
                 continue
         if len(biases) == 0:
             part.fill_(zero)

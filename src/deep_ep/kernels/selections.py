@@ -974,7 +974,8 @@ class PullSelections:
         num_biases: At most two.
         is_aligned: `out`, the rows and the biases consist of vectors, see `put.word_of`.
         is_grouped: Rows are summed in groups; otherwise each is added by itself.
-        num_weights: K, if weights come with the rows, by rank as those of `pull.Pull`; else 0.
+        num_weights: K, if weights come with the rows, by rank as those of `pull.Pull`, a column from one rank and
+            zeros from the others; else 0.
         end: How the combine ends; None: rows are this rank's own, a sum of no more than one row is that row, and the
             kernel is no `combine`.
     """
@@ -1014,7 +1015,8 @@ class PullSelections:
         }
         kernel = variant(_pull_selections_kernel, num_warps, constants, (dtype,), shape.num_registers)
         fixed = (context.words, hidden * dtype.itemsize // vector, num_topk, *(end or (0, 0)))
-        self._launch = Launch(kernel, (dtype, dtype, dtype, torch.int64, torch.float32, torch.int32, None), fixed)
+        # Weights are words: one rank gives a column, the others zeros, and their sum has the bits of what it gives.
+        self._launch = Launch(kernel, (dtype, dtype, dtype, torch.int64, torch.int32, torch.int32, None), fixed)
 
     def __call__(
         self,
@@ -1138,7 +1140,9 @@ def _sum_selections(
                 slot = load_slots(slots, token, num_tokens, num_ranks, lanes)
                 capacities = tl.load(table + _CAPACITIES * num_ranks + lanes, mask=lanes < num_ranks, other=0)
                 has_row = (slot >= 0) & (slot < capacities)
-                add_weights(out_weights, table, has_row, slot.to(tl.int64), token, num_topk, num_ranks, 1, LANES, TOPK)
+                add_weights(
+                    out_weights, table, has_row, slot.to(tl.int64), token, num_topk, num_ranks, 1, LANES, TOPK, tl.int32
+                )
         source = next_source
 
 

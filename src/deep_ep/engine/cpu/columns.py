@@ -16,7 +16,8 @@ from .combine import CpuCombine
 class ColumnCombine(CpuCombine):
     """The steps of one combine, see `ops.CombineSteps`.
 
-    Weights come back by rank, as in V1: each rank gives those of its own columns, and zeros.
+    Weights come back by rank, as in V1: each rank gives those of its own columns, and zeros. They are summed as words,
+    so that they come back bit by bit.
     """
 
     _handle: ColumnHandle
@@ -52,7 +53,8 @@ class ColumnCombine(CpuCombine):
         biases = [bias[start:stop] for bias in self._biases]
         reduce_columns(self._sums[0][start:stop], tables[0], owners, slots, shifts, biases)
         for weights, table in zip(self._sums[1:], tables[1:], strict=True):
-            reduce_rows(weights[start:stop], table, handle.send_head[start:stop], compact_shifts)
+            words, given = weights[start:stop].view(torch.int32), [rows.view(torch.int32) for rows in table]
+            reduce_rows(words, given, handle.send_head[start:stop], compact_shifts)
 
     # Expanded rows through staging: a token has K cells, one for each column, of which those of other ranks stay empty.
     # Its weights are given once, as those of compact rows.
