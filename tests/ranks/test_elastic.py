@@ -402,23 +402,81 @@ def test_rows_behind_the_last_expert_may_be_left_out() -> None:
     run_ranks(fewer_rows, 2)
 
 
-def too_few_rows(rank: int, num_ranks: int) -> list[tuple[str, str]]:
-    case = CASES["plain"]
-    buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)
-    num_experts = case.experts_per_rank * num_ranks
-    errors = []
-    for do_expand in (False, True):
-        x, _, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, num_experts=num_experts, do_expand=do_expand)
-        errors.append(error_of(buffer.combine, x[:-1].contiguous(), handle))
-        buffer.combine(x, handle)  # nothing is lost
+def num_used(handle: EPHandle) -> int:
+    """Rows of an expanded result up to the last one in use."""
+    num_rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+    return 1 + int(handle.recv_src_metadata[:num_rows, 2:].max())
+
+
+def too_few_rows(rank: int, num_ranks: int, has_multiple_reduction: bool, has_waited: bool) -> list[tuple[str, str]]:
+    case = CASES["aligned"]
+    buffer, mine = make_buffer(case, allow_multiple_reduction=has_multiple_reduction), inputs_of(case, rank, num_ranks)
+    options = {"num_experts": case.experts_per_rank * num_ranks, "do_cpu_sync": has_waited}
+    x, _, _, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, **options)
+    errors = [error_of(buffer.combine, x[:-1].contiguous(), handle)]
+    buffer.combine(x, handle)  # nothing is lost
+    x, _, weights, handle, _ = buffer.dispatch(
+        mine.x, mine.topk_idx, mine.weights, **options, do_expand=True, expert_alignment=case.alignment
+    )
+    last = num_used(handle)
+    for num_rows in (last - 1, 0):
+        given = x[:num_rows].contiguous(), handle, weights[:num_rows].contiguous()
+        errors.append(error_of(buffer.combine, *given))
+        assert f"first {last} rows" in errors[-1][1], errors[-1]
+    whole = buffer.combine(x, handle, weights)
+    cut = buffer.combine(x[:last].contiguous(), handle, weights[:last].contiguous())
+    assert torch.equal(cut[0], whole[0])
+    assert torch.equal(cut[1], whole[1])
     return errors
 
 
-def test_fewer_rows_than_came_are_refused() -> None:
-    for errors in run_ranks(too_few_rows, 2):
+@pytest.mark.parametrize("has_waited", [True, False])
+@pytest.mark.parametrize("has_multiple_reduction", [True, False])
+def test_fewer_rows_than_came_are_refused(has_multiple_reduction: bool, has_waited: bool, device: str) -> None:
+    if device == "cuda" and not has_waited:
+        pytest.skip("the host does not know there how many came")
+    for errors in run_ranks(too_few_rows, 2, has_multiple_reduction, has_waited):
         for kind, text in errors:
             assert kind == "ValueError", text
             assert text.startswith("combine: `x` must have"), text
+
+
+def missing_rows(rank: int, num_ranks: int) -> None:
+    """The last row in use is not given, which no host knows."""
+    case = CASES["aligned"]._replace(tokens=5)
+    for has_multiple_reduction in (True, False):
+        buffer = make_buffer(case, allow_multiple_reduction=has_multiple_reduction)
+        mine, num_experts = inputs_of(case, rank, num_ranks), case.experts_per_rank * num_ranks
+        x, _, weights, handle, _ = buffer.dispatch(
+            mine.x, mine.topk_idx, mine.weights, num_experts=num_experts, do_expand=True, do_cpu_sync=False
+        )
+        last = num_used(handle) - 1
+        cut = buffer.combine(x[:last].contiguous(), handle, weights[:last].contiguous())
+        x[last], weights[last] = 0, 0
+        as_zeros = buffer.combine(x, handle, weights)
+        assert torch.equal(cut[0], as_zeros[0])
+        assert torch.equal(cut[1], as_zeros[1])
+
+
+def test_kernels_take_missing_rows_for_zeros(device: str) -> None:
+    """Where the host has not waited for the counts. They read nothing behind what is given."""
+    run_ranks(missing_rows, 2, env={} if device == "cuda" else {"DEEP_EP_TRANSPORT": "interpreted"})
+
+
+def refused_handle(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    """Tokens name an expert more often than the worst case has rows for, and the combine is queued behind that."""
+    buffer, topk_idx = ElasticBuffer(None, 1, num_max_tokens_per_rank=4), torch.zeros(4, 3, dtype=torch.int64)
+    x, _, _, handle, event = buffer.dispatch(
+        torch.ones(4, 8), topk_idx, num_experts=2 * num_ranks, do_expand=True, do_cpu_sync=False,
+        async_with_compute_stream=True,
+    )  # fmt: skip
+    return [error_of(buffer.combine, x, handle), error_of(event.current_stream_wait)]
+
+
+@pytest.mark.cpu_only
+def test_a_combine_behind_an_overflow_names_it() -> None:
+    for errors in run_ranks(refused_handle, 2):
+        assert [kind for kind, _ in errors] == ["EPOverflow", "EPOverflow"], errors
 
 
 def one_row(rank: int, num_ranks: int) -> None:

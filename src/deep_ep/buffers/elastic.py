@@ -19,7 +19,7 @@ import torch.distributed as dist
 from .. import env
 from ..control import Control, require_member
 from ..elastic_sizing import SIZE_UNIT_BYTES, Domains, Rates, elastic_buffer_bytes, theoretical_num_sms
-from ..engine.elastic import Arrived, ElasticRequest, Extras, Form, Layout, fold_weights, own_columns
+from ..engine.elastic import Arrived, ElasticRequest, Extras, Form, Layout, fold_weights, own_columns, require_rows
 from ..engine.engine import Around
 from ..engine.ops import CallOrder
 from ..engine.payload import Routing
@@ -725,7 +725,7 @@ class ElasticBuffer(UnsupportedFamilies):
 
         Args:
             x: BF16, FP16, FP32 or FP64, contiguous. Compact: [n, H], as dispatch returned. Expanded: [any, H], rows as
-                dispatch returned them; padding is not read.
+                dispatch returned them; padding is not read, and what is behind the last row in use may be left out.
             handle: Of the dispatch.
             topk_weights: float32, contiguous; compact [n, K], expanded [rows of x].
             bias: [T, H] of x's dtype, contiguous, or a tuple of two.
@@ -750,12 +750,8 @@ class ElasticBuffer(UnsupportedFamilies):
         layout, sources = handle._layout, handle.recv_src_metadata
         num_rows: int | str = "rows" if handle.do_expand else sources.shape[0]
         x = checks.check_tensor(where, "x", x, (num_rows, "hidden"), checks.COMBINE_DTYPES, device=device)
-        # Padding behind the last expert may be left out. How much it is, the host need not know.
-        if handle.do_expand and x.shape[0] <= sum(layout.aligned_counts) - layout.form.alignment:
-            raise ValueError(
-                f"{where}: `x` must have the {sum(layout.aligned_counts)} rows of the dispatch, padding behind the "
-                f"last expert excepted, it has {x.shape[0]}"
-            )
+        if layout.num_used is not None:
+            require_rows(x.shape[0], layout.num_used)
         checks.warn_of_lost_gradients(where, x)
         if topk_weights is not None:
             shape = (x.shape[0],) if handle.do_expand else (sources.shape[0], layout.form.num_topk)
@@ -812,6 +808,8 @@ def _prepare(
     scope: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What a combine gives: rows as they are, or what `give` makes of them; and weights by token."""
+    if layout.form.is_expanded and layout.num_used is None:
+        scope.launch(partial(engine.require_rows, layout.compact, x, sources[:, 2:]))
     given = x if give is None else give(scope)
     if topk_weights is None:
         return given, None

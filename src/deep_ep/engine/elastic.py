@@ -52,6 +52,24 @@ class Form(NamedTuple):
         num_rows = num_ranks * self.max_tokens * min(self.num_topk, self.num_local)
         return align(num_rows + (self.alignment - 1) * self.num_local, self.alignment)
 
+    def aligned_counts(self, told: Counts | None) -> list[int]:
+        """Rows of each expert, rounded up; empty: the host does not know them."""
+        return [] if told is None else [align(count, self.alignment) for count in told.expert_counts]
+
+    def num_used(self, told: Counts | None) -> int | None:
+        """Rows of an expanded result up to the last one that is no padding; None: see `Layout`.
+
+        Example:
+            Counts `[5, 0, 2, 0]` with alignment 4: experts begin at rows 0, 8, 8 and 12, so rows 0 to 9.
+        """
+        if told is None or not self.is_expanded:
+            return None
+        end = used = 0
+        for count, aligned in zip(told.expert_counts, self.aligned_counts(told), strict=True):
+            used = end + count if count else used
+            end += aligned
+        return used
+
 
 @dataclass
 class Layout:
@@ -74,6 +92,8 @@ class Layout:
         num_rows: n; the memory's N where the host does not know it.
         num_expanded: X.
         aligned_counts: Rows of each expert, rounded up; empty where the host does not know them.
+        num_used: Rows of an expanded result up to the last one that is no padding; None where the host does not know
+            it, or the result is compact.
         plan: Which rows this rank's selections take; None: only compact rows are sent.
         peer_rows: [T, K] int32, the same as a table; -1: none.
     """
@@ -92,6 +112,7 @@ class Layout:
     num_rows: int
     num_expanded: int
     aligned_counts: list[int]
+    num_used: int | None = None
     plan: SendPlan | None = None
     peer_rows: torch.Tensor | None = None
 
@@ -273,11 +294,8 @@ class Unfold:
         topk_idx = self._request.topk_idx
         num_tokens, num_topk = topk_idx.shape
         num_rows = handle.num_rows
-        aligned: list[int] = []
-        num_expanded = form.most_expanded(self._request.num_ranks)
-        if told is not None:
-            aligned = [align(count, form.alignment) for count in told.expert_counts]
-            num_expanded = sum(aligned)
+        aligned = form.aligned_counts(told)
+        num_expanded = form.most_expanded(self._request.num_ranks) if told is None else sum(aligned)
         with scope.outputs:
             new = like.new_empty
             return Layout(
@@ -295,6 +313,7 @@ class Unfold:
                 num_rows=num_rows,
                 num_expanded=num_expanded,
                 aligned_counts=aligned,
+                num_used=form.num_used(told),
             )
 
     def _arrive(
@@ -551,6 +570,23 @@ def with_weights(scope: Any, payload: Payload, topk_weights: torch.Tensor | None
 # Combine -------------------------------------------------------------------------------------------------------------
 
 
+def require_rows(num_given: int, num_used: int) -> None:
+    """Check that a combine of expanded rows is given all of them; padding behind the last one may be left out.
+
+    Args:
+        num_given: Rows of `x`.
+        num_used: Rows up to the last one that is no padding.
+
+    Raises:
+        ValueError: There are fewer.
+    """
+    if num_given < num_used:
+        raise ValueError(
+            f"combine: `x` must have the first {num_used} rows of the dispatch (behind them is only padding), it has "
+            f"{num_given}. Pass all rows that the dispatch returned"
+        )
+
+
 def fold_rows(out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
     """Sum the expanded rows of each token, columns ascending, in FP32 (FP64 of FP64), rounded once.
 
@@ -567,14 +603,15 @@ def fold_weights(out: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -
 
     Args:
         out: [N, K] float32, written.
-        weights: [X] float32.
+        weights: [X] float32. Of rows that it does not have the weight is 0, see `Engine.require_rows`.
         rows: [N, K] int32; -1: none.
     """
-    if not weights.shape[0]:
+    num_given = weights.shape[0]
+    if not num_given:
         out.zero_()
         return
-    found = weights.index_select(0, rows.flatten().clamp(min=0)).view(rows.shape)
-    out.copy_(torch.where(rows >= 0, found, 0.0))
+    found = weights.index_select(0, rows.flatten().clamp(0, num_given - 1)).view(rows.shape)
+    out.copy_(torch.where((rows >= 0) & (rows < num_given), found, 0.0))
 
 
 def own_columns(out: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ import torch
 from ..config import Config
 from ..errors import EPUnsupported
 from ..event import EventHandle
+from ..handle import Handle
 from ..layout import DispatchLayout
 from ..trace import Trace
 from ..watch import Watch
@@ -281,6 +282,22 @@ class Engine(ABC):
             num_sms: Most blocks of a kernel.
         """
         raise NotImplementedError
+
+    def require_rows(self, handle: Handle, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Check that a combine is given all expanded rows, where the host did not know them before the call.
+
+        On a GPU it does not know them in the call, either: rows that are not given count as zeros there.
+
+        Args:
+            handle: Of the compact rows.
+            x: [X, H].
+            rows: [n, K] int32, the expanded rows of each compact one; -1: none.
+
+        Raises:
+            EPOverflow: The dispatch was refused, so there are no rows.
+            ValueError: Rows are missing.
+        """
+        del handle, x, rows
 
     def can_pull(self, x: torch.Tensor) -> bool:
         """Whether a combine can give expanded rows where they lie, so that no rank sums its own ones first."""

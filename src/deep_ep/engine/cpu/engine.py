@@ -12,12 +12,12 @@ import torch
 from ... import layout
 from ...errors import EPClosed, account
 from ...event import EventHandle
-from ...handle import ColumnHandle
+from ...handle import ColumnHandle, Handle, require_filled
 from ...stream import CommStream
 from ...trace import Trace
 from ...transport import Window, ordinary_tensor
 from ...watch import Watch
-from ..elastic import ElasticRequest, Unfold, fold_rows
+from ..elastic import ElasticRequest, Unfold, fold_rows, require_rows
 from ..engine import Engine
 from ..low_latency.calls import operation_of
 from ..low_latency.cpu.engine import CpuLowLatency
@@ -214,6 +214,11 @@ class CpuEngine(Engine):
         """Sum expanded rows that belong to one compact row."""
         del ends, num_sms
         fold_rows(out, x, rows)
+
+    def require_rows(self, handle: Handle, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Check that a combine is given all expanded rows: by now the tables of the dispatch are filled."""
+        require_filled(handle, "combine")
+        require_rows(x.shape[0], 1 + int(rows.max()) if rows.numel() else 0)
 
     def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of the window, or of ordinary memory if the arena has none left."""

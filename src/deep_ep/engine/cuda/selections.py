@@ -30,7 +30,6 @@ from ...kernels.selections import (
     num_tiles,
     zero_gaps,
 )
-from ...sizing import align
 from ..elastic import Arrived, ElasticRequest, Layout, Unfold
 from ..ops import Counts, Sections, make_sections
 from ..payload import DispatchResult, Payload, Routing, Unpacked
@@ -543,7 +542,7 @@ class DeviceUnfold(Unfold):
             return self._request.layout.num_expanded
         if told is None:
             return self._form.most_expanded(self._request.num_ranks)
-        return sum(align(count, self._form.alignment) for count in told.expert_counts)
+        return sum(self._form.aligned_counts(told))
 
     def _make_layout(self, scope: Any, received: DispatchResult, told: Counts | None) -> Layout:
         """Return what the kernels have made."""
@@ -555,7 +554,6 @@ class DeviceUnfold(Unfold):
         assert self.owners is not None
         assert self.slots is not None
         topk_idx = self._request.topk_idx if self.copied_idx is None else self.copied_idx
-        aligned = [align(count, form.alignment) for count in told.expert_counts] if told is not None else []
         num_per_expert, ends, _ = experts.split_with_sizes((num_local, num_local, 1))
         return Layout(
             form=form,
@@ -571,7 +569,8 @@ class DeviceUnfold(Unfold):
             rank_ends=self.rank_ends,
             num_rows=received.handle.num_rows,
             num_expanded=self.num_expanded(told),
-            aligned_counts=aligned,
+            aligned_counts=form.aligned_counts(told),
+            num_used=form.num_used(told),
             peer_rows=self.rows,
         )
 
