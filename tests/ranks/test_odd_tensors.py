@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from common import NOTHING_POSTED, OneRank, layout_of, run_ranks
-from deep_ep import Buffer, EventHandle
+from deep_ep import Buffer, ElasticBuffer, EventHandle
 from deep_ep.tensors import is_lazy, ordinary
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -207,6 +207,21 @@ def test_what_has_no_bytes_is_refused(make: Callable, seen: str) -> None:
     with pytest.raises(ValueError, match=f"dispatch: `x` must be an ordinary strided tensor, .*{seen}"):
         buffer.dispatch(wrong, **first_expert_layout(buffer, 3))
     buffer.dispatch(torch.randn(3, 4), **first_expert_layout(buffer, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4])
+def test_quantized_dtypes_are_refused(dtype: torch.dtype) -> None:
+    """Torch does not call such a view quantized, and ends the process where it is to make one over the window."""
+    buffer, x = solo(), torch.ones(3, 4, dtype=torch.int32)
+    elastic, layout = ElasticBuffer.from_buffer(buffer, 3), first_expert_layout(buffer, 3)
+    wrong = x.view(dtype)
+    assert not wrong.is_quantized
+    for name, given in (("x", wrong), ("scales", (x, wrong))):
+        with pytest.raises(ValueError, match=f"dispatch: `{name}` must not have a quantized dtype, it is q"):
+            buffer.dispatch(given, **layout)
+        with pytest.raises(ValueError, match=f"dispatch: `{name}` must not have a quantized dtype, it is q"):
+            elastic.dispatch(given, torch.zeros(3, 1, dtype=torch.int64), num_experts=2)
+    buffer.dispatch(x, **layout)
 
 
 def test_a_transformed_tensor_is_refused() -> None:

@@ -23,6 +23,15 @@ from .usual import loses_gradients
 
 COMBINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 IDX_DTYPES = (torch.int32, torch.int64)
+# Torch makes no tensor of these dtypes over memory that it is given: it ends the process instead. A tensor that is
+# viewed as one of them is not what torch calls quantized, so `ordinary` takes it for a plain one.
+_QUANTIZED = {
+    torch.qint8: "int8",
+    torch.quint8: "uint8",
+    torch.qint32: "int32",
+    torch.quint4x2: "uint8",
+    torch.quint2x4: "uint8",
+}
 MOST_ROWS = (1 << 31) - 1  # rows are counted and numbered in int32
 
 
@@ -44,7 +53,7 @@ def check_tensor(
         name: The argument.
         value: What was passed.
         shape: What its shape must be; a name: any size there.
-        dtypes: What its dtype may be; none given: any.
+        dtypes: What its dtype may be; none given: any that is not quantized.
         contiguous: Whether it must be contiguous.
         is_written: Whether the method writes into it.
         device: The buffer's.
@@ -62,6 +71,11 @@ def check_tensor(
         remedy = "Make it so, it is written" if is_written else f"Pass `{name}.to(torch.{names[0]})`"
         raise ValueError(
             f"{where}: `{name}` must be {' or '.join(names)}, it is {str(value.dtype).removeprefix('torch.')}. {remedy}"
+        )
+    if value.dtype in _QUANTIZED:
+        raise ValueError(
+            f"{where}: `{name}` must not have a quantized dtype, it is {str(value.dtype).removeprefix('torch.')}. Pass "
+            f"`{name}.view(torch.{_QUANTIZED[value.dtype]})`"
         )
     if contiguous and not value.is_contiguous():
         remedy = "Make it so, it is written" if is_written else f"Pass `{name}.contiguous()`"
