@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from deep_ep.tools import cli
+from deep_ep.transport import MAX_EXPERTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
@@ -54,6 +55,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors_of(target)):
             broken.append(link)
     assert broken == []
+
+
+@pytest.mark.parametrize("page", ["docs/support.md", "docs/elastic.md"])
+def test_the_most_experts_are_named(page: str) -> None:
+    assert f"t most {MAX_EXPERTS:,} experts" in (ROOT / page).read_text()
 
 
 def test_every_page_is_on_the_site() -> None:
