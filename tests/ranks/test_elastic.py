@@ -662,6 +662,32 @@ def test_a_small_combine_ends_before_its_peers_have_summed(is_expanded: bool, ha
     run_ranks(the_peer_leaves, 2, is_expanded, has_multiple_reduction)
 
 
+def no_tokens(rank: int, num_ranks: int) -> None:
+    buffer, num_experts = ElasticBuffer(None, 1), 3 * num_ranks
+    x, topk_idx, weights = torch.empty(0, 8), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2)
+    for is_expanded, num_rows in ((False, 0), (True, 12)):  # padding of three experts, which is not written
+        came, ids, came_weights, handle, _ = buffer.dispatch(
+            x, topk_idx, weights, num_experts=num_experts, expert_alignment=4, do_cpu_sync=False, do_expand=is_expanded
+        )
+        assert came.shape == (num_rows, 8)
+        assert came_weights.shape == ((num_rows,) if is_expanded else (0, 2))
+        assert is_expanded or ids.shape == (0, 2)
+        assert handle.num_recv_tokens == 0
+        assert handle.recv_src_metadata.shape == (0, 4)
+        assert handle.num_unaligned_recv_tokens_per_expert.tolist() == [0, 0, 0]
+        assert buffer.dispatch(x, handle=handle)[0].shape == came.shape
+        out, out_weights, _ = buffer.combine(came, handle, came_weights)
+        assert out.shape == (0, 8)
+        assert out_weights.shape == (0, 2)
+
+
+@pytest.mark.parametrize("env", [{}, {"DEEP_EP_TRANSPORT": "interpreted"}])
+def test_a_worst_case_of_no_tokens_has_no_rows(env: dict[str, str], device: str) -> None:
+    if device == "cuda" and env:
+        pytest.skip("kernels are not interpreted there")
+    run_ranks(no_tokens, 2, env=env)
+
+
 def unequal_most_tokens(rank: int, num_ranks: int) -> tuple[Any, ...]:
     case = CASES["plain"]
     buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)

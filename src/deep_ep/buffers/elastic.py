@@ -637,7 +637,7 @@ class ElasticBuffer(UnsupportedFamilies):
         if is_synchronised:
             arrived, _, event = engine.dispatch(payload, routing, 1, order, num_sms, around)
         else:
-            num_rows = max(1, self.num_ranks * form.max_tokens)
+            num_rows = self.num_ranks * form.max_tokens
             arrived, event = engine.worst_case_dispatch(payload, routing, num_rows, 1, order, num_sms, around)
         made = EPHandle._of(arrived.layout, num_experts, num_sms)
         return *_results(arrived), made, EventOverlap(event)

@@ -81,7 +81,7 @@ class CpuDispatch:
         """Make the handle that will be filled, if its number of rows is known already."""
         del routing
         self._num_channels, self._num_worst_tokens = num_channels, num_rows
-        if num_rows:
+        if not self._is_full:
             if scope.order.is_due():
                 self._check_counts()
             self._handle = self._make_handle(num_rows)
