@@ -280,8 +280,9 @@ def require_filled(handle: Handle | RailHandle, where: str) -> None:
 def refusal(where: str) -> EPOverflow:
     """The error of such a call."""
     return EPOverflow(
-        f"{where}: the dispatch that made this handle was refused, since more rows came than its num_worst_tokens "
-        "allows: no rows were sent. Dispatch again with a larger num_worst_tokens; tokens x ranks always suffices"
+        f"{where}: the dispatch that made this handle was refused, since more rows came than it had memory for: none "
+        "were sent. Dispatch again with a larger `num_worst_tokens` (tokens x ranks always suffices), or, if it is one "
+        "of an ElasticBuffer, with `do_cpu_sync=True`"
     )
 
 

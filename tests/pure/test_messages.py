@@ -19,6 +19,7 @@ from deep_ep.topology import arrange
 
 LOW_LATENCY = Agreement("low-latency dispatch", num_experts=8, dtype=torch.bfloat16, max_tokens=4)
 MINE = Agreement("dispatch", num_experts=8, num_topk=2, hidden=16, dtype=torch.bfloat16, idx_dtype=torch.int64)
+CACHED = Agreement("cached dispatch", hidden=16, dtype=torch.bfloat16, handle=7)
 
 
 @pytest.mark.parametrize(
@@ -32,19 +33,69 @@ MINE = Agreement("dispatch", num_experts=8, num_topk=2, hidden=16, dtype=torch.b
         (MINE._replace(handle=5), "Pass handles of one and the same dispatch on all ranks"),
         (MINE, "Make the calls in the same order on all ranks"),
         (
+            MINE._replace(operation="worst-case dispatch"),
+            "has worst-case dispatch, not dispatch (rank 0/2). Pass `num_worst_tokens` on all ranks, or on none",
+        ),
+        (
             MINE._replace(operation="worst-case dispatch", max_tokens=3),
-            "has worst-case dispatch, not dispatch (rank 0/2). Pass `num_worst_tokens` (`do_cpu_sync=False`) on all",
+            "has worst-case dispatch, not dispatch (rank 0/2). Pass `do_cpu_sync=False` on all ranks, or on none",
         ),
         (MINE._replace(operation="cached dispatch", handle=7), "Pass `handle` on all ranks, or on none"),
         (MINE._replace(num_scales=4, scale_dtype=torch.float32), ". Pass scales of `x` on all ranks, or on none"),
         (MINE._replace(num_topk=0, idx_dtype=None), ". Pass `topk_idx` and `topk_weights` on all ranks, or on none"),
-        (MINE._replace(has_weights=1), ". Pass `topk_weights` on all ranks, or on none"),
+        (
+            MINE._replace(has_weights=1),
+            "topk_weights, not none (rank 0/2). Pass `topk_weights` on all ranks, or on none",
+        ),
+        (
+            MINE._replace(is_reduced_once=1, hidden=3),
+            "has allow_multiple_reduction False not True (rank 0/2). Pass the",
+        ),
+        (MINE._replace(alignment=1), "has do_expand True not False (rank 0/2). Pass the same `do_expand` on all ranks"),
+        (MINE._replace(alignment=-1), "has a call of ElasticBuffer, not of Buffer (rank 0/2). Make the calls in the"),
     ],
 )
 def test_the_remedy_fits_the_difference(theirs: Agreement, remedy: str) -> None:
     text = str(disagreement("dispatch (call 3)", "rank 0/2", [("rank 1", MINE, theirs)]))
     assert text.startswith("dispatch (call 3): all ranks must make the same call, but rank 1 has ")
     assert remedy in text
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "told"),
+    [
+        (MINE._replace(alignment=4), {"alignment": 8}, "expert_alignment 8 not 4 (rank 0/2). Pass the same `expert_a"),
+        (
+            MINE._replace(alignment=4),
+            {"alignment": -1},
+            "do_expand False not True (rank 0/2). Pass the same `do_expand`",
+        ),
+        (MINE._replace(alignment=-1), {"alignment": 0}, "a call of Buffer, not of ElasticBuffer (rank 0/2). Make the"),
+        (
+            CACHED._replace(alignment=4),
+            {"alignment": 0},
+            "do_expand False not True (rank 0/2). Pass handles of one and",
+        ),
+        (
+            CACHED._replace(num_scales=2, scale_dtype=torch.float32, has_weights=1),
+            {"num_scales": 0, "scale_dtype": None, "has_weights": 0},
+            "rank 1 has no topk_weights (rank 0/2). Pass `topk_weights` on all ranks, or on none",
+        ),
+        (
+            CACHED._replace(num_topk=2, has_weights=1),
+            {"num_topk": 0, "has_weights": 0},
+            "rank 1 has no topk_weights (rank 0/2). Pass `topk_weights` on all ranks, or on none",
+        ),
+        (
+            MINE._replace(operation="worst-case dispatch", max_tokens=4),
+            {"max_tokens": 5},
+            "num_max_tokens_per_rank 5 not 4 (rank 0/2). Pass the same `num_max_tokens_per_rank` on all ranks",
+        ),
+    ],
+)
+def test_differences_are_named_as_the_arguments_of_elastic_buffer(mine: Agreement, theirs: dict, told: str) -> None:
+    text = str(disagreement("dispatch (call 3)", "rank 0/2", [("rank 1", mine, mine._replace(**theirs))]))
+    assert told in text
 
 
 @pytest.mark.parametrize(

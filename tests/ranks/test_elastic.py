@@ -365,7 +365,28 @@ def test_kernels_do_not_mix_both_interfaces_in_one_call() -> None:
     """Ranks of `ElasticBuffer` read the counts that their peers store, which those of `Buffer` do not."""
     seen = run_ranks(unequal_interfaces, 2, env={"DEEP_EP_TRANSPORT": "interpreted"})
     assert {kind for kind, _ in seen} <= {"EPError", "EPPeerFailed"}
-    assert all("`do_expand`" in text for _, text in seen), seen
+    assert all("ElasticBuffer" in text for _, text in seen), seen
+
+
+def weights_of_some(rank: int, num_ranks: int, is_expanded: bool) -> tuple[str, str]:
+    """One rank alone gives weights to a cached dispatch, in which they travel as something else."""
+    case = CASES["plain"]
+    buffer, mine = make_buffer(case), inputs_of(case, rank, num_ranks)
+    options = {"num_experts": case.experts_per_rank * num_ranks, "do_expand": is_expanded}
+    handle = buffer.dispatch(mine.x, mine.topk_idx, **options)[3]
+    weights = mine.weights if rank else None
+    return error_of(lambda: (buffer.dispatch(mine.x, topk_weights=weights, handle=handle), buffer.check()))
+
+
+@pytest.mark.parametrize("is_expanded", [False, True])
+@pytest.mark.parametrize("env", [{}, {"DEEP_EP_TRANSPORT": "interpreted"}])
+def test_weights_of_some_ranks_are_named(env: dict[str, str], is_expanded: bool, device: str) -> None:
+    if device == "cuda" and env:
+        pytest.skip("kernels are not interpreted there")
+    seen = run_ranks(weights_of_some, 2, is_expanded, env=env)
+    assert {kind for kind, _ in seen} <= {"EPError", "EPPeerFailed"}
+    assert all("Pass `topk_weights` on all ranks, or on none" in text for _, text in seen), seen
+    assert not any("scale" in text for _, text in seen), seen
 
 
 def unequal_reductions(rank: int, num_ranks: int) -> tuple[str, str]:

@@ -555,7 +555,7 @@ def with_weights(scope: Any, payload: Payload, topk_weights: torch.Tensor | None
     if topk_weights is None:
         return payload
     if payload.scales is None:
-        return Payload(payload.x, topk_weights, payload.expansion)
+        return Payload(payload.x, topk_weights, payload.expansion, has_weights=True)
     given, num_scales = payload.scales, payload.scales.shape[1]
     both = topk_weights.new_empty((topk_weights.shape[0], num_scales + topk_weights.shape[1]), dtype=torch.int32)
 
@@ -564,7 +564,7 @@ def with_weights(scope: Any, payload: Payload, topk_weights: torch.Tensor | None
         both[:, num_scales:].copy_(topk_weights.view(torch.int32))
 
     scope.launch(fill)
-    return Payload(payload.x, both, payload.expansion)
+    return Payload(payload.x, both, payload.expansion, has_weights=True)
 
 
 # Combine -------------------------------------------------------------------------------------------------------------

@@ -72,11 +72,13 @@ class Payload:
         scales: [T, S] any dtype and strides, or None.
         expansion: What the steps of a dispatch of V2 must know beside it: an `Expansion`, on a GPU a `DeviceUnfold`;
             None: they are those of V1.
+        has_weights: Weights of a cached dispatch of V2 are the last columns of the scales.
     """
 
     x: torch.Tensor
     scales: torch.Tensor | None = None
     expansion: Any = None
+    has_weights: bool = False
 
 
 @dataclass(slots=True)
@@ -245,7 +247,7 @@ def agreement_of(operation: str, payload: Payload, routing: Routing | None, hand
         # Where the counts are waited for, the largest will do.
         max_tokens=routing.max_tokens if routing is not None and operation != "dispatch" else 0,
         handle=handle,
-        has_weights=int(routing is not None and routing.has_weights),
+        has_weights=int(payload.has_weights or (routing is not None and routing.has_weights)),
     )
 
 

@@ -23,6 +23,7 @@ ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4
 _STEP_NAMES = {ANNOUNCED: "announced", OFFERED: "offered", READY: "ready", TAKEN: "taken"}
 
 LOW_LATENCY = "low-latency"
+COMPACT = -1  # for the alignment of a V2 dispatch whose result is compact, where 0 stands for a call of V1
 LEAVE = "leave"  # no call: what a rank posts when an exception makes it leave its buffer
 OPERATIONS = (
     "dispatch",
@@ -73,10 +74,11 @@ class Agreement(NamedTuple):
         idx_dtype: Type of the expert ids.
         max_tokens: Most tokens of a rank (low latency, and V2's worst-case dispatches).
         handle: Checksum of the handle's counts, so that a handle of another dispatch is noticed.
-        alignment: To which the rows of an expert are rounded up, if the result of a dispatch is expanded.
+        alignment: To which the rows of an expert are rounded up, if the result of a dispatch is expanded. On a GPU
+            `COMPACT` in a V2 dispatch whose result is not.
         is_reduced_once: 1: rows of an expanded result are summed once, at the token's rank; 0: a rank sums its own ones
             first.
-        has_weights: 1: a dispatch of V2 has weights.
+        has_weights: 1: a dispatch of V2 has weights, also a cached one.
     """
 
     operation: str
@@ -121,7 +123,6 @@ _ARGUMENTS = {  # where the items of an agreement come from, as the caller knows
     "scale_dtype": "dtype of the scales",
     "idx_dtype": "dtype of `topk_idx`",
     "max_tokens": "`num_max_tokens_per_rank`",
-    "alignment": "`do_expand` and `expert_alignment`",
     "is_reduced_once": "`allow_multiple_reduction` of the buffer",
 }
 _LOW_LATENCY_ARGUMENTS = {  # likewise, where a low-latency call has the item from another argument
@@ -152,22 +153,41 @@ def _arguments(operation: str) -> dict[str, str]:
     return names
 
 
+def _telling(mine: Agreement, theirs: Agreement) -> list[str]:
+    """Return the items in which two agreements differ, without those that follow from others."""
+    items = mine.differing(theirs)
+    if "operation" in items:
+        return ["operation"]
+    if "is_reduced_once" in items:  # what ranks then send differs in number and dtype, too
+        return ["is_reduced_once"]
+    following: tuple[str, ...] = ()
+    if mine.operation.startswith(LOW_LATENCY) and "dtype" in items:  # rows of another dtype have other scales
+        following = ("num_scales", "scale_dtype")
+    elif mine.operation == "cached dispatch" and "has_weights" in items:  # they travel as scales, or beside the rows
+        following = ("num_scales", "scale_dtype", "num_topk")
+    return [item for item in items if item not in following]
+
+
+def _is_elastic(agreement: Agreement) -> bool:
+    """Whether an agreement has an item that only calls of `ElasticBuffer` have. Not all of them do."""
+    return bool(agreement.max_tokens or agreement.alignment or agreement.has_weights)
+
+
 def _remedies(mine: Agreement, theirs: Agreement) -> list[str]:
     """Return what to pass so that two ranks make the same call; empty: it is another call."""
-    operations, items = (mine.operation, theirs.operation), mine.differing(theirs)
+    operations, items = (mine.operation, theirs.operation), _telling(mine, theirs)
     if "operation" in items:
         if not all(operation in _DISPATCHES for operation in operations):
             return []
-        names = {"cached dispatch": "`handle`", "worst-case dispatch": "`num_worst_tokens` (`do_cpu_sync=False`)"}
+        worst_case = "`do_cpu_sync=False`" if _is_elastic(mine) or _is_elastic(theirs) else "`num_worst_tokens`"
+        names = {"cached dispatch": "`handle`", "worst-case dispatch": worst_case}
         return [f"{name} on all ranks, or on none" for operation, name in names.items() if operation in operations]
-    if "is_reduced_once" in items:
-        items = ["is_reduced_once"]  # what ranks then send differs in number and dtype, too
     is_low_latency, arguments, remedies = mine.operation.startswith(LOW_LATENCY), _arguments(mine.operation), []
     for item in items:
-        if is_low_latency and "dtype" in items and item in ("num_scales", "scale_dtype"):
-            continue  # rows of another dtype have other scales
         optional = None if is_low_latency else _OPTIONAL.get(item)
-        if optional is not None and not (getattr(mine, item) and getattr(theirs, item)):
+        if item == "alignment":
+            remedies += _alignment_remedies(mine, theirs)
+        elif optional is not None and not (getattr(mine, item) and getattr(theirs, item)):
             optional = _WEIGHTS if optional is _IDS and mine.operation == "combine" else optional
             remedies.append(f"{optional} on all ranks, or on none")
         elif item in arguments:
@@ -175,16 +195,39 @@ def _remedies(mine: Agreement, theirs: Agreement) -> list[str]:
     return remedies
 
 
+def _alignment_remedies(mine: Agreement, theirs: Agreement) -> list[str]:
+    if mine.operation == "cached dispatch":  # which has both from its handle
+        return ["handles of one and the same dispatch on all ranks"]
+    values = {mine.alignment, theirs.alignment}
+    if values == {0, COMPACT}:
+        return []
+    return [f"the same {'`do_expand`' if min(values) <= 0 else '`expert_alignment`'} on all ranks"]
+
+
+def _difference(item: str, mine: Any, theirs: Any, operation: str) -> str:
+    """Describe in what a rank differs in one item, by the argument that it comes from where its own name is none."""
+    if item == "alignment":
+        if {mine, theirs} == {0, COMPACT}:
+            return "a call of Buffer, not of ElasticBuffer" if theirs == 0 else "a call of ElasticBuffer, not of Buffer"
+        if min(mine, theirs) <= 0:
+            return f"do_expand {theirs > 0} not {mine > 0}"
+        return f"expert_alignment {theirs} not {mine}"
+    if item == "has_weights":
+        return "topk_weights, not none" if theirs else "no topk_weights"
+    if item == "is_reduced_once":
+        return f"allow_multiple_reduction {not theirs} not {not mine}"
+    name = item
+    if item == "max_tokens" or (item == "num_scales" and operation.startswith(LOW_LATENCY)):
+        name = _arguments(operation)[item].strip("`")
+    return f"{name} {theirs} not {mine}"
+
+
 def _differences(mine: Agreement, theirs: Agreement) -> str:
     """Describe in what a rank differs, for a message."""
     if mine.operation != theirs.operation:
         return f"{theirs.operation}, not {mine.operation}"
-    names = {}
-    if mine.operation.startswith(LOW_LATENCY):  # items that are the numbers of other arguments
-        names = {item: _arguments(mine.operation)[item].strip("`") for item in ("num_scales", "max_tokens")}
-    named = [
-        f"{names.get(item, item)} {getattr(theirs, item)} not {getattr(mine, item)}" for item in mine.differing(theirs)
-    ]
+    items, operation = _telling(mine, theirs), mine.operation
+    named = [_difference(item, getattr(mine, item), getattr(theirs, item), operation) for item in items]
     return ", ".join(named) or "nothing (it saw another difference)"
 
 

@@ -62,6 +62,7 @@ class CpuDispatch:
         self._payload = Payload(
             self._window.out_of_scratch(payload.x),
             self._window.out_of_scratch(payload.scales) if payload.scales is not None else None,
+            has_weights=payload.has_weights,
         )
         self._routing = routing
         self._num_channels = 0  # columns of the handle's unused items

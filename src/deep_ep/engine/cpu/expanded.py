@@ -80,8 +80,9 @@ class ExpandedDispatch(CpuDispatch):
 
     def _agreement(self, number: int) -> Agreement:
         agreement, weights = super()._agreement(number), self._expansion.weights
-        num_topk = agreement.num_topk if weights is None else weights.size(1)
-        return agreement._replace(alignment=self._expansion.alignment, num_topk=num_topk)
+        if weights is not None:
+            agreement = agreement._replace(num_topk=weights.size(1), has_weights=1)
+        return agreement._replace(alignment=self._expansion.alignment)
 
     def _can_post(self, num_rows: int, parts: Sequence[torch.Tensor]) -> bool:
         """Only in a full dispatch: in others there is memory for an expanded result before this is known."""

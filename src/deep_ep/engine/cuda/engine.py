@@ -110,8 +110,8 @@ class CudaEngine(Engine):
     def _require_waiting(self) -> None:
         if self._is_capturing():
             raise EPUnsupported(
-                "dispatch: the host waits for the counts, which cannot be captured in a graph. "
-                "Pass `num_worst_tokens`, or the handle of an earlier dispatch"
+                "dispatch: the host waits for the counts, which cannot be captured in a graph. Pass "
+                "`num_worst_tokens` (of an ElasticBuffer: `do_cpu_sync=False`), or the handle of an earlier dispatch"
             )
 
     def barrier(self) -> None:
@@ -300,7 +300,7 @@ def _dispatch_key(operation: str, payload: Payload, routing: Routing | None, num
     x, scales = payload.x, payload.scales
     num_topk = num_experts = num_scales = max_tokens = 0
     idx_dtype = scale_dtype = None
-    keeps_weights = has_weights = False
+    keeps_weights, has_weights = False, payload.has_weights
     if routing is not None:
         keeps_weights, has_weights = routing.keeps_weights, routing.has_weights
         num_experts = routing.num_tokens_per_expert.shape[0]
