@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,17 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         dcp.save({name: value.detach() for name, value in state.items()}, checkpoint_id=folder)  # as plain tensors
         dcp.load(state, checkpoint_id=folder)
 
+    def saved_in_a_thread(model: Model) -> None:
+        dcp.async_save(model.state_dict(), checkpoint_id=folder).result(timeout=60)
+
+    def copied(model: Model) -> None:
+        """Copies refuse as well, also those that are sent to another process, which may save them."""
+        state = model.state_dict()
+        sent = ForkingPickler.loads(ForkingPickler.dumps(state["moe.experts.up"]))
+        assert torch.equal(sent, model.moe.experts.up)
+        assert "are plain experts" in checkpoint_error(dcp.save, {"sent": sent}, checkpoint_id=folder)[1]
+        dcp.save({name: value.cpu().clone() for name, value in state.items()}, checkpoint_id=folder)
+
     return {
         "DDP": error_of(DistributedDataParallel, model()),
         "DDP, DTensors": error_of(DistributedDataParallel, model(mesh=world)),
@@ -218,6 +230,8 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         "fully_shard": error_of(fully_shard, model(), mesh=world),
         "FSDP1": error_of(wrapped_by_fsdp1, model()),
         "DCP": checkpoint_error(dcp.save, model().state_dict(), checkpoint_id=folder),
+        "DCP, asynchronous": checkpoint_error(saved_in_a_thread, model()),
+        "DCP, copies": checkpoint_error(copied, model()),
         "DCP, loading": checkpoint_error(loaded, model()),
         "clip_grad_norm_": error_of(clipped, model()),
         "clip_grad_norm_, DTensors": error_of(clipped, model(mesh=world)),
@@ -250,6 +264,8 @@ REFUSED = {
     "fully_shard": "Make the layer with `MoELayer(..., mesh=mesh['ep'])`",
     "FSDP1": "Use `torch.distributed.fsdp.fully_shard`",
     "DCP": "`moe.experts.up` are plain experts",
+    "DCP, asynchronous": "`moe.experts.up` are plain experts",
+    "DCP, copies": "`moe.experts.up` are plain experts",
     "DCP, loading": "or load one file with `deep_ep.moe.take_experts`",
     "clip_grad_norm_": "Use `deep_ep.moe.clip_grad_norm_(model, ...)`",
     "clip_grad_norm_, DTensors": "mixed torch.Tensor and DTensor",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
 import torch
@@ -254,8 +255,10 @@ def _copy_part(local: torch.Tensor, values: torch.Tensor, offset: tuple[int, ...
 class RankTensor(torch.Tensor):
     """The state or the gradient of plain experts: under this name every rank has another tensor.
 
-    It is an ordinary tensor in all operations, and their results are ordinary tensors, except that it refuses norms
-    over it and to be saved as a replica. Pickled, it is an ordinary tensor as well.
+    It is an ordinary tensor in all operations, except that it refuses norms over it and to be saved as a replica.
+    Copies of it refuse the same, such as those by which `torch.distributed.checkpoint.async_save` stages a state, in
+    this process or for another one. Other results, and what `torch.save` writes, are ordinary tensors; so is what
+    `detach()` returns.
     """
 
     @classmethod
@@ -274,7 +277,8 @@ class RankTensor(torch.Tensor):
                 f"different steps, and drift apart. {_THE_WAY}; or train in BF16, which needs no scaler"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            return _mark(result) if func in _COPIES else result
 
     def __create_write_items__(self, fqn: str, _object: Any) -> Any:
         """Called by `torch.distributed.checkpoint` to save it."""
@@ -294,22 +298,42 @@ class RankTensor(torch.Tensor):
         return self.detach().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.detach(), memo).as_subclass(RankTensor)
+        return _mark(copy.deepcopy(self.detach(), memo))
 
 
 _NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm})  # by which torch finds a total norm
+_COPIES = frozenset(
+    {
+        torch.clone,
+        torch.Tensor.clone,
+        torch.Tensor.contiguous,
+        torch.Tensor.cpu,
+        torch.Tensor.cuda,
+        torch.Tensor.new_empty,  # which the stager of `async_save` fills
+        torch.Tensor.pin_memory,
+        torch.Tensor.to,
+    }
+)
+
+
+def _mark(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(RankTensor)
+
+
+# `async_save` may save in another process, which receives the state by this pickler. `torch.save` uses another one.
+ForkingPickler.register(RankTensor, lambda tensor: (_mark, (tensor.detach(),)))
 
 
 def _mark_gradient(parameter: torch.Tensor) -> None:
     if parameter.grad is not None and not isinstance(parameter.grad, RankTensor):
-        parameter.grad = parameter.grad.as_subclass(RankTensor)
+        parameter.grad = _mark(parameter.grad)
 
 
 def _mark_state(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     for name, parameter in module.named_parameters():
         value = state[prefix + name]
         if value is not parameter:  # with `keep_vars` the parameter itself
-            state[prefix + name] = value.as_subclass(RankTensor)
+            state[prefix + name] = _mark(value)
 
 
 def _unmark_state(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
