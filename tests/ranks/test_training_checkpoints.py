@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from training import LIMIT_SECS, H, Model, T, make_layer, make_optimizer
@@ -67,12 +67,20 @@ def train(model: Model, optimizer: torch.optim.Optimizer, steps: range, is_reduc
     return losses
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+def load(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    options: StateDictOptions | None = None,
+) -> None:
+    states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(model, optimizer, **states, options=options)
 
 
 def save_and_go_on(rank: int, num_ranks: int, folder: str) -> list[float]:
@@ -143,16 +151,30 @@ def test_states_that_lack_something() -> None:
 
 
 def test_what_is_beside_the_experts_is_not_split() -> None:
-    """Also where the layer itself is called so."""
-    names = [
-        "experts.experts.up",
-        "experts.experts.adapter.up",
-        "experts.gate.weight",
-        "experts.shared.up",
-        "norm.weight",
-    ]
-    shards = [{name: torch.full((2, 3), float(rank)) for name in names} for rank in range(2)]
+    """Also where the layer itself, or a list of layers, is called so, and in an optimizer's state."""
+    own = ["experts.experts.up", "experts.experts.adapter.up", "lists.experts.1.experts.down", "moe.experts._orig_mod.up"]
+    common = ["experts.gate.weight", "experts.shared.up", "lists.experts.1.gate.weight", "lists.experts.0.norm.weight"]
+    wrapped = [f"again.experts._orig_mod.{name}" for name in ("gate.weight", "shared.up")]
+    names = own + common + wrapped + ["norm.weight", "again.experts._orig_mod.experts.up"]
+    shards = []
+    for rank in range(2):
+        model = {name: torch.full((2, 3), float(rank)) for name in names}
+        moments = {name: {"exp_avg": value, "step": torch.tensor(1.0)} for name, value in model.items()}
+        # Of experts of which only an adapter is trained, the model alone says what they are.
+        flat = {f"state.{name}.exp_avg": model[name] for name in (own[1], *common)}
+        shards.append({"model": model, "optimizer": {"state": moments}, "flat": flat})
     merged = moe.merge_experts(shards)
-    assert [merged[name].size(0) for name in names] == [4, 4, 2, 2, 2]
     taken = moe.take_experts(merged, 1, 2)
-    assert [taken[name].flatten()[0].item() for name in names] == [1, 1, 0, 0, 0]
+    for name in names:
+        is_own = name in own or name.endswith("experts.up")
+        for state, size, value in ((merged, 2 + 2 * is_own, 0.0), (taken, 2, float(is_own))):
+            tensors = [state["model"][name], state["optimizer"]["state"][name]["exp_avg"]]
+            tensors += [state["flat"][key] for key in state["flat"] if key == f"state.{name}.exp_avg"]
+            assert all(one.size(0) == size and one[0, 0] == value for one in tensors), name
+
+
+def test_nothing_says_which_are_experts() -> None:
+    shards = [{"state": {"moe.experts.adapter.up": {"exp_avg": torch.ones(2, 3)}}} for _ in range(2)]
+    text = error_of(moe.merge_experts, shards)[1]
+    assert text.startswith("merge_experts: `state.moe.experts.adapter.up.exp_avg` may be of experts or beside them")
+    assert text.endswith("Pass the model's state in the same mapping")

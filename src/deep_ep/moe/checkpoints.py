@@ -3,17 +3,22 @@
 Experts that are DTensors need none of this: `torch.distributed.checkpoint` saves and loads them, on other numbers of
 ranks too. A state here is any nesting of mappings, such as a model's state dict, or that of an optimizer by parameter
 name (`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`), or both in one.
+
+Files say nothing but names and tensors. A module is taken for the experts of a layer if it is called `experts` and has
+one of the parameters that all of them have, `up` and `down`; everything in it is then a rank's own. The name alone says
+little: a layer, or a list of layers, may be called so, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-_REPLICATED = ("gate", "shared")  # what a layer has beside its experts
+_PARAMETERS = ("experts.up", "experts.down")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch, in names of what they wrap
 
 
 def merge_experts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -26,14 +31,22 @@ def merge_experts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         Experts, and an optimizer's moments of them, [E, ...] joined; everything else as the first rank has it.
 
     Raises:
-        ValueError: A rank's state lacks a key that another has.
+        ValueError: A rank's state lacks a key that another has, or nothing says which tensors are experts.
+        TypeError: Experts are DTensors.
     """
     if not shards:
         raise ValueError("merge_experts: `shards` must be the states of all ranks, got none")
-    return _merge(shards, "")
+    modules = _find_experts(shards[0])
+    unknown = next((path for path, _ in _tensors(shards[0]) if ".experts." in f".{path}"), None)
+    if not modules and unknown is not None:
+        raise ValueError(
+            f"merge_experts: `{unknown}` may be of experts or beside them, and nothing says which: the states have no "
+            "`experts.up` or `experts.down`. Pass the model's state in the same mapping"
+        )
+    return _merge(shards, "", modules)
 
 
-def _merge(shards: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]:
+def _merge(shards: Sequence[Mapping[str, Any]], path: str, modules: set[str]) -> dict[str, Any]:
     keys = set().union(*shards)
     if any(isinstance(key, int) for key in keys):
         raise ValueError(
@@ -47,13 +60,13 @@ def _merge(shards: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]:
                 f"merge_experts: the state of rank {rank}/{len(shards)} lacks `{path}{missing[0]}`, which another "
                 "rank's has. Pass states of one model, saved at the same step"
             )
-    return {key: _merge_value([shard[key] for shard in shards], f"{path}{key}") for key in shards[0]}
+    return {key: _merge_value([shard[key] for shard in shards], f"{path}{key}", modules) for key in shards[0]}
 
 
-def _merge_value(values: list[Any], path: str) -> Any:
+def _merge_value(values: list[Any], path: str, modules: set[str]) -> Any:
     if isinstance(values[0], Mapping):
-        return _merge(values, f"{path}.")
-    if not _is_split(values[0], path):
+        return _merge(values, f"{path}.", modules)
+    if not _is_split(values[0], path, modules):
         return values[0]
     if any(isinstance(value, DTensor) for value in values):
         raise TypeError(
@@ -78,42 +91,84 @@ def take_experts(state: Mapping[str, Any], rank: int, num_ranks: int) -> dict[st
     """
     if not 0 <= rank < num_ranks:
         raise ValueError(f"take_experts: `rank` must be in 0..{num_ranks - 1}, got {rank}")
-    taken, num_split = _take(state, rank, num_ranks, "")
-    if not num_split:
+    modules = _find_experts(state)
+    if not modules:
         raise ValueError(
-            "take_experts: `state` has no experts: no key of it names `experts`. Pass what `merge_experts` returned"
+            "take_experts: `state` has no experts: no `experts.up` or `experts.down`. Pass what `merge_experts` "
+            "returned"
         )
-    return taken
+    return _take(state, rank, num_ranks, "", modules)
 
 
-def _take(state: Mapping[str, Any], rank: int, num_ranks: int, path: str) -> tuple[dict[str, Any], int]:
-    """A rank's part of a state, and how many tensors of it were split."""
-    taken, num_split = dict(state), 0
+def _take(state: Mapping[str, Any], rank: int, num_ranks: int, path: str, modules: set[str]) -> dict[str, Any]:
+    """A rank's part of a state."""
+    taken = dict(state)
     for key, value in state.items():
         name = f"{path}{key}"
         if isinstance(value, Mapping):
-            taken[key], num_inside = _take(value, rank, num_ranks, f"{name}.")
-            num_split += num_inside
-        elif _is_split(value, name):
+            taken[key] = _take(value, rank, num_ranks, f"{name}.", modules)
+        elif _is_split(value, name, modules):
             if value.size(0) % num_ranks:
                 raise ValueError(
                     f"take_experts: the {value.size(0)} experts of `{name}` must divide evenly over {num_ranks} ranks"
                 )
             taken[key] = value.chunk(num_ranks)[rank].clone()  # not a view that would keep all experts alive
-            num_split += 1
-    return taken, num_split
+    return taken
 
 
-def _is_split(value: Any, path: str) -> bool:
+# Which are experts ---------------------------------------------------------------------------------------------------
+
+
+def _is_split(value: Any, path: str, modules: set[str]) -> bool:
     """Whether each rank has a part of it: a tensor of experts, and not a number such as an optimizer's step."""
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and _is_expert_name(path)
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return False
+    return not modules.isdisjoint(module for name in _names(path) for module in _modules_around(name))
 
 
-def _is_expert_name(path: str) -> bool:
-    """Whether what has this name, in a layer or in a model around it, is a rank's own.
+def _modules_around(name: str) -> Iterator[str]:
+    """The modules called `experts` that something is inside of.
 
     Example:
-        `blocks.0.moe.experts.up` is. `experts.gate.weight`, of a layer that is itself called so, is not.
+        `blocks.experts.0.experts.up` is in `blocks.experts` and in `blocks.experts.0.experts`.
     """
-    *before, behind = f".{path}.".split(".experts.")
-    return bool(before) and behind.split(".")[0] not in _REPLICATED
+    parts = name.split(".")
+    return (".".join(parts[: index + 1]) for index, part in enumerate(parts) if part == "experts")
+
+
+def _find_experts(state: Mapping[str, Any]) -> set[str]:
+    """The modules in a state that are the experts of a layer, by their path there and by their name in the model."""
+    found = set()
+    for path, key in _tensors(state):
+        for name in (*_names(path), _unwrapped(key)):
+            if f".{name}".endswith(tuple(f".{one}" for one in _PARAMETERS)):
+                found.add(name.rpartition(".")[0])
+    return found
+
+
+def _tensors(state: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """The path of each tensor of a state, and its key in the mapping that it lies in."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _tensors(value, f"{path}{key}.")
+        elif isinstance(value, torch.Tensor) and value.ndim > 0:
+            yield f"{path}{key}", str(key)
+
+
+def _names(path: str) -> Iterator[str]:
+    """The names by which a tensor may be known: its path, and as an optimizer's moment the name of its parameter.
+
+    Example:
+        `optimizer.state.moe.experts.up.exp_avg` is a moment of `moe.experts.up`.
+    """
+    path = _unwrapped(path)
+    yield path
+    _, is_moment, behind = f".{path}".partition(".state.")
+    if is_moment:
+        yield behind.rpartition(".")[0]
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
