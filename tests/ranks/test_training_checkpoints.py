@@ -152,7 +152,12 @@ def test_states_that_lack_something() -> None:
 
 def test_what_is_beside_the_experts_is_not_split() -> None:
     """Also where the layer itself, or a list of layers, is called so, and in an optimizer's state."""
-    own = ["experts.experts.up", "experts.experts.adapter.up", "lists.experts.1.experts.down", "moe.experts._orig_mod.up"]
+    own = [
+        "experts.experts.up",
+        "experts.experts.adapter.up",
+        "lists.experts.1.experts.down",
+        "moe.experts._orig_mod.up",
+    ]
     common = ["experts.gate.weight", "experts.shared.up", "lists.experts.1.gate.weight", "lists.experts.0.norm.weight"]
     wrapped = [f"again.experts._orig_mod.{name}" for name in ("gate.weight", "shared.up")]
     names = own + common + wrapped + ["norm.weight", "again.experts._orig_mod.experts.up"]
@@ -178,3 +183,39 @@ def test_nothing_says_which_are_experts() -> None:
     text = error_of(moe.merge_experts, shards)[1]
     assert text.startswith("merge_experts: `state.moe.experts.adapter.up.exp_avg` may be of experts or beside them")
     assert text.endswith("Pass the model's state in the same mapping")
+
+
+# Plain experts, and FSDP2 for everything else ------------------------------------------------------------------------
+
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def make_plain_sharded(num_ranks: int) -> Model:
+    model = make_plain(num_ranks)
+    fully_shard(model, mesh=init_device_mesh("cpu", (num_ranks,)), ignored_params=moe.expert_parameters(model))
+    return model
+
+
+def save_beside_fsdp(rank: int, num_ranks: int, folder: Path) -> tuple[list[float], str]:
+    model = make_plain_sharded(num_ranks)
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(5), True)
+    text = error_of(moe.merge_experts, [state_of(model, optimizer)] * num_ranks)[1]
+    torch.save(state_of(model, optimizer, WHOLE), folder / f"{rank}.pt")
+    return train(model, optimizer, range(5, 10), True), text
+
+
+def load_beside_fsdp(rank: int, num_ranks: int, folder: Path) -> list[float]:
+    merged = moe.merge_experts([torch.load(folder / f"{one}.pt") for one in range(4)])
+    model = make_plain_sharded(num_ranks)
+    optimizer = make_optimizer(model)
+    load(model, optimizer, moe.take_experts(merged, rank, num_ranks), WHOLE)
+    return train(model, optimizer, range(5, 10), True)
+
+
+def test_one_file_of_plain_experts_beside_fsdp(tmp_path: Path) -> None:
+    expected, text = run_ranks(save_beside_fsdp, 4, tmp_path)[0]
+    assert text.startswith("merge_experts: `model.first.weight` is a DTensor, of which a rank's state has a part.")
+    assert "StateDictOptions(full_state_dict=True)" in text
+    for losses in run_ranks(load_beside_fsdp, 2, tmp_path):
+        assert losses == pytest.approx(expected, rel=1e-5)

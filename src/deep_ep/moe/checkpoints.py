@@ -24,6 +24,9 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch, in names 
 def merge_experts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One state with all experts, out of those of all ranks. No communication: shards may come from files.
 
+    Beside FSDP2 take them with `get_state_dict(..., options=StateDictOptions(full_state_dict=True))`, on all ranks, and
+    load the result with the same option.
+
     Args:
         shards: The state of each rank, by rank.
 
@@ -32,7 +35,7 @@ def merge_experts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Raises:
         ValueError: A rank's state lacks a key that another has, or nothing says which tensors are experts.
-        TypeError: Experts are DTensors.
+        TypeError: A tensor is a DTensor.
     """
     if not shards:
         raise ValueError("merge_experts: `shards` must be the states of all ranks, got none")
@@ -66,14 +69,20 @@ def _merge(shards: Sequence[Mapping[str, Any]], path: str, modules: set[str]) ->
 def _merge_value(values: list[Any], path: str, modules: set[str]) -> Any:
     if isinstance(values[0], Mapping):
         return _merge(values, f"{path}.", modules)
-    if not _is_split(values[0], path, modules):
-        return values[0]
+    is_split = _is_split(values[0], path, modules)
     if any(isinstance(value, DTensor) for value in values):
-        raise TypeError(
-            f"merge_experts: `{path}` is a DTensor, which is all experts already. Save with "
-            "`torch.distributed.checkpoint`, or take `get_model_state_dict` with `full_state_dict=True`"
-        )
-    return torch.cat(values)
+        raise TypeError(f"merge_experts: `{path}` is a DTensor, {_OF_EXPERTS if is_split else _OF_OTHERS}")
+    return torch.cat(values) if is_split else values[0]
+
+
+_OF_EXPERTS = (
+    "which is all experts already. Save with `torch.distributed.checkpoint`, or take `get_model_state_dict` with "
+    "`full_state_dict=True`"
+)
+_OF_OTHERS = (
+    "of which a rank's state has a part. Take whole tensors: `get_state_dict(model, optimizer, "
+    "options=StateDictOptions(full_state_dict=True))`, on all ranks, and load with the same options"
+)
 
 
 def take_experts(state: Mapping[str, Any], rank: int, num_ranks: int) -> dict[str, Any]:
