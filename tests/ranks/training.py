@@ -271,8 +271,22 @@ def prepare(row: Row, model: Model, world: Any, grid: Any) -> nn.Module:
         model.to_empty(device="cpu")
         torch.manual_seed(SEED)
         model.reset_parameters()
-        model.moe.reset_parameters()
+        reset_all(model.moe, are_parts_first=row.experts == "ep x dp")
     return model
+
+
+def reset_all(module: nn.Module, are_parts_first: bool) -> None:
+    """Reset every module that can be, as loops after `to_empty` do."""
+
+    def reset(one: nn.Module) -> None:
+        if hasattr(one, "reset_parameters"):
+            one.reset_parameters()
+
+    if are_parts_first:
+        module.apply(reset)
+    else:
+        for one in module.modules():
+            reset(one)
 
 
 def train_row(row: Row, model: nn.Module, rank: int, dtype: torch.dtype) -> Seen:

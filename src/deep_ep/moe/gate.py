@@ -300,6 +300,8 @@ class Gate(nn.Module):
         options: How it chooses.
         device: Of the parameters.
         dtype: Of the weight; default FP32, and scores are never made in less.
+        is_in_layer: A `MoELayer` draws the weight with its own: it has no values yet, and `reset_parameters` leaves it
+            alone.
 
     Attributes:
         weight: [E, H].
@@ -323,6 +325,7 @@ class Gate(nn.Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        is_in_layer: bool = False,
     ):
         super().__init__()
         self.options = GateOptions() if options is None else options
@@ -332,6 +335,7 @@ class Gate(nn.Module):
         check_int("Gate", "num_experts", num_experts, 1)
         check_choice(num_experts, topk, self.options.num_groups, self.options.topk_groups)
         self.topk = topk
+        self._is_in_layer = is_in_layer
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
         self.register_buffer("load", torch.zeros(num_experts, device=device, dtype=torch.int64), persistent=False)
@@ -374,8 +378,22 @@ class Gate(nn.Module):
             self.set_placement(self._placement, self._offset)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the weight, with a standard deviation of 1 / sqrt(H)."""
+        """Draw the weight, with a standard deviation of 1 / sqrt(H), and forget the balance.
+
+        In a `MoELayer` nothing happens without a generator, since the layer's own `reset_parameters` does both. A loop
+        over all modules of a model, the usual one after `to_empty`, would otherwise draw the weight a second time, from
+        each rank's own generator.
+        """
+        if self._is_in_layer and generator is None:
+            return
         nn.init.normal_(self.weight, std=self.weight.size(1) ** -0.5, generator=generator)
+        self.forget_balance()
+
+    @torch.no_grad()
+    def forget_balance(self) -> None:
+        """Begin with a bias of 0, and count anew."""
+        self.bias.zero_()
+        self.load.zero_()
 
     def forward(self, x: torch.Tensor, num_sequences: int = 1) -> Routes:
         """Choose experts for tokens.

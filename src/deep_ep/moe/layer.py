@@ -131,10 +131,10 @@ class MoELayer(nn.Module):
             raise ValueError(f"MoELayer: `reduction` must be 'sum' or 'mean', got {reduction!r}")
         self.num_experts, self.num_worst_tokens, self.is_fp8 = self.placement.num_physical, num_worst_tokens, is_fp8
         dtype, parameter_device = dtype or torch.get_default_dtype(), _find_device(device, buffer)
-        # Not drawn here: all weights follow from the one number that `reset_parameters` draws, now or after `to_empty`.
+        # Nothing is drawn here: all weights follow from the one number that `reset_parameters` draws, now or after
+        # `to_empty`.
         wide = torch.promote_types(dtype, torch.float32)
-        gate = Gate(hidden, num_experts, topk, options, device="meta", dtype=wide)
-        self.gate = gate.to_empty(device=parameter_device)
+        self.gate = Gate(hidden, num_experts, topk, options, device=parameter_device, dtype=wide, is_in_layer=True)
         self.experts = Experts(
             self.placement.num_physical,
             hidden,
@@ -156,15 +156,18 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights, and forget the balance. Collective where the buffer has a process group."""
+        """Draw all weights, and forget the balance. Collective where the buffer has a process group.
+
+        Loops that call `reset_parameters` of every module that has it give the same: of the parts of a layer none draws
+        by itself.
+        """
         seed = _common_seed(self.buffer)
         generator = torch.Generator().manual_seed(seed)
         draw(self.gate.weight, generator)
         if self.shared is not None:
             self.shared.draw(generator)
         self.experts.draw(seed, self.placement.of_rank(self.buffer.rank).tolist())  # copies of an expert draw the same
-        self.gate.bias.zero_()
-        self.gate.load.zero_()
+        self.gate.forget_balance()
 
     def forward(self, x: torch.Tensor, num_sequences: int = 1) -> MoEOutput:
         """The layer.
