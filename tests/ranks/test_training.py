@@ -227,6 +227,11 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         "DDP, DTensors": error_of(DistributedDataParallel, model(mesh=world)),
         "DDP, the sum": error_of(DistributedDataParallel, moe.ignore_experts(model())),
         "DDP, replicas": error_of(DistributedDataParallel, moe.ignore_experts(model(mesh=grid["ep"]))),
+        "DDP, other ranks": error_of(
+            DistributedDataParallel,
+            moe.ignore_experts(model(mesh=grid["ep"])),
+            process_group=grid.get_group("dp"),
+        ),
         "fully_shard": error_of(fully_shard, model(), mesh=world),
         "FSDP1": error_of(wrapped_by_fsdp1, model()),
         "DCP": checkpoint_error(dcp.save, model().state_dict(), checkpoint_id=folder),
@@ -246,6 +251,9 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         "replicas, reduced": error_of(
             moe.reduce_replicated_gradients, model(mesh=grid["ep"]), dist.group.WORLD, "mean"
         ),
+        "other ranks, reduced": error_of(
+            moe.reduce_replicated_gradients, model(mesh=grid["ep"]), grid.get_group("dp"), "mean"
+        ),
         "DDP, each alone": error_of(
             DistributedDataParallel,
             moe.ignore_experts(model(mesh=init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("dp", "ep"))["ep"])),
@@ -261,6 +269,7 @@ REFUSED = {
     "DDP, DTensors": "deep_ep.moe.ignore_experts(model)",
     "DDP, the sum": "MoELayer(..., reduction='mean')",
     "DDP, replicas": "`fully_shard(layer.experts, mesh=mesh['dp'])`",
+    "DDP, other ranks": "give DDP the group of all of them",
     "fully_shard": "Make the layer with `MoELayer(..., mesh=mesh['ep'])`",
     "FSDP1": "Use `torch.distributed.fsdp.fully_shard`",
     "DCP": "`moe.experts.up` are plain experts",
@@ -277,8 +286,9 @@ REFUSED = {
     "GradScaler": "or train in BF16, which needs no scaler",
     "experts everywhere": "",
     "experts everywhere, reduced": "",
-    "replicas, reduced": "are on 2 ranks, and `group` has 4: replicas of experts would drift apart",
-    "DDP, each alone": "are on 1 ranks, and DDP is on 4",
+    "replicas, reduced": "and `group` has 4 ranks (0, 1, 2, 3): all gradients must come from the same ranks",
+    "other ranks, reduced": "all gradients must come from the same ranks, or replicas of experts would drift apart",
+    "DDP, each alone": "and DDP is on 4 ranks (0, 1, 2, 3)",
     "reduction": "Pass reduction='mean'",
     "mesh": "such as `mesh['ep']`",
     "ranks": "`mesh` must have the buffer's ranks [0, 1, 2, 3]",

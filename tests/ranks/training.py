@@ -75,6 +75,7 @@ ROWS = {
     ),
     "FSDP2 x experts, autocast": Row("ep x dp", "fsdp", is_autocast=True),
     "FSDP2 of experts, DDP of the rest, clipped": Row("ep x dp", is_clipped=True),
+    "FSDP2 of experts, the rest reduced": Row("ep x dp", "mean"),
 }
 
 

@@ -17,6 +17,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,7 +72,7 @@ class Experts(nn.Module):
         hidden: H.
         intermediate: I.
         rank: Of this rank among those that share the experts.
-        num_ranks: R.
+        ranks: Those R ranks, numbered as in the world.
         mesh: A mesh of one dimension, those R ranks: parameters are DTensors. None: they are plain tensors.
         reduction: Whether gradients are those of the sum of the R ranks' losses, or of their mean.
         device: Of the parameters.
@@ -94,7 +95,7 @@ class Experts(nn.Module):
         hidden: int,
         intermediate: int,
         rank: int,
-        num_ranks: int,
+        ranks: Sequence[int],
         *,
         mesh: DeviceMesh | None,
         reduction: Reduction,
@@ -102,7 +103,8 @@ class Experts(nn.Module):
         dtype: torch.dtype,
     ):
         super().__init__()
-        self.rank, self.num_ranks, self.num_local = rank, num_ranks, num_experts // num_ranks
+        self.rank, self.num_ranks, self._ranks = rank, len(ranks), tuple(ranks)
+        self.num_local = num_experts // self.num_ranks
         self.reduction = reduction
         for name, shape in {"up": (2 * intermediate, hidden), "down": (hidden, intermediate)}.items():
             weight: torch.Tensor = torch.empty(self.num_local, *shape, device=device, dtype=dtype)
@@ -110,7 +112,7 @@ class Experts(nn.Module):
                 weight = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
             self.register_parameter(name, nn.Parameter(weight))
         # Of several ranks, and not known to torch as such.
-        self._is_raw = mesh is None and num_ranks > 1
+        self._is_raw = mesh is None and self.num_ranks > 1
         if self._is_raw:
             self.register_state_dict_post_hook(_mark_state)
             self.register_load_state_dict_pre_hook(_unmark_state)
@@ -141,6 +143,13 @@ class Experts(nn.Module):
         if self.reduction == "sum" or self.num_ranks == 1:
             return weight
         return _ScaledGradient.apply(weight, 1 / self.num_ranks)
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks from whose tokens their gradients come: those that share them, and those FSDP2 averages over."""
+        if isinstance(self.up, DTensor):
+            return tuple(sorted(self.up.device_mesh.mesh.flatten().tolist()))
+        return self._ranks
 
     @torch.no_grad()
     def draw(self, seed: int, experts: Sequence[int]) -> None:
@@ -377,15 +386,26 @@ def _check_ddp(ddp: DistributedDataParallel, name: str, experts: Experts) -> Non
             f"{where} have gradients of the sum of all ranks' losses, and DDP makes those of the mean. Make the layer "
             "with `MoELayer(..., reduction='mean')`"
         )
-    num_holders = experts.num_ranks
-    if isinstance(experts.up, DTensor):
-        num_holders = experts.up.device_mesh.size()  # FSDP2 adds the dimension over which it averages
-    if ddp.process_group.size() != num_holders:
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    if sorted(ranks) != sorted(experts.holders):
         raise ValueError(
-            f"{where} are on {num_holders} ranks, and DDP is on {ddp.process_group.size()}: all gradients must be "
+            f"{where} are on {name_ranks(experts.holders)}, and DDP is on {name_ranks(ranks)}: all gradients must be "
             "averaged over the same ranks. Where experts have replicas, call "
-            "`fully_shard(layer.experts, mesh=mesh['dp'])` before, over the other dimension of their mesh"
+            "`fully_shard(layer.experts, mesh=mesh['dp'])` before, over the other dimension of their mesh, and give DDP "
+            "the group of all of them"
         )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """How many ranks, and which.
+
+    Example:
+        `2 ranks (0, 2)`, `16 ranks (0, 1, ..., 15)`.
+    """
+    names = [str(rank) for rank in ranks]
+    if len(names) > 8:
+        names[2:-1] = ["..."]
+    return f"{len(ranks)} ranks ({', '.join(names)})"
 
 
 register_module_module_registration_hook(_refuse_wrappers)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .experts import Reduction, named_experts
+from .experts import Reduction, name_ranks, named_experts
 from .gate import Gate
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -76,25 +76,9 @@ def reduce_replicated_gradients(module: nn.Module, group: dist.ProcessGroup, red
         reduction: What the layers were made with: gradients become those of the sum of all ranks' losses, or of their
             mean.
     """
-    num_ranks = dist.get_world_size(group)
-    own: set[nn.Parameter] = set()
-    for name, experts in named_experts(module):
-        if experts.num_ranks == 1:  # every rank has all of them: replicas
-            continue
-        own.update(experts.parameters())
-        if experts.reduction != reduction:
-            raise ValueError(
-                f"reduce_replicated_gradients: `{name}` has gradients of the {experts.reduction} of all ranks' losses, "
-                f"and `reduction` is {reduction!r}. Pass reduction={experts.reduction!r}"
-            )
-        if experts.num_ranks != num_ranks:
-            raise ValueError(
-                f"reduce_replicated_gradients: the experts `{name}` are on {experts.num_ranks} ranks, and `group` has "
-                f"{num_ranks}: replicas of experts would drift apart. Use FSDP2: `fully_shard(layer.experts, "
-                "mesh=mesh['dp'])` over the other dimension of the experts' mesh, and `fully_shard` for the rest"
-            )
+    own = _own_parameters(module, group, reduction)
     parameters = [one for one in module.parameters() if one.requires_grad and one not in own]
-    factor = 1.0 if reduction == "sum" else 1 / num_ranks
+    factor = 1.0 if reduction == "sum" else 1 / dist.get_world_size(group)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -107,6 +91,39 @@ def reduce_replicated_gradients(module: nn.Module, group: dist.ProcessGroup, red
             flat *= factor
         for grad, summed in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
             grad.copy_(summed.view_as(grad))
+
+
+def _own_parameters(module: nn.Module, group: dist.ProcessGroup, reduction: Reduction) -> set[nn.Parameter]:
+    """The parameters of experts that have their gradients already, from all ranks of the group.
+
+    Raises:
+        ValueError: They have those of other ranks, or on another scale.
+    """
+    own: set[nn.Parameter] = set()
+    ranks = dist.get_process_group_ranks(group)
+    for name, experts in named_experts(module):
+        where = f"reduce_replicated_gradients: the experts `{name}`"
+        if len(experts.holders) == 1:  # every rank has all of them: replicas
+            continue
+        own.update(experts.parameters())
+        if experts.reduction != reduction:
+            raise ValueError(
+                f"{where} have gradients of the {experts.reduction} of all ranks' losses, and `reduction` is "
+                f"{reduction!r}. Pass reduction={experts.reduction!r}"
+            )
+        if sorted(ranks) != sorted(experts.holders):
+            raise ValueError(
+                f"{where} are on {name_ranks(experts.holders)}, and `group` has {name_ranks(ranks)}: all gradients "
+                "must come from the same ranks, or replicas of experts would drift apart. Where experts have replicas, "
+                "call `fully_shard(layer.experts, mesh=mesh['dp'])` before, over the other dimension of their mesh, and "
+                "pass the group of all of them"
+            )
+        if reduction == "sum" and len(experts.holders) != experts.num_ranks:
+            raise ValueError(
+                f"{where} have replicas, over which FSDP2 averages their gradients, and `reduction` is 'sum'. Make the "
+                "layer with `MoELayer(..., reduction='mean')`"
+            )
+    return own
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

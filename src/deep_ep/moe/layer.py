@@ -140,7 +140,7 @@ class MoELayer(nn.Module):
             hidden,
             intermediate,
             buffer.rank,
-            buffer.group_size,
+            _ranks_of(buffer),
             mesh=mesh,
             reduction=reduction,
             device=parameter_device,
@@ -345,7 +345,7 @@ def _find_buffer(group: dist.ProcessGroup | None, buffer: Buffer | None, mesh: D
             "one of them, such as `mesh['ep']`"
         )
     buffer = buffer if buffer is not None else Buffer(mesh.get_group(), device=mesh.device_type)
-    ranks = dist.get_process_group_ranks(buffer.group) if buffer.group is not None else None
+    ranks = _ranks_of(buffer)
     if ranks != mesh.mesh.tolist():
         raise ValueError(f"MoELayer: `mesh` must have the buffer's ranks {ranks}, it has {mesh.mesh.tolist()}")
     if mesh.device_type != buffer.device.type:
@@ -353,6 +353,11 @@ def _find_buffer(group: dist.ProcessGroup | None, buffer: Buffer | None, mesh: D
             f"MoELayer: `mesh` must be of the buffer's device {buffer.device}, it is of {mesh.device_type}"
         )
     return buffer
+
+
+def _ranks_of(buffer: Buffer) -> list[int]:
+    """The ranks of a buffer, numbered as in the world; without a process group the world is the buffer's ranks."""
+    return list(range(buffer.group_size)) if buffer.group is None else dist.get_process_group_ranks(buffer.group)
 
 
 def _find_device(device: torch.device | str | None, buffer: Buffer) -> torch.device:
