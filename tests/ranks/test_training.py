@@ -206,6 +206,11 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         fully_shard(sharded, mesh=world, ignored_params=moe.expert_parameters(sharded))
         clipped(sharded)
 
+    def reduced_shards() -> None:
+        sharded = model(mesh=world)
+        fully_shard(sharded, mesh=world, ignored_params=moe.expert_parameters(sharded))
+        moe.reduce_replicated_gradients(sharded, dist.group.WORLD, "mean")
+
     def loaded(model: Model) -> None:
         state = model.state_dict()
         dcp.save({name: value.detach() for name, value in state.items()}, checkpoint_id=folder)  # as plain tensors
@@ -254,6 +259,7 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         "other ranks, reduced": error_of(
             moe.reduce_replicated_gradients, model(mesh=grid["ep"]), grid.get_group("dp"), "mean"
         ),
+        "shards, reduced": error_of(reduced_shards),
         "DDP, each alone": error_of(
             DistributedDataParallel,
             moe.ignore_experts(model(mesh=init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("dp", "ep"))["ep"])),
@@ -288,6 +294,7 @@ REFUSED = {
     "experts everywhere, reduced": "",
     "replicas, reduced": "and `group` has 4 ranks (0, 1, 2, 3): all gradients must come from the same ranks",
     "other ranks, reduced": "all gradients must come from the same ranks, or replicas of experts would drift apart",
+    "shards, reduced": "leave this call out: its gradients are reduced in the backward pass",
     "DDP, each alone": "and DDP is on 4 ranks (0, 1, 2, 3)",
     "reduction": "Pass reduction='mean'",
     "mesh": "such as `mesh['ep']`",

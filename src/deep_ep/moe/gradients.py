@@ -75,9 +75,20 @@ def reduce_replicated_gradients(module: nn.Module, group: dist.ProcessGroup, red
         group: The ranks that hold it.
         reduction: What the layers were made with: gradients become those of the sum of all ranks' losses, or of their
             mean.
+
+    Raises:
+        ValueError: Experts have gradients of other ranks or on another scale, or FSDP2 has sharded a parameter.
     """
     own = _own_parameters(module, group, reduction)
-    parameters = [one for one in module.parameters() if one.requires_grad and one not in own]
+    named = {name: one for name, one in module.named_parameters() if one.requires_grad and one not in own}
+    for name, parameter in named.items():
+        if _num_parts(parameter) > 1:
+            raise ValueError(
+                f"reduce_replicated_gradients: `{name}` must be the same on all ranks, it is a DTensor in "
+                f"{_num_parts(parameter)} parts. Where FSDP2 has sharded it, leave this call out: its gradients are "
+                "reduced in the backward pass"
+            )
+    parameters = list(named.values())
     factor = 1.0 if reduction == "sum" else 1 / dist.get_world_size(group)
     for parameter in parameters:
         if parameter.grad is None:
@@ -145,6 +156,14 @@ def _buckets(grads: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
                     bucket = []
                 bucket.append(grad)
         yield bucket
+
+
+def _num_parts(tensor: torch.Tensor) -> int:
+    """In how many parts ranks have a tensor; 1: each rank that has it has all of it."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 # The norm ------------------------------------------------------------------------------------------------------------
@@ -230,8 +249,7 @@ def _local_gradients(module: nn.Module, num_ranks: int) -> Iterator[tuple[torch.
         if isinstance(grad, DTensor):
             if any(placement.is_partial() for placement in grad.placements):
                 raise ValueError(f"clip_grad_norm_: the gradient of `{name}` is a partial sum {grad.placements}")
-            sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
-            num_parts = math.prod(size for size, placement in sizes if not placement.is_replicate())
+            num_parts = _num_parts(grad)
             grad = grad.to_local()
         if num_ranks % num_parts:
             raise ValueError(
