@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from training import (
     EMPTY_RANK,
@@ -206,6 +208,28 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         fully_shard(sharded, mesh=world, ignored_params=moe.expert_parameters(sharded))
         clipped(sharded)
 
+    def replicated(model: Model, **how: Any) -> None:
+        """`replicate` makes its DDP in the first forward."""
+        experts = full(model.moe.experts.up)
+        replicate(model, **how)(batch(0, rank, torch.float32)[:, 0])
+        assert torch.equal(full(model.moe.experts.up), experts)
+
+    def replicated_but_experts(model: Model) -> None:
+        replicated(model, ignored_modules={model.moe.experts})
+
+    def stepped(model: Model, parameters: Any) -> None:
+        """A step of no length, which overwrites nevertheless."""
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # late: it warns, and ranks alone need it
+
+        experts = full(model.moe.experts.up)
+        outputs, loss = model(batch(0, rank, torch.float32)[:, 0])
+        (outputs.square().sum() + loss).backward()
+        ZeroRedundancyOptimizer(parameters(model), torch.optim.SGD, lr=0.0).step()
+        assert torch.equal(full(model.moe.experts.up), experts)
+
+    def all_but_experts(model: Model) -> list[nn.Parameter]:
+        return [one for one in model.parameters() if one not in moe.expert_parameters(model)]
+
     def reduced_shards() -> None:
         sharded = model(mesh=world)
         fully_shard(sharded, mesh=world, ignored_params=moe.expert_parameters(sharded))
@@ -238,6 +262,13 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
             process_group=grid.get_group("dp"),
         ),
         "fully_shard": error_of(fully_shard, model(), mesh=world),
+        "distribute_module": error_of(distribute_module, model(), world),
+        "replicate": error_of(replicated, model()),
+        "replicate, DTensors": error_of(replicated, model(mesh=world)),
+        "replicate, left out": error_of(replicated_but_experts, model()),
+        "replicate, DTensors left out": error_of(replicated_but_experts, model(mesh=world)),
+        "ZeRO": error_of(stepped, model(), Model.parameters),
+        "ZeRO, left out": error_of(stepped, model(), all_but_experts),
         "FSDP1": error_of(wrapped_by_fsdp1, model()),
         "DCP": checkpoint_error(dcp.save, model().state_dict(), checkpoint_id=folder),
         "DCP, asynchronous": checkpoint_error(saved_in_a_thread, model()),
@@ -277,6 +308,13 @@ REFUSED = {
     "DDP, replicas": "`fully_shard(layer.experts, mesh=mesh['dp'])`",
     "DDP, other ranks": "give DDP the group of all of them",
     "fully_shard": "Make the layer with `MoELayer(..., mesh=mesh['ep'])`",
+    "distribute_module": "would be distributed as if they were replicas. Make the layer with `MoELayer(..., mesh",
+    "replicate": "Leave them out: `replicate(model, ignored_modules={layer.experts})`",
+    "replicate, DTensors": "the experts `up` must stay DTensors",
+    "replicate, left out": "",
+    "replicate, DTensors left out": "",
+    "ZeRO": "Give it all parameters but `deep_ep.moe.expert_parameters(model)`",
+    "ZeRO, left out": "",
     "FSDP1": "Use `torch.distributed.fsdp.fully_shard`",
     "DCP": "`moe.experts.up` are plain experts",
     "DCP, asynchronous": "`moe.experts.up` are plain experts",

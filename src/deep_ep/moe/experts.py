@@ -12,6 +12,7 @@ word. Plain experts of several ranks therefore refuse the tools that would (deci
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .gate import without_autocast
 from .grouped import grouped_linear, padded_linear
@@ -32,6 +34,7 @@ from .grouped import grouped_linear, padded_linear
 Reduction = Literal["sum", "mean"]
 
 _THE_WAY = "Make the layer with `MoELayer(..., mesh=mesh['ep'])`, whose experts are DTensors"
+_THE_OTHER_WAY = "Leave them out: `replicate(model, ignored_modules={layer.experts})`, those of all layers"
 
 
 class SwiGLU(nn.Module):
@@ -113,6 +116,7 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(weight))
         # Of several ranks, and not known to torch as such.
         self._is_raw = mesh is None and self.num_ranks > 1
+        self._distributed = ("up", "down") if mesh is not None and self.num_ranks > 1 else ()
         if self._is_raw:
             self.register_state_dict_post_hook(_mark_state)
             self.register_load_state_dict_pre_hook(_unmark_state)
@@ -173,13 +177,23 @@ class Experts(nn.Module):
     # What tools would do to plain experts ----------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, DTensor) and self.__dict__.get("_is_raw"):  # the one way by which FSDP2 puts shards in
+        super().__setattr__(name, value)  # FSDP2 calls a module's own one, and goes past that of `nn.Module`
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Called for every parameter that is put in, by assignment too: by `fully_shard` and `distribute_module`."""
+        is_sharded = isinstance(param, DTensor)
+        if is_sharded and self.__dict__.get("_is_raw"):
             raise ValueError(
-                f"fully_shard: the experts `{name}` are plain tensors, other ones on each of the {self.num_ranks} "
-                f"ranks, and would be sharded as if they were replicas. {_THE_WAY}, or leave them out: "
-                "`fully_shard(model, ignored_params=deep_ep.moe.expert_parameters(model))`"
+                f"fully_shard, distribute_module: the experts `{name}` are plain tensors, other ones on each of the "
+                f"{self.num_ranks} ranks, and would be distributed as if they were replicas. {_THE_WAY}, or leave them "
+                "out: `fully_shard(model, ignored_params=deep_ep.moe.expert_parameters(model))`"
             )
-        super().__setattr__(name, value)
+        if param is not None and not is_sharded and name in self.__dict__.get("_distributed", ()):
+            raise ValueError(
+                f"replicate: the experts `{name}` must stay DTensors, as plain tensors they would be taken for "
+                f"replicas. {_THE_OTHER_WAY}"
+            )
+        super().register_parameter(name, param)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Experts:
         super()._apply(fn, recurse)  # `to`, `to_empty` and the like, which may make new parameters
@@ -195,7 +209,7 @@ class Experts(nn.Module):
         if not self._is_raw:
             return
         for parameter in self.parameters():
-            if parameter.requires_grad and not getattr(parameter, "_has_marked_gradient", False):
+            if parameter.requires_grad and not _is_marked(parameter):
                 parameter.register_post_accumulate_grad_hook(_mark_gradient)
                 parameter._has_marked_gradient = True  # type: ignore[attr-defined]
 
@@ -333,6 +347,11 @@ def _mark(tensor: torch.Tensor) -> torch.Tensor:
 ForkingPickler.register(RankTensor, lambda tensor: (_mark, (tensor.detach(),)))
 
 
+def _is_marked(parameter: Any) -> bool:
+    """Whether it is a parameter of plain experts, of which every rank has others."""
+    return getattr(parameter, "_has_marked_gradient", False)
+
+
 def _mark_gradient(parameter: torch.Tensor) -> None:
     if parameter.grad is not None and not isinstance(parameter.grad, RankTensor):
         parameter.grad = _mark(parameter.grad)
@@ -356,6 +375,11 @@ def _refuse_wrappers(parent: nn.Module, _name: str, child: nn.Module | None) -> 
     """Called by torch whenever a module becomes part of another one, as a model does of DDP."""
     if child is None or not isinstance(parent, (DistributedDataParallel, FullyShardedDataParallel)):
         return
+    if isinstance(child, nn.ParameterList) and any(_is_marked(parameter) for parameter in child):
+        raise ValueError(  # `replicate` gives DDP the parameters of a model in a list
+            "replicate: the experts are plain tensors, other ones on each rank: rank 0 would overwrite those of all "
+            f"ranks. {_THE_OTHER_WAY}"
+        )
     for name, experts in named_experts(child):
         if isinstance(parent, DistributedDataParallel):
             _check_ddp(parent, name, experts)
@@ -391,8 +415,8 @@ def _check_ddp(ddp: DistributedDataParallel, name: str, experts: Experts) -> Non
         raise ValueError(
             f"{where} are on {name_ranks(experts.holders)}, and DDP is on {name_ranks(ranks)}: all gradients must be "
             "averaged over the same ranks. Where experts have replicas, call "
-            "`fully_shard(layer.experts, mesh=mesh['dp'])` before, over the other dimension of their mesh, and give DDP "
-            "the group of all of them"
+            "`fully_shard(layer.experts, mesh=mesh['dp'])` before, over the other dimension of their mesh, and give "
+            "DDP the group of all of them"
         )
 
 
@@ -409,3 +433,19 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 register_module_module_registration_hook(_refuse_wrappers)
+
+
+def _refuse_sharded_steps(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Called by torch before every step of an optimizer."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported by those who use it
+    if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        return
+    if any(_is_marked(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "ZeroRedundancyOptimizer: it has plain experts, other ones on each rank: the rank that steps them would "
+            "overwrite those of all ranks. Give it all parameters but `deep_ep.moe.expert_parameters(model)`, and "
+            "those to an optimizer of their own"
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_sharded_steps)

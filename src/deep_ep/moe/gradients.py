@@ -126,8 +126,8 @@ def _own_parameters(module: nn.Module, group: dist.ProcessGroup, reduction: Redu
             raise ValueError(
                 f"{where} are on {name_ranks(experts.holders)}, and `group` has {name_ranks(ranks)}: all gradients "
                 "must come from the same ranks, or replicas of experts would drift apart. Where experts have replicas, "
-                "call `fully_shard(layer.experts, mesh=mesh['dp'])` before, over the other dimension of their mesh, and "
-                "pass the group of all of them"
+                "call `fully_shard(layer.experts, mesh=mesh['dp'])` before, over the other dimension of their mesh, "
+                "and pass the group of all of them"
             )
         if reduction == "sum" and len(experts.holders) != experts.num_ranks:
             raise ValueError(
