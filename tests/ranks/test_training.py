@@ -11,6 +11,7 @@ import copy
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -32,6 +33,7 @@ from training import (
     NUM_RANKS,
     ROWS,
     STEPS,
+    E,
     K,
     Model,
     Seen,
@@ -230,6 +232,20 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
     def all_but_experts(model: Model) -> list[nn.Parameter]:
         return [one for one in model.parameters() if one not in moe.expert_parameters(model)]
 
+    def balanced() -> None:
+        """Replicas that FSDP2 knows count by themselves; where they may be unknown, a warning names the argument."""
+        layer = model(mesh=grid["ep"]).moe
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            layer.update_bias()
+            layer.update_bias(group=layer.buffer.group)
+        assert ["pass `group`" in str(one.message) for one in caught] == [True]
+        fully_shard(layer.experts, mesh=grid["dp"])
+        layer.gate.load[rank] = 1
+        layer.experts.unshard()  # as between forward and backward: their mesh is that of a replica alone
+        layer.update_bias(speed=1.0)
+        assert layer.gate.bias.tolist() == [-1.0] * num_ranks + [1.0] * (E - num_ranks)
+
     def reduced_shards() -> None:
         sharded = model(mesh=world)
         fully_shard(sharded, mesh=world, ignored_params=moe.expert_parameters(sharded))
@@ -290,6 +306,7 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         "other ranks, reduced": error_of(
             moe.reduce_replicated_gradients, model(mesh=grid["ep"]), grid.get_group("dp"), "mean"
         ),
+        "replicas, balanced": error_of(balanced),
         "shards, reduced": error_of(reduced_shards),
         "DDP, each alone": error_of(
             DistributedDataParallel,
@@ -332,6 +349,7 @@ REFUSED = {
     "experts everywhere, reduced": "",
     "replicas, reduced": "and `group` has 4 ranks (0, 1, 2, 3): all gradients must come from the same ranks",
     "other ranks, reduced": "all gradients must come from the same ranks, or replicas of experts would drift apart",
+    "replicas, balanced": "",
     "shards, reduced": "leave this call out: its gradients are reduced in the backward pass",
     "DDP, each alone": "and DDP is on 4 ranks (0, 1, 2, 3)",
     "reduction": "Pass reduction='mean'",

@@ -85,10 +85,12 @@ class Experts(nn.Module):
         up: [L, 2I, H]; as a DTensor [E, 2I, H].
         down: [L, H, I]; as a DTensor [E, H, I].
         num_local: L.
+        mesh: The mesh of the DTensors; after `fully_shard` with the dimension of their replicas. None: there is none.
         num_copies: How many ranks have a copy of each of them, if a placement says so; empty: one each.
     """
 
     num_copies: Sequence[int] = ()
+    mesh: DeviceMesh | None = None
     up: torch.Tensor
     down: torch.Tensor
 
@@ -151,9 +153,7 @@ class Experts(nn.Module):
     @property
     def holders(self) -> tuple[int, ...]:
         """The ranks from whose tokens their gradients come: those that share them, and those FSDP2 averages over."""
-        if isinstance(self.up, DTensor):
-            return tuple(sorted(self.up.device_mesh.mesh.flatten().tolist()))
-        return self._ranks
+        return self._ranks if self.mesh is None else tuple(self.mesh.mesh.flatten().tolist())
 
     @torch.no_grad()
     def draw(self, seed: int, experts: Sequence[int]) -> None:
@@ -194,6 +194,9 @@ class Experts(nn.Module):
                 f"replicas. {_THE_OTHER_WAY}"
             )
         super().register_parameter(name, param)
+        # FSDP2 adds a dimension when it shards them, and takes it away where they are gathered.
+        if isinstance(param, DTensor) and (self.mesh is None or param.device_mesh.ndim > self.mesh.ndim):
+            self.mesh = param.device_mesh
 
     def _apply(self, fn: Any, recurse: bool = True) -> Experts:
         super()._apply(fn, recurse)  # `to`, `to_empty` and the like, which may make new parameters

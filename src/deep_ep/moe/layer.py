@@ -10,6 +10,7 @@ or `reduce_replicated_gradients` reduces them over the ranks. `docs/training.md`
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -278,10 +279,29 @@ class MoELayer(nn.Module):
 
         Args:
             speed: The size of the step.
-            group: The ranks that share the gate; default those of the buffer. Give all of them where the layer has
-                replicas on a second mesh dimension.
+            group: The ranks that share the gate; default those of the experts' mesh, with the replicas over which
+                FSDP2 has sharded them, and without a mesh those of the buffer.
         """
-        self.gate.update_bias(speed, group or self.buffer.group)
+        *others, last = [group] if group is not None else self._gate_groups()
+        for one in others:
+            dist.all_reduce(self.gate.load, group=one)
+        self.gate.update_bias(speed, last)
+
+    def _gate_groups(self) -> list[dist.ProcessGroup | None]:
+        """The groups to sum over, one after the other, for a sum over all ranks that are known to share the gate."""
+        mesh = self.experts.mesh
+        if mesh is not None and mesh.ndim > 1:
+            return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        num_ranks = self.buffer.group_size
+        if self.buffer.group is not None and num_ranks < dist.get_world_size():
+            warnings.warn(
+                f"MoELayer.update_bias: choices are summed over the {num_ranks} ranks of the buffer, and there are "
+                f"{dist.get_world_size()}. If others hold replicas of the layer, biases drift apart: pass `group`, the "
+                "ranks that share the gate. If none do, pass `group=layer.buffer.group`",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return [self.buffer.group]
 
     @torch.no_grad()
     def move_experts(self, placement: Placement, optimizer: torch.optim.Optimizer | None = None) -> None:
