@@ -154,6 +154,26 @@ def test_counters_have_values_wherever_parameters_come_from() -> None:
         gate.update_bias()
 
 
+def test_the_bias_moves_every_few_calls_and_checkpoints_lie_between() -> None:
+    options, load = GateOptions(update_every=3), torch.randint(9, (6, E))
+    gate, once = Gate(H, E, K, options), Gate(H, E, K)
+    for call in range(6):
+        gate.load += load[call]
+        once.load += load[call]
+        gate.update_bias()
+        if call % 3 == 2:
+            once.update_bias()
+        assert torch.equal(gate.bias, once.bias)
+        assert not gate.load.any()
+        state, gate = gate.state_dict(), Gate(H, E, K, options, device="meta").to_empty(device="cpu")
+        gate.load_state_dict(state)
+    once.load_state_dict(state)  # which has sums that it does not need
+    assert set(once.state_dict()) == {"weight", "bias"}
+    gate.sums.fill_(7)
+    gate.load_state_dict(once.state_dict())  # which has none
+    assert not gate.sums.any()
+
+
 def test_the_bias_keeps_its_precision() -> None:
     gate = Gate(H, E, K).bfloat16()
     assert gate.weight.dtype == torch.bfloat16

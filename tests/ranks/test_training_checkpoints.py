@@ -21,10 +21,12 @@ from training import LIMIT_SECS, H, Model, T, make_layer, make_optimizer
 import deep_ep
 from common import error_of, run_ranks
 from deep_ep import moe
+from deep_ep.moe import GateOptions
 
 pytestmark = pytest.mark.cpu_only  # FSDP2 reduces over gloo on the CPU only
 
 NUM_STEPS, NUM_MORE = 100, 10
+BALANCED = GateOptions(update_every=3)  # so that checkpoints lie between two moves of the bias
 
 
 def make_sharded(num_ranks: int) -> Model:
@@ -33,7 +35,7 @@ def make_sharded(num_ranks: int) -> Model:
     grid = init_device_mesh("cpu", (num_replicas, num_ranks // num_replicas), mesh_dim_names=("dp", "ep"))
     buffer = deep_ep.Buffer(grid.get_group("ep"), num_cpu_timeout_secs=LIMIT_SECS)
     torch.manual_seed(num_ranks)  # loading must not find the right weights there
-    model = Model(make_layer(torch.float32, buffer=buffer, mesh=grid["ep"]), torch.float32)
+    model = Model(make_layer(torch.float32, buffer=buffer, mesh=grid["ep"], options=BALANCED), torch.float32)
     fully_shard(model.moe.experts, mesh=grid["dp"])
     fully_shard(model, mesh=init_device_mesh("cpu", (num_ranks,)), ignored_params=moe.expert_parameters(model))
     return model
@@ -42,13 +44,13 @@ def make_sharded(num_ranks: int) -> Model:
 def make_plain(num_ranks: int) -> Model:
     buffer = deep_ep.Buffer(dist.group.WORLD, num_cpu_timeout_secs=LIMIT_SECS)
     torch.manual_seed(num_ranks)
-    model = Model(make_layer(torch.float32, buffer=buffer, reduction="mean"), torch.float32)
+    model = Model(make_layer(torch.float32, buffer=buffer, reduction="mean", options=BALANCED), torch.float32)
     model.reset_parameters()  # the same on all ranks
     return model
 
 
 def train(model: Model, optimizer: torch.optim.Optimizer, steps: range, is_reduced: bool) -> list[float]:
-    """Losses of the steps."""
+    """Losses of the steps, and the bias behind the last."""
     losses, rank, num_ranks = [], dist.get_rank(), dist.get_world_size()
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -61,10 +63,11 @@ def train(model: Model, optimizer: torch.optim.Optimizer, steps: range, is_reduc
             moe.reduce_replicated_gradients(model, dist.group.WORLD, "mean")
         moe.clip_grad_norm_(model, 0.5)
         optimizer.step()
+        model.moe.update_bias(speed=0.01)
         total = loss.detach() / num_ranks
         dist.all_reduce(total)
         losses.append(total.item())
-    return losses
+    return losses + model.moe.gate.bias.tolist()
 
 
 def state_of(

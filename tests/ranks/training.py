@@ -228,7 +228,7 @@ def train_dense(row: Row, dtype: torch.dtype) -> Seen:
 
 
 def make_layer(dtype: torch.dtype, **how: Any) -> MoELayer:
-    return MoELayer(H, INNER, E, K, shared_intermediate=INNER, options=OPTIONS, dtype=dtype, **how)
+    return MoELayer(H, INNER, E, K, shared_intermediate=INNER, dtype=dtype, **{"options": OPTIONS, **how})
 
 
 def train_rows(rank: int, num_ranks: int, cells: list[tuple[str, torch.dtype]]) -> dict[tuple[str, torch.dtype], Seen]:

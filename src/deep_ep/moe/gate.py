@@ -241,6 +241,8 @@ class GateOptions:
         capacity_factor: Each expert keeps at most this many times its even share of this rank's selections; None: all.
         keep: Which selections it keeps.
         balance_loss: Factor of the sequence-wise auxiliary loss; 0: none is computed.
+        update_every: The bias moves with every so many calls of `update_bias`; those between only add up the choices of
+            all ranks. The sums are then part of the state dict, so a checkpoint may be saved between two moves.
     """
 
     scoring: Scoring = "sigmoid"
@@ -252,9 +254,11 @@ class GateOptions:
     capacity_factor: float | None = None
     keep: Keep = "heaviest"
     balance_loss: float = 0.0
+    update_every: int = 1
 
     def __post_init__(self) -> None:
         check_int("GateOptions", "num_deciding", self.num_deciding, 1)
+        check_int("GateOptions", "update_every", self.update_every, 1)
         if self.scoring not in ("sigmoid", "softmax"):
             raise ValueError(f"GateOptions: `scoring` must be 'sigmoid' or 'softmax', got {self.scoring!r}")
         if self.keep not in ("heaviest", "first"):
@@ -277,6 +281,16 @@ class Routes(NamedTuple):
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
     balance_loss: torch.Tensor
+
+
+def _before_loading(gate: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    """Called before a state is loaded, which may be one of a gate with another `update_every`."""
+    assert isinstance(gate, Gate)
+    name, bias = f"{prefix}sums", state.get(f"{prefix}bias")
+    if gate.sums is None:
+        state.pop(name, None)
+    elif bias is not None:
+        state.setdefault(name, torch.zeros(gate.sums.shape, dtype=torch.int64, device=bias.device))
 
 
 def _after_loading(gate: nn.Module, _incompatible_keys: Any) -> None:
@@ -306,13 +320,16 @@ class Gate(nn.Module):
     Attributes:
         weight: [E, H].
         bias: [E] float32, added to the scores for the choice only. It stays float32, whatever the gate is cast to.
-        load: [E] int64, choices since the last update. Not in the state dict.
+        load: [E] int64, choices of this rank since the last call of `update_bias`. Not in the state dict.
+        sums: [E + 1] int64, choices of all ranks that `update_bias` has added up since the bias last moved, and how
+            many calls have. The same on all ranks, and in the state dict. None where the bias moves in every call.
         copies: [E, C] int64, the physical experts of each expert; None without a placement. Not in the state dict.
         num_copies: [E] int64, how many these are; None likewise.
     """
 
     bias: torch.Tensor
     load: torch.Tensor
+    sums: torch.Tensor | None
     copies: torch.Tensor | None
     num_copies: torch.Tensor | None
 
@@ -339,10 +356,15 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32))
         self.register_buffer("load", torch.zeros(num_experts, device=device, dtype=torch.int64), persistent=False)
+        has_sums = self.options.update_every > 1
+        self.register_buffer(
+            "sums", torch.zeros(num_experts + 1, device=device, dtype=torch.int64) if has_sums else None
+        )
         self.register_buffer("copies", None, persistent=False)
         self.register_buffer("num_copies", None, persistent=False)
         self._placement: Placement | None = None
         self._offset = 0
+        self.register_load_state_dict_pre_hook(_before_loading)
         self.register_load_state_dict_post_hook(_after_loading)
         self.reset_parameters()
 
@@ -392,8 +414,9 @@ class Gate(nn.Module):
     @torch.no_grad()
     def forget_balance(self) -> None:
         """Begin with a bias of 0, and count anew."""
-        self.bias.zero_()
-        self.load.zero_()
+        for buffer in (self.bias, self.load, self.sums):
+            if buffer is not None:
+                buffer.zero_()
 
     def forward(self, x: torch.Tensor, num_sequences: int = 1) -> Routes:
         """Choose experts for tokens.
@@ -428,13 +451,22 @@ class Gate(nn.Module):
     def update_bias(self, speed: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
         """Make one step towards balance, and count anew. With a group: all its ranks together, over all their choices.
 
+        With `options.update_every` it makes one every so many calls, and adds up choices otherwise.
+
         Args:
             speed: The size of the step.
             group: Ranks that share the gate; None: this rank alone.
         """
         if group is not None:
             dist.all_reduce(self.load, group=group)
-        self.bias.copy_(balanced_bias(self.bias, self.load, speed))
+        if self.sums is None:
+            self.bias.copy_(balanced_bias(self.bias, self.load, speed))
+        else:
+            self.sums[:-1] += self.load
+            self.sums[-1] += 1
+            is_due = self.sums[-1] >= self.options.update_every  # on the device: the host waits for nothing
+            self.bias.copy_(torch.where(is_due, balanced_bias(self.bias, self.sums[:-1], speed), self.bias))
+            self.sums.masked_fill_(is_due, 0)
         self.load.zero_()
 
     def extra_repr(self) -> str:
