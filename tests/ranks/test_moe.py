@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import deep_ep
 from common import OneRank, error_of, run_ranks
@@ -333,6 +333,31 @@ def test_recomputation_makes_the_dispatch_again_and_not_the_combine(device: str)
     calls = buffer.stats()["calls"]
     num_calls = [sum(calls[path] for path in calls if path.startswith(kind)) for kind in ("dispatch", "combine")]
     assert num_calls == [3, 2]  # forward, again, backward of combine; forward, backward of dispatch
+
+
+def all_but_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    is_product = operator is torch.ops.aten.mm.default
+    return CheckpointPolicy.PREFER_RECOMPUTE if is_product else CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("how", [{}, {"num_worst_tokens": 2 * T}, {"expanded": True}])
+def test_selective_checkpoints_see_nothing_of_an_exchange(device: str, how: dict[str, Any]) -> None:
+    """A policy that chose among its operators would have to choose alike on all ranks, and in shared memory."""
+    torch.manual_seed(0)
+    options = GateOptions(num_groups=2, capacity_factor=1.0, balance_loss=0.1)
+    layer = MoELayer(H, INNER, E, K, buffer=deep_ep.Buffer(None, comm=OneRank()), options=options, **how)
+    x, aten = torch.randn(T, H), torch.ops.aten
+    policies = [[aten.mm.default], [aten.index_select.default, aten.cumsum.default, aten.sum.dim_IntList]]
+    grads = []
+    for policy in (None, *policies, all_but_products):
+        kept = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if policy else {}
+        y, loss = checkpoint(layer, x, use_reentrant=False, **kept)
+        layer.zero_grad()
+        (y.square().sum() + loss).backward()
+        grads.append([parameter.grad for parameter in layer.parameters()])
+        assert layer.gate.load.sum() == 2 * T * K * len(grads)  # as without a policy it counts again
+    for other in grads[1:]:
+        torch.testing.assert_close(other, grads[0])
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])

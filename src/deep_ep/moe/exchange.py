@@ -9,16 +9,39 @@ back on arrival; sums travel as they are.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..buffers.legacy import Buffer
 from ..event import EventHandle, EventOverlap
 from ..quant import per_token_cast_back, per_token_cast_to_fp8
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def opaque(function: Function) -> Function:
+    """The same function, whose operators no dispatch mode sees.
+
+    Selective activation checkpointing keeps or repeats single operators. Those of an exchange are not for it to choose:
+    they write into memory that is shared with other ranks, and all ranks must make them or none. They are repeated
+    together, as without a policy.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._len_torch_dispatch_stack():  # as a rule: then it costs nothing
+            return function(*args, **kwargs)
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class Order(NamedTuple):
@@ -207,6 +230,7 @@ def sum_back(
     return Sums(combined, weights, event)
 
 
+@opaque
 def add_into_window(
     buffer: Buffer, values: torch.Tensor, rows: torch.Tensor, handle: tuple[torch.Tensor, ...], dtype: torch.dtype
 ) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..buffers.elastic import ElasticBuffer, EPHandle
+from .exchange import opaque
 from .ops import untraced
 
 
@@ -38,6 +39,7 @@ class ExpandedRows(NamedTuple):
 
 
 @untraced
+@opaque
 def dispatch_expanded(
     buffer: ElasticBuffer,
     x: torch.Tensor,
@@ -69,6 +71,7 @@ def dispatch_expanded(
 
 
 @untraced
+@opaque
 def combine_expanded(buffer: ElasticBuffer, y: torch.Tensor, received: ExpandedRows) -> torch.Tensor:
     """Bring the experts' rows back, and sum them per token. All ranks of the buffer call it together.
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from ..buffers.checks import check_int
 from ..placement import Placement, spread_choices
+from .exchange import opaque
 
 Scoring = Literal["sigmoid", "softmax"]
 Keep = Literal["heaviest", "first"]
@@ -70,7 +71,7 @@ def choose_experts(
         by_group = scores.reshape(*scores.shape[:-1], num_groups, num_experts // num_groups)
         group_scores = by_group.topk(min(num_deciding, by_group.size(-1)), dim=-1).values.sum(-1)
         best = group_scores.topk(topk_groups, dim=-1).indices
-        is_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
+        is_out = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, best, False)
         scores = by_group.masked_fill(is_out.unsqueeze(-1), -math.inf).flatten(-2)
     return scores.topk(topk, dim=-1).indices
 
@@ -142,7 +143,7 @@ def drop_beyond_capacity(
     counts = count_ids(ids, num_experts + 1)
     starts = counts.cumsum(0) - counts
     place = torch.arange(ids.numel(), device=ids.device) - starts[ids[order]]
-    is_dropped = torch.empty_like(ids, dtype=torch.bool).scatter_(0, order, place >= capacity).view_as(topk_idx)
+    is_dropped = torch.empty_like(ids, dtype=torch.bool).scatter(0, order, place >= capacity).view_as(topk_idx)
     return topk_idx.masked_fill(is_dropped, -1), topk_weights.masked_fill(is_dropped, 0.0)
 
 
@@ -155,7 +156,7 @@ def count_selections(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
 def count_ids(ids: torch.Tensor, num_ids: int) -> torch.Tensor:
     """How often each id occurs: [m] to [num_ids] int64. Unlike `bincount`, of a shape that a compiler knows."""
     ids = ids.to(torch.int64)
-    return torch.zeros(num_ids, dtype=torch.int64, device=ids.device).scatter_add_(0, ids, torch.ones_like(ids))
+    return torch.zeros(num_ids, dtype=torch.int64, device=ids.device).scatter_add(0, ids, torch.ones_like(ids))
 
 
 # Balance -------------------------------------------------------------------------------------------------------------
@@ -198,10 +199,16 @@ def sequence_balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, num_sequ
     if num_tokens == 0:
         return scores.sum()  # 0, and still in the graph
     shape = (num_sequences, num_tokens // num_sequences)
-    is_chosen = torch.zeros_like(scores).scatter_add_(1, topk_idx.clamp(min=0), (topk_idx >= 0).to(scores.dtype))
+    is_chosen = torch.zeros_like(scores).scatter_add(1, topk_idx.clamp(min=0), (topk_idx >= 0).to(scores.dtype))
     share = scores / (scores.sum(-1, keepdim=True) + _TINY)
     often = is_chosen.unflatten(0, shape).mean(1) * (num_experts / topk)
     return (often * share.unflatten(0, shape).mean(1)).sum(-1).mean()
+
+
+@opaque
+def _add_choices(topk_idx: torch.Tensor, load: torch.Tensor) -> None:
+    """Add to the load of a gate, which selective activation checkpointing must not take for a result to be kept."""
+    load += count_selections(topk_idx, load.shape[0])
 
 
 @torch.library.custom_op("deep_ep_moe::count_choices", mutates_args=())
@@ -211,7 +218,7 @@ def _count_choices(topk_idx: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
     It does not declare that it changes the load: under activation checkpointing a graph may change nothing, and no
     graph reads the load.
     """
-    load += count_selections(topk_idx, load.shape[0])
+    _add_choices(topk_idx, load)
     return topk_idx.clone()
 
 
@@ -435,7 +442,7 @@ class Gate(nn.Module):
         if self.training and torch.compiler.is_compiling():
             topk_idx = torch.ops.deep_ep_moe.count_choices(topk_idx, self.load)
         elif self.training:
-            self.load += count_selections(topk_idx, num_experts)
+            _add_choices(topk_idx, self.load)
         loss = scores.new_zeros(())
         if options.balance_loss:
             loss = options.balance_loss * sequence_balance_loss(scores, topk_idx, num_sequences)

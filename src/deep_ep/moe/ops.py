@@ -18,7 +18,8 @@ meets them the other way round: at the second one the gradients set out, at the 
 computed between the two while tokens travelled, is so differentiated while gradients do.
 
 Routes are kept in the graph. Activation checkpointing (`use_reentrant=False`) makes the dispatch again, on all ranks at
-the same place; the combine only where something behind it needs its result.
+the same place; the combine only where something behind it needs its result. Policies of selective checkpointing, and
+other dispatch modes, see no operator of an exchange.
 
 Under `torch.compile` both are custom operators (`compiled.py`): with `num_worst_tokens` every shape is known and there
 is no graph break. They finish before what follows; `async_finish` makes no difference there. Checkpointing inside a
@@ -39,10 +40,23 @@ from torch.autograd.function import once_differentiable
 from ..buffers.legacy import Buffer
 from ..event import EventHandle, EventOverlap
 from . import compiled
-from .exchange import DTYPES, Order, Plan, Rows, Sent, Sums, add_into_window, is_wide, send, send_again, sum_back
+from .exchange import (
+    DTYPES,
+    Function,
+    Order,
+    Plan,
+    Rows,
+    Sent,
+    Sums,
+    add_into_window,
+    is_wide,
+    opaque,
+    send,
+    send_again,
+    sum_back,
+)
 
 Result = TypeVar("Result")
-Function = TypeVar("Function", bound=Callable[..., Any])
 Event = EventOverlap | EventHandle
 
 
@@ -55,9 +69,12 @@ def untraced(function: Function) -> Function:
     return torch.compiler.disable(function, reason=reason)
 
 
-@untraced
+@opaque
 def _land(land: Callable[[], Result]) -> Result:
     return land()
+
+
+_land_untraced = untraced(_land)
 
 
 def _check_tensors(where: str, **tensors: Any) -> None:
@@ -105,9 +122,9 @@ class InFlight(Generic[Result]):
 
     def wait(self) -> Result:
         """What the call brings; the caller's stream waits for it. Once."""
-        if self.event is not None and torch.compiler.is_compiling():
-            return _land(self._land)
-        return self._land()
+        if torch.compiler.is_compiling():
+            return self._land() if self.event is None else _land_untraced(self._land)
+        return _land(self._land)
 
 
 # Dispatch ------------------------------------------------------------------------------------------------------------
@@ -180,6 +197,7 @@ def dispatch(
     return _dispatch(buffer, x, weights, topk_idx, plan, order)
 
 
+@opaque
 def _dispatch(
     buffer: Buffer, x: torch.Tensor, weights: torch.Tensor, topk_idx: torch.Tensor, plan: Plan, order: Order
 ) -> Received | InFlight[Received]:
@@ -334,6 +352,7 @@ def combine(
     return _combine(buffer, y, received, is_fp8, order)
 
 
+@opaque
 def _combine(
     buffer: Buffer, y: torch.Tensor, received: Received, is_fp8: bool, order: Order
 ) -> torch.Tensor | InFlight[torch.Tensor]:
