@@ -7,6 +7,7 @@ buffer's limit is short here: a rank that stays away from a backward pass is an 
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import warnings
 from collections.abc import Callable
@@ -287,6 +288,14 @@ def weights_alone(buffer: deep_ep.Buffer, dtype: torch.dtype, is_async: bool) ->
 def test_gradients_of_weights(device: str) -> None:
     for grad, expected in itertools.chain(*run_ranks(weights_in_all_ways, 3)):
         assert torch.equal(grad, expected)
+
+
+def test_a_pickled_layer_names_the_state_dict(device: str) -> None:
+    buffer = deep_ep.Buffer(None, comm=OneRank())
+    for layer in (MoELayer(H, INNER, E, K, buffer=buffer, expanded=is_expanded) for is_expanded in (False, True)):
+        kind, text = error_of(torch.save, layer, io.BytesIO())
+        assert (kind, text[-45:]) == ("TypeError", "a model that has one, save its `state_dict()`")
+        torch.save(layer.state_dict(), io.BytesIO())
 
 
 def test_operations_without_gradients_and_with_bad_arguments(device: str) -> None:

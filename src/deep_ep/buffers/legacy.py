@@ -211,6 +211,13 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         """The same buffer: a copy of a model, such as one of averaged weights, shares it with the model."""
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by `pickle` and `torch.save`, with the model that has the buffer."""
+        raise TypeError(
+            f"Buffer: a buffer cannot be pickled, it is memory of running processes (rank {self.rank}/"
+            f"{self.group_size}). To save a model that has one, save its `state_dict()`"
+        )
+
     def __repr__(self) -> str:
         return f"Buffer(rank {self.rank}/{self.group_size}, {self.device}, transport {self.transport})"
 
