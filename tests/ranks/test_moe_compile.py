@@ -265,6 +265,17 @@ def test_without_a_number_of_rows_the_error_says_what_to_pass(device: str) -> No
     assert "Pass `num_worst_tokens`" in text
 
 
+@pytest.mark.cpu_only  # nothing of it depends on the device
+def test_expanded_rows_are_two_graph_breaks_that_say_what_to_leave_out(device: str) -> None:
+    layer = MoELayer(H, INNER, E, K, buffer=deep_ep.Buffer(None, comm=OneRank()), num_worst_tokens=T, expanded=True)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.compile(layer, backend="eager")(torch.randn(T, H))
+    reasons = list(torch._dynamo.utils.counters["graph_break"])
+    assert ["`combine_expanded`" in reason for reason in reasons] == [False, True]
+    assert all("and without `expanded`" in reason and "Pass `num_worst" not in reason for reason in reasons)
+
+
 def test_buffers_are_found_as_long_as_somebody_has_them(device: str) -> None:
     buffer = deep_ep.Buffer(None, comm=OneRank())
     number = buffer.number

@@ -10,6 +10,7 @@ rows instead, and so are their gradients.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,12 @@ from torch.autograd.function import once_differentiable
 from ..buffers.elastic import ElasticBuffer, EPHandle
 from .exchange import opaque
 from .ops import untraced
+
+_untraced = functools.partial(
+    untraced,
+    why="is a call of `ElasticBuffer`, which is no operator of a compiled graph, with or without `num_worst_tokens`. "
+    "For a full graph make the layer with `num_worst_tokens` and without `expanded`",
+)
 
 
 class ExpandedRows(NamedTuple):
@@ -38,7 +45,7 @@ class ExpandedRows(NamedTuple):
     tie: torch.Tensor
 
 
-@untraced
+@_untraced
 @opaque
 def dispatch_expanded(
     buffer: ElasticBuffer,
@@ -70,7 +77,7 @@ def dispatch_expanded(
     return ExpandedRows(rows, row_weights, ends if max_tokens else counts, call.handle, tie)
 
 
-@untraced
+@_untraced
 @opaque
 def combine_expanded(buffer: ElasticBuffer, y: torch.Tensor, received: ExpandedRows) -> torch.Tensor:
     """Bring the experts' rows back, and sum them per token. All ranks of the buffer call it together.

@@ -70,8 +70,8 @@ class MoELayer(nn.Module):
         is_fp8: Tokens, and in the backward pass gradients of sums, travel as FP8. Sums travel as they are.
         placement: Which rank has which experts, perhaps several times; None: E / R on each, in order.
         expanded: Rows come grouped by expert (`ElasticBuffer`), so that nothing is permuted around the experts. Inside
-            one node, without FP8, and a graph break under `torch.compile`. `num_worst_tokens` is then the ranks times
-            the most tokens of any of them.
+            one node, without FP8, and with two graph breaks under `torch.compile`. `num_worst_tokens` is then the ranks
+            times the most tokens of any of them.
 
     Attributes:
         gate: `Gate`, replicated.

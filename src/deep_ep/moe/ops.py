@@ -60,13 +60,15 @@ Result = TypeVar("Result")
 Event = EventOverlap | EventHandle
 
 
-def untraced(function: Function) -> Function:
+_AS_MANY_AS_COME = (
+    "receives as many rows as come, a number that is known only when it runs. Pass `num_worst_tokens` for fixed shapes "
+    "and a full graph; the tokens of all ranks always suffice"
+)
+
+
+def untraced(function: Function, why: str = _AS_MANY_AS_COME) -> Function:
     """The same function, which a compiler calls as it is: one graph break, with the way around it as its reason."""
-    reason = (
-        f"deep_ep.moe: `{function.__qualname__}` receives as many rows as come, a number that is known only when it "
-        "runs. Pass `num_worst_tokens` for fixed shapes and a full graph; the tokens of all ranks always suffice"
-    )
-    return torch.compiler.disable(function, reason=reason)
+    return torch.compiler.disable(function, reason=f"deep_ep.moe: `{function.__qualname__}` {why}")
 
 
 @opaque
