@@ -144,6 +144,36 @@ def test_calls_behind_a_refused_dispatch_say_so_and_the_buffer_goes_on(env: dict
                 assert "the dispatch that made this handle was refused" in text
 
 
+def late_layout(buffer: deep_ep.Buffer, ids: torch.Tensor, num_experts: int, event: Any) -> tuple:
+    """A layout that is counted on the comm stream, behind an event, as a dispatch takes it."""
+    per_rank, per_node, per_expert, mask, counted = buffer.get_dispatch_layout(ids, num_experts, event, True)
+    return (None, per_rank, per_node, mask, per_expert, ids, torch.ones(ids.shape)), counted
+
+
+def queued_layout(rank: int, num_ranks: int) -> None:
+    """Dispatches whose layout is queued, and thus not counted yet when they are made."""
+    buffer, ids = make_buffer(num_ranks), torch.arange(TOKENS).view(-1, 1) % num_ranks
+    x = torch.randn(TOKENS, HIDDEN)
+    for previous in (None, deep_ep.Buffer.capture()):
+        for worst in (0, TOKENS * num_ranks):
+            gate: Future = Future()
+            layout, counted = late_layout(buffer, ids, num_ranks, EventHandle(gate))
+            if not worst:  # waits for its counts
+                gate.set_result(None)
+            rows, _, _, _, handle, event = buffer.dispatch(
+                x, *layout, num_worst_tokens=worst, previous_event=previous, async_finish=True
+            )
+            assert gate.done() or not counted.event.query()
+            if worst:
+                gate.set_result(None)
+            assert torch.equal(buffer.combine(rows, handle, previous_event=event)[0], x)
+
+
+@pytest.mark.parametrize("env", [{}, NODES], ids=["one node", "nodes"])
+def test_a_dispatch_may_be_queued_behind_its_layout(env: dict) -> None:
+    run_ranks(queued_layout, 2, env=env)
+
+
 def foreign_overflow(rank: int, num_ranks: int) -> list[str]:
     """A call of all ranks comes, on rank 0, after one of another buffer, which overflows."""
     alone = deep_ep.Buffer(None, 1 << 20, comm=OneRank(), device="cpu")

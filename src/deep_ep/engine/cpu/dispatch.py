@@ -83,7 +83,7 @@ class CpuDispatch:
         del routing
         self._num_channels, self._num_worst_tokens = num_channels, num_rows
         if not self._is_full:
-            if scope.order.is_due():
+            if not scope.is_under_way():  # otherwise the layout may not be filled yet: see `_announce`
                 self._check_counts()
             self._handle = self._make_handle(num_rows)
 
