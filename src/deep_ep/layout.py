@@ -15,6 +15,11 @@ from typing import NamedTuple
 
 import torch
 
+from .errors import EPError, EPOverflow
+
+# In the place of counts that are still to be computed, and of those that never will be: behind an overflow.
+_UNCOUNTED, _REFUSED = -1, -2
+
 
 class DispatchLayout(NamedTuple):
     """What a rank sends where.
@@ -59,6 +64,47 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ra
         torch.bincount(ids[selected], minlength=num_experts).int(),
         is_token_in_rank,
     )
+
+
+def uncounted_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ranks_per_node: int) -> DispatchLayout:
+    """The tensors of `dispatch_layout`, which are filled later.
+
+    Their counts are those of no layout: one that is never filled must not be taken for that of a rank without tokens.
+    """
+    num_tokens, new = topk_idx.size(0), topk_idx.new_full
+    sizes = (num_ranks, num_ranks // ranks_per_node, num_experts)
+    return DispatchLayout(
+        *(new((size,), _UNCOUNTED, dtype=torch.int32) for size in sizes),
+        new((num_tokens, num_ranks), False, dtype=torch.bool),
+    )
+
+
+def mark_refused(layout: DispatchLayout) -> None:
+    """Mark a layout that is not filled, since it was to come after a dispatch that all ranks have refused."""
+    layout.num_tokens_per_rank.fill_(_REFUSED)
+
+
+def require_counted(num_tokens_per_rank: list[int], me: str) -> None:
+    """Refuse a dispatch whose layout was never filled.
+
+    Args:
+        num_tokens_per_rank: The counts of the layout.
+        me: This rank, for messages.
+
+    Raises:
+        EPOverflow: The layout was to come after a dispatch that all ranks have refused.
+        EPError: The layout was to come after something else that has failed.
+    """
+    if set(num_tokens_per_rank) == {_REFUSED}:
+        raise EPOverflow(
+            "dispatch: its layout was not counted, since `get_dispatch_layout` came after a dispatch that received "
+            f"more rows than its num_worst_tokens allows ({me}). Make the layout again"
+        )
+    if set(num_tokens_per_rank) == {_UNCOUNTED}:
+        raise EPError(
+            "dispatch: its layout was not counted, since what `get_dispatch_layout` came after has failed "
+            f"({me}). Wait for the event of the layout, which says what it was, and make the layout again"
+        )
 
 
 def pack_bits(mask: torch.Tensor) -> torch.Tensor:

@@ -174,6 +174,42 @@ def test_a_dispatch_may_be_queued_behind_its_layout(env: dict) -> None:
     run_ranks(queued_layout, 2, env=env)
 
 
+def uncounted_layout(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    """Dispatches whose layout is never counted: what it came after has failed."""
+    buffer, ids = make_buffer(num_ranks), torch.arange(TOKENS).view(-1, 1) % num_ranks
+    x, said = torch.ones(TOKENS, HIDDEN), []
+    counted, _ = late_layout(buffer, ids, num_ranks, None)
+    for worst in (0, TOKENS * num_ranks):
+        gate: Future = Future()
+        after = EventHandle(gate)
+        event = buffer.dispatch(x, *counted, num_worst_tokens=3, previous_event=after, async_finish=True)[-1]
+        layout, _ = late_layout(buffer, ids, num_ranks, event)
+        gate.set_result(None)
+        if worst:
+            event = buffer.dispatch(x, *layout, num_worst_tokens=worst, async_finish=True)[-1]
+            said.append(error_of(event.current_stream_wait))
+        said.append(error_of(buffer.dispatch, x, *layout, num_worst_tokens=worst))
+    gate = Future()
+    layout, event = late_layout(buffer, ids, num_ranks, EventHandle(gate))
+    gate.set_exception(MemoryError("elsewhere"))
+    said += [error_of(buffer.dispatch, x, *layout), error_of(event.current_stream_wait)]
+    rows, _, _, _, handle, _ = buffer.dispatch(x, *counted)  # the buffer goes on
+    assert (buffer.combine(rows, handle)[0] == 1).all()
+    return said
+
+
+@pytest.mark.parametrize("env", [{}, NODES], ids=["one node", "nodes"])
+def test_a_dispatch_whose_layout_was_never_counted_is_refused(env: dict) -> None:
+    for said in run_ranks(uncounted_layout, 2, env=env):
+        *behind, after_another, event = said
+        for kind, text in behind:
+            assert kind == "EPOverflow"
+            assert "its layout was not counted" in text
+        assert after_another[0] == "EPError"
+        assert "its layout was not counted" in after_another[1]
+        assert event == ("MemoryError", "elsewhere")
+
+
 def foreign_overflow(rank: int, num_ranks: int) -> list[str]:
     """A call of all ranks comes, on rank 0, after one of another buffer, which overflows."""
     alone = deep_ep.Buffer(None, 1 << 20, comm=OneRank(), device="cpu")

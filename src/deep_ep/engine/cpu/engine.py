@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ... import layout
-from ...errors import EPClosed, account
+from ...errors import EPClosed, EPOverflow, account
 from ...event import EventHandle
 from ...handle import ColumnHandle, Handle, require_filled
 from ...stream import CommStream
@@ -236,14 +236,21 @@ def count_layout(
     """Compute the layout now, or, if the event before it is not yet complete, on the comm stream (if there is one)."""
     sizes = (num_experts, num_ranks, num_ranks // num_nodes)
     if stream is not None and order.is_async and not order.is_due():
-        counts = layout.dispatch_layout(torch.empty_like(topk_idx).fill_(-1), *sizes)
-        written = apart(counts)
+        counts = layout.uncounted_layout(topk_idx, *sizes)
+        written = layout.DispatchLayout(*apart(counts))
 
         def fill() -> None:
             for target, source in zip(written, layout.dispatch_layout(topk_idx, *sizes), strict=True):
                 target.copy_(source)
 
-        return counts, EventHandle(stream.submit(lambda: order.begin(fill)))
+        def count() -> None:
+            try:
+                order.begin(fill)
+            except EPOverflow:  # the caller has the layout already, and need not look at its event
+                layout.mark_refused(written)
+                raise
+
+        return counts, EventHandle(stream.submit(count))
     if order.after is not None:
         order.after.current_stream_wait()
     return layout.dispatch_layout(topk_idx, *sizes), EventHandle() if order.is_async else None
