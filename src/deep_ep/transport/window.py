@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -40,6 +40,8 @@ SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the
 _GRACE_SHARE, _MOST_GRACE_SECS = 0.5, 5.0
 _MOST_STEP_SECS = 0.5  # between two looks of a wait, also on a machine that is busy with other things
 PULSE_SECS = 0.02  # how often a wait checks whether the peers' processes are alive
+
+T = TypeVar("T")
 
 
 class Waiting:
@@ -163,6 +165,7 @@ class Window:
         group_ranks: Where the peers stand in the group; None: they are the group.
 
     Attributes:
+        is_scratch_shown: The caller has, or had, a view of the scratch: inputs of calls may lie there.
         low_latency: Memory of low-latency calls; None: there is none.
         failure: Why this rank has failed; None: it has not.
         refusals: The last call of each kind that this rank has refused.
@@ -172,6 +175,8 @@ class Window:
         watch: Counts which peer came last in a wait; None: nobody is interested.
         fault: Called at every fault point, where tests stop, kill or delay the rank; None: there is none.
     """
+
+    is_scratch_shown = False
 
     def __init__(
         self,
@@ -224,9 +229,14 @@ class Window:
         self._scratch.commit(part)
         return bytes_tensor(self._scratch.mapping.view(part))
 
-    def out_of_scratch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a copy of it if it lies in the scratch, which a staged call overwrites."""
-        return tensor if self._scratch.mapping.offset_of(tensor.data_ptr()) is None else tensor.clone()
+    def out_of_scratch(self, item: T) -> T:
+        """Return a tensor, or a copy of it if it lies in the scratch, which a staged call overwrites.
+
+        Anything else is returned as it is.
+        """
+        if not isinstance(item, torch.Tensor) or self._scratch.mapping.offset_of(item.data_ptr()) is None:
+            return item
+        return item.clone()
 
     # Peers ----------------------------------------------------------------------------------------------------------
 

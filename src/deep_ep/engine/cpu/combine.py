@@ -44,8 +44,8 @@ class CpuCombine:
     ):
         self._chain = chain
         self._window = chain.window
-        self._x = self._window.out_of_scratch(x)
-        self._topk_weights = self._window.out_of_scratch(topk_weights) if topk_weights is not None else None
+        self._x = x
+        self._topk_weights = topk_weights
         self._biases = biases
         self._handle: Any = None
         self._sums: list[torch.Tensor] = []  # of each part
@@ -88,8 +88,18 @@ class CpuCombine:
 
     # On the comm stream ----------------------------------------------------------------------------------------------
 
+    def _leave_scratch(self) -> None:
+        """Copy the inputs that lie in the scratch: staged rows are written there, see `CpuDispatch`."""
+        if not self._window.is_scratch_shown:
+            return
+        out_of_scratch = self._window.out_of_scratch
+        self._x, self._topk_weights = out_of_scratch(self._x), out_of_scratch(self._topk_weights)
+        self._biases = [out_of_scratch(bias) for bias in self._biases]
+        self._handle = self._handle._make(map(out_of_scratch, self._handle))
+
     def _offer_rows(self, scope: CpuScope) -> None:
         """Announce the combine, and offer this rank's rows, or post them."""
+        self._leave_scratch()
         if self._is_refused(self._handle):
             raise refusal("combine")
         self._ends = self._handle.rank_prefix_matrix.tolist()

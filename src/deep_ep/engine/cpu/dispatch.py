@@ -8,6 +8,7 @@ senders' boards beside their headers, and are fetched. See `docs/protocol.md` fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from operator import add
@@ -59,11 +60,7 @@ class CpuDispatch:
         self._window = chain.window
         self._operation = operation
         self._is_full = operation == "dispatch"
-        self._payload = Payload(
-            self._window.out_of_scratch(payload.x),
-            self._window.out_of_scratch(payload.scales) if payload.scales is not None else None,
-            has_weights=payload.has_weights,
-        )
+        self._payload = payload
         self._routing = routing
         self._num_channels = 0  # columns of the handle's unused items
         self._num_worst_tokens = 0  # rows of memory that was made beforehand; 0: as many as come
@@ -246,9 +243,26 @@ class CpuDispatch:
         if self._routing is None:  # else there is something to unpack, and the call ends with that
             self._count(sections)
 
+    def _leave_scratch(self) -> None:
+        """Copy the inputs that lie in the scratch and are read after the offer: from then on peers may write there.
+
+        Counts are read before. The caller's event may be that of what writes the inputs, so they are copied only here.
+        """
+        if not self._window.is_scratch_shown:
+            return
+        out_of_scratch, payload, routing = self._window.out_of_scratch, self._payload, self._routing
+        self._payload = replace(payload, x=out_of_scratch(payload.x), scales=out_of_scratch(payload.scales))
+        if routing is None:
+            self._handle = self._handle._make(map(out_of_scratch, self._handle))
+        else:
+            read = (routing.is_token_in_rank, routing.topk_idx, routing.topk_weights)
+            mask, topk_idx, topk_weights = map(out_of_scratch, read)
+            self._routing = replace(routing, is_token_in_rank=mask, topk_idx=topk_idx, topk_weights=topk_weights)
+
     def _announce(self, scope: CpuScope) -> None:
         """Write the header, and, if they are few, this rank's rows beside it."""
         self._check_counts()
+        self._leave_scratch()
         routing, handle, number = self._routing, self._handle, 0
         if routing is None:
             require_filled(handle, "dispatch")

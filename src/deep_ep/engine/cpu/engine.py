@@ -108,6 +108,7 @@ class CpuEngine(Engine):
 
     def local_bytes(self, start: int, num_bytes: int) -> torch.Tensor:
         """Bytes of the raw buffer, free for the caller between calls."""
+        self.window.is_scratch_shown = True
         return self.window.scratch_bytes(start, num_bytes)
 
     def trim(self) -> int:

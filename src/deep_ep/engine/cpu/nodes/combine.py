@@ -64,6 +64,7 @@ class CpuNodesCombine(CpuCombine):
 
     def _offer_rows(self, scope: CpuScope) -> None:
         """Announce the combine, to the rail and to the node, and offer this rank's rows."""
+        self._leave_scratch()
         require_filled(self._handle, "combine")
         call = scope.begin(Header(self._agreement(), self._handle.num_tokens))
         routes, rail = CpuNodesRoutes(self._handle, self._topology), self._rails.rail

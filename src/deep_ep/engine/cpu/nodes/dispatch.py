@@ -174,6 +174,7 @@ class CpuNodesDispatch(CpuDispatch):
     def _announce(self, scope: CpuScope) -> None:
         """Begin the call: exchange announcements with the rail, and write the header for the node."""
         self._check_counts()
+        self._leave_scratch()
         handle, rail, topology, number = self._handle, self._rails.rail, self._topology, 0
         num_out: list[int] = []
         if self._routing is None:
