@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from windows import Boards, fail, synchronize
+from windows import Boards, fail, synchronize, with_subnormals
 
 from deep_ep import logfmt, quant, reference
 from deep_ep.engine.low_latency.geometry import Geometry, RowFormat, SetPlan
@@ -530,7 +530,7 @@ def test_what_is_combined_is_what_the_oracle_says(device: str, name: str) -> Non
     for rank, (context, one) in enumerate(zip(group.contexts, every, strict=True)):
         is_row = torch.arange(geometry.num_rows) < want[rank].recv_count[:, None]
         factors = (1 + torch.arange(geometry.num_local_experts) + rank).bfloat16()[:, None, None]
-        ys.append(torch.where(is_row[..., None], want[rank].recv_x * factors, NAN))
+        ys.append(with_subnormals(torch.where(is_row[..., None], want[rank].recv_x * factors, NAN)))
         x, slot = ys[-1], None
         if case.zero_copy:
             slot = rank % 3

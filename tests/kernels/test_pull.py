@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from calls import pull_rows
-from windows import fail, make_context, offer
+from windows import fail, make_context, offer, with_subnormals
 
 from deep_ep.kernels import _triton, pull
 from deep_ep.kernels.put import LaunchShape
@@ -37,7 +37,7 @@ def test_sums_are_those_of_the_twin(
     generator = torch.Generator().manual_seed(hidden)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return with_subnormals(torch.randn(*shape, generator=generator).to(device, dtype))
 
     mask = (torch.rand(num_tokens, num_ranks, generator=generator) < 0.7).to(device)
     slots = torch.where(mask, mask.cumsum(0) - 1, -1).int()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from windows import fail, make_context, offer
+from windows import fail, make_context, offer, with_subnormals
 
 from deep_ep.kernels import _triton, exchange, relay_sums
 from deep_ep.kernels.put import LaunchShape
@@ -83,7 +83,7 @@ class Layer:
         generator = torch.Generator().manual_seed(hidden + num_nodes)
 
         def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(device, dtype)
+            return with_subnormals(torch.randn(*shape, generator=generator).to(device, dtype))
 
         num_tokens, self.node = 7, node
         goes = (torch.rand(num_tokens, num_nodes, generator=generator) < 0.7).to(device)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from calls import ANNOUNCED, COMBINE, DISPATCH, OFFERED, READY, SAME, all_bases, int32, require_rewound, rows_of
-from windows import Boards, fail, make_context, offer, synchronize
+from windows import Boards, fail, make_context, offer, synchronize, with_subnormals
 
 from deep_ep import reference
 from deep_ep.kernels import _triton, exchange, selections
@@ -720,7 +720,8 @@ def draw(shape: Sequence[int], dtype: torch.dtype, device: str, seed: int = 0) -
     """Numbers of many magnitudes, so that sums depend on their order, and on every rounding."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(*shape, generator=generator, dtype=torch.float64)
-    return (numbers * 2.0 ** torch.randint(-8, 9, tuple(shape), generator=generator)).to(device, dtype)
+    numbers = numbers * 2.0 ** torch.randint(-8, 9, tuple(shape), generator=generator)
+    return with_subnormals(numbers.to(device, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -56,7 +56,7 @@ def round_trip(buffer: Buffer, **sizes: int) -> torch.Tensor:
 
 
 def soak(rank: int, num_ranks: int, seed: int, num_calls: int) -> SoakReport:
-    return soak_rank(rank, num_ranks, seed, num_calls, Limits(tokens=9, hidden=24, topk=4, has_subnormals=False))
+    return soak_rank(rank, num_ranks, seed, num_calls, Limits(tokens=9, hidden=24, topk=4))
 
 
 @pytest.mark.parametrize(("num_ranks", "num_calls"), [(1, 15), (2, 25), (3, 12)])

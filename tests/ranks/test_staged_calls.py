@@ -199,7 +199,7 @@ def test_many_rounds(device: str, num_tokens: list[int]) -> None:
 
 
 def soak(rank: int, num_ranks: int, seed: int, num_calls: int) -> SoakReport:
-    return soak_rank(rank, num_ranks, seed, num_calls, Limits(tokens=9, hidden=24, topk=4, has_subnormals=False))
+    return soak_rank(rank, num_ranks, seed, num_calls, Limits(tokens=9, hidden=24, topk=4))
 
 
 def test_random_calls_are_what_the_oracle_says(device: str) -> None:

@@ -42,6 +42,16 @@ if INTERPRETED:
         return values.to(dtype)
 
     @triton.jit
+    def widened(values, dtype):
+        """Convert to a type that has all values of the present one.
+
+        The interpreter's own conversion makes other numbers of subnormal BF16 numbers.
+        """
+        if values.dtype == tl.bfloat16:
+            values = (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return values.to(dtype)
+
+    @triton.jit
     def to_fp8(values):
         """FP32 values of at most 448 as FP8 E4M3, to the nearest, ties to even.
 
@@ -175,6 +185,11 @@ else:
     @triton.jit
     def rounded(values, dtype):
         """Round to the nearest value, ties to even."""
+        return values.to(dtype)
+
+    @triton.jit
+    def widened(values, dtype):
+        """Convert to a type that has all values of the present one."""
         return values.to(dtype)
 
     @triton.jit

@@ -31,7 +31,7 @@ from .exchange import (
 )
 from .finish import copy_in as stage_in
 from .finish import count_rounds, first_rows, range_tokens_of, signal_and_wait
-from .primitives import rounded
+from .primitives import rounded, widened
 from .put import VECTOR_BYTES, End, LaunchShape, load_slots, word_of
 
 _FAILED, _STAGED, _ENDED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_STAGED), tl.constexpr(STATE_ENDED)
@@ -330,9 +330,9 @@ def add_biases(
     """Return what a sum begins with: one piece of a token's biases, or zeros."""
     total = tl.zeros([columns.shape[0]], WIDE)
     if NUM_BIASES > 0:
-        total = tl.load(tl.multiple_of(bias_0, VECTOR) + columns, mask=columns < hidden, other=0.0).to(WIDE)
+        total = widened(tl.load(tl.multiple_of(bias_0, VECTOR) + columns, mask=columns < hidden, other=0.0), WIDE)
     if NUM_BIASES > 1:
-        total += tl.load(tl.multiple_of(bias_1, VECTOR) + columns, mask=columns < hidden, other=0.0).to(WIDE)
+        total += widened(tl.load(tl.multiple_of(bias_1, VECTOR) + columns, mask=columns < hidden, other=0.0), WIDE)
     return total
 
 
@@ -359,7 +359,7 @@ def add_to(
             row = tl.sum(tl.where(lanes == first + turn, rows, 0))
             pointer = tl.multiple_of(row.to(like.dtype), VECTOR)
             mask = columns < tl.where(row != 0, hidden, 0)
-            value = tl.load(pointer + columns, mask=mask, other=0.0).to(WIDE)
+            value = widened(tl.load(pointer + columns, mask=mask, other=0.0), WIDE)
             total = tl.where(row != 0, total + value, total)  # adding nothing must not make 0.0 of -0.0
     return total
 

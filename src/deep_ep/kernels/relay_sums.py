@@ -25,7 +25,7 @@ from .exchange import (
     STATE_HELD,
     TABLE_CAPACITIES,
 )
-from .primitives import rounded
+from .primitives import rounded, widened
 from .pull import add_biases
 from .put import VECTOR_BYTES, LaunchShape, load_slots, word_of
 from .relay import chunk_of, share_start
@@ -348,7 +348,7 @@ def _sum_nodes_kernel(
             begin = tl.cast(item // num_pieces, tl.int64) * hidden
             total = add_biases(bias_0 + begin, bias_1 + begin, columns, hidden, NUM_BIASES, VECTOR, WIDE)
             mine = _sum_rows(out, numbers, bases, values, columns, hidden, ranks_per_node, AT_ONCE, VECTOR, WIDE)
-            mine = rounded(mine, out.dtype.element_ty).to(WIDE)  # as if it had crossed
+            mine = widened(rounded(mine, out.dtype.element_ty), WIDE)  # as if it had crossed
             own = tl.where(is_here, node, -1)
             total = _add_nodes(total, remote_values, mine, own, 0, NODES_AT_ONCE, WIDE)
             if NODES > NODES_AT_ONCE:
@@ -446,7 +446,7 @@ def _load_rows(like, numbers, bases, first, columns, hidden, AT_ONCE: tl.constex
 def _add_values(total, values, COUNT: tl.constexpr, WIDE: tl.constexpr):
     """Add the values that `_load_rows` has loaded, in order."""
     for turn in tl.static_range(COUNT):
-        total += values[turn].to(WIDE)
+        total += widened(values[turn], WIDE)
     return total
 
 
@@ -454,5 +454,5 @@ def _add_values(total, values, COUNT: tl.constexpr, WIDE: tl.constexpr):
 def _add_nodes(total, values, mine, own, first, COUNT: tl.constexpr, WIDE: tl.constexpr):
     """Add the nodes' sums, from the `first` one on. That of node `own` is `mine`; -1: no node."""
     for turn in tl.static_range(COUNT):
-        total += tl.where(first + turn == own, mine, values[turn].to(WIDE))
+        total += tl.where(first + turn == own, mine, widened(values[turn], WIDE))
     return total

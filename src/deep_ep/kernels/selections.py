@@ -40,7 +40,7 @@ from .exchange import (
     open_context,
 )
 from .finish import signal_and_wait
-from .primitives import rounded
+from .primitives import rounded, widened
 from .pull import add_biases, add_weights
 from .put import (
     VECTOR_BYTES,
@@ -1163,10 +1163,11 @@ def _add_selections(
             is_last = (word & 1) != 0
             row = word - (word & 1)
             pointer = tl.multiple_of(row.to(like.dtype), VECTOR)
-            value = tl.load(pointer + columns, mask=columns < tl.where(row != 0, hidden, 0), other=0.0).to(WIDE)
+            value = tl.load(pointer + columns, mask=columns < tl.where(row != 0, hidden, 0), other=0.0)
+            value = widened(value, WIDE)
             if IS_GROUPED:
                 group = group + value  # nothing comes behind the last group, so what is added there is never used
-                whole = rounded(group, like.dtype.element_ty).to(WIDE)
+                whole = widened(rounded(group, like.dtype.element_ty), WIDE)
                 total = tl.where(is_last, total + whole, total)
                 group = tl.where(is_last, -0.0, group)
             else:

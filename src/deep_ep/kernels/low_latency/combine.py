@@ -14,7 +14,7 @@ import torch
 
 from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
 from ..exchange import is_last_block
-from ..primitives import rounded
+from ..primitives import rounded, widened
 from .dispatch import number_tokens, tile_of, valid_ids
 from .logfmt import encode_row, store_sums, sum_rows, unit_of
 from .words import (
@@ -474,5 +474,5 @@ def _add_rows(total, rows, weights, start, channels, hidden, AT_ONCE: tl.constex
     for turn in tl.static_range(AT_ONCE):
         # Where there is no row, 0 times 0: an infinite weight of a masked expert must not reach the sum.
         weight = tl.sum(tl.where(ks == start + turn, weights, 0.0))
-        total += weight * values[turn].to(tl.float32)
+        total += weight * widened(values[turn], tl.float32)
     return total

@@ -17,7 +17,7 @@ import torch
 
 from .._triton import Launch, Variant, jit, next_power_of_2, tl, triton
 from ..exchange import is_last_block
-from ..primitives import to_fp8
+from ..primitives import to_fp8, widened
 from .words import (
     ARRIVED,
     KernelCall,
@@ -294,7 +294,7 @@ def _cast_row(source, row, hidden, scales_offset, ROUND: tl.constexpr, GROUPS: t
     for first in range(0, num_groups, GROUPS):
         groups = first + tl.arange(0, GROUPS)
         channels = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-        values = tl.load(source + channels, mask=channels < hidden, other=0.0).to(tl.float32)
+        values = widened(tl.load(source + channels, mask=channels < hidden, other=0.0), tl.float32)
         magnitudes = tl.where(values == values, tl.abs(values), 0.0)  # a NaN must not spoil its neighbours' scale
         amax = tl.maximum(tl.max(magnitudes, 1), _AMAX_FLOOR)
         inverse = amax * (1.0 / _FP8_MAX)

@@ -98,7 +98,6 @@ class Limits:
         experts_per_rank: Experts of a rank.
         scales: Scales of a row.
         palette: Draw sizes and types from there; None: any.
-        has_subnormals: Sum numbers of any magnitude. Triton's interpreter converts subnormal BF16 wrongly.
     """
 
     tokens: int = 20
@@ -107,7 +106,6 @@ class Limits:
     experts_per_rank: int = 4
     scales: int = 5
     palette: Palette | None = None
-    has_subnormals: bool = True
 
 
 class RankPayload(NamedTuple):
@@ -227,7 +225,7 @@ class Data:
 
     def numbers(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int, purpose: int) -> torch.Tensor:
         """Numbers of any magnitude (random bits), or such whose sums are rounded (a few hundred, with fractions)."""
-        if self._has_any_magnitude and self.limits.has_subnormals:
+        if self._has_any_magnitude:
             return self.bits(shape, dtype, rank, purpose)
         return (self.bits(shape, torch.int16, rank, purpose).float() / 128).to(dtype)
 

@@ -26,8 +26,8 @@ _LIMITS = (
 )
 _GPU_LIMITS = (Limits(tokens=40), Limits(tokens=300, experts_per_rank=64), Limits(tokens=20, experts_per_rank=2000))
 _INTERPRETED_LIMITS = (
-    Limits(tokens=9, hidden=24, topk=4, has_subnormals=False),
-    Limits(tokens=5, hidden=16, topk=12, experts_per_rank=40, has_subnormals=False),
+    Limits(tokens=9, hidden=24, topk=4),
+    Limits(tokens=5, hidden=16, topk=12, experts_per_rank=40),
 )
 _UNEVEN = (0, 4096, 16384, 65536)
 _ARENAS = ("free", "tiny", "one page", "uneven")
