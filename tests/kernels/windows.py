@@ -37,7 +37,7 @@ def make_context(rank: int, num_ranks: int, device: str) -> Context:
 
 
 def with_subnormals(rows: torch.Tensor) -> torch.Tensor:
-    """The same rows, some of whose columns are scaled down so far that BF16 has their numbers only as subnormal ones."""
+    """The same rows, some columns scaled down so far that BF16 has their numbers only as subnormal ones."""
     rows = rows.clone()
     rows[..., 1::3] *= 2.0**-130
     return rows
