@@ -72,9 +72,10 @@ def uncounted_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, r
     Their counts are those of no layout: one that is never filled must not be taken for that of a rank without tokens.
     """
     num_tokens, new = topk_idx.size(0), topk_idx.new_full
-    sizes = (num_ranks, num_ranks // ranks_per_node, num_experts)
     return DispatchLayout(
-        *(new((size,), _UNCOUNTED, dtype=torch.int32) for size in sizes),
+        new((num_ranks,), _UNCOUNTED, dtype=torch.int32),
+        new((num_ranks // ranks_per_node,), _UNCOUNTED, dtype=torch.int32),
+        new((num_experts,), _UNCOUNTED, dtype=torch.int32),
         new((num_tokens, num_ranks), False, dtype=torch.bool),
     )
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,8 +40,6 @@ SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the
 _GRACE_SHARE, _MOST_GRACE_SECS = 0.5, 5.0
 _MOST_STEP_SECS = 0.5  # between two looks of a wait, also on a machine that is busy with other things
 PULSE_SECS = 0.02  # how often a wait checks whether the peers' processes are alive
-
-T = TypeVar("T")
 
 
 class Waiting:
@@ -229,7 +227,7 @@ class Window:
         self._scratch.commit(part)
         return bytes_tensor(self._scratch.mapping.view(part))
 
-    def out_of_scratch(self, item: T) -> T:
+    def out_of_scratch(self, item: Any) -> Any:
         """Return a tensor, or a copy of it if it lies in the scratch, which a staged call overwrites.
 
         Anything else is returned as it is.
