@@ -1079,10 +1079,10 @@ def _pull_selections_kernel(
     state = context[2]
     is_well = may_move(state) if ENDS else tl.load(state + _FAILED) == 0
     if is_well:
-        ZERO: tl.constexpr = 0.0 if ENDS else -0.0
+        SIGN: tl.constexpr = 1.0 if ENDS else -1.0
         _sum_selections(
             context, (out, bias_0, bias_1, sources, out_weights, slots), num_tokens, row_vectors, num_topk, NUM_BIASES,
-            BLOCK, TOPK, AT_ONCE, LANES, VECTOR, WIDE, IS_GROUPED, HAS_WEIGHTS, ZERO,
+            BLOCK, TOPK, AT_ONCE, LANES, VECTOR, WIDE, IS_GROUPED, HAS_WEIGHTS, SIGN,
         )  # fmt: skip
     if ENDS:
         if is_last_block(state + _ENDED, True):
@@ -1094,7 +1094,7 @@ def _pull_selections_kernel(
 def _sum_selections(
     context, sums, num_tokens, row_vectors, num_topk, NUM_BIASES: tl.constexpr, BLOCK: tl.constexpr,
     TOPK: tl.constexpr, AT_ONCE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr,
-    IS_GROUPED: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ZERO: tl.constexpr,
+    IS_GROUPED: tl.constexpr, HAS_WEIGHTS: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
     """Items are pieces of rows: piece c of token t is item `t * pieces + c`. The first piece also sums the weights.
 
@@ -1113,7 +1113,7 @@ def _sum_selections(
         WIDE: What is summed in.
         IS_GROUPED: Rows are summed in groups.
         HAS_WEIGHTS: Weights come.
-        ZERO: What a sum without biases begins with.
+        SIGN: Of the zero that a sum without biases begins with.
     """
     table, num_ranks = context[3], context[5]
     out, bias_0, bias_1, sources, out_weights, slots = sums
@@ -1128,7 +1128,7 @@ def _sum_selections(
         token, piece = item // num_pieces, item % num_pieces
         columns = piece * BLOCK + tl.arange(0, BLOCK)
         begin = tl.cast(token, tl.int64) * hidden
-        total = tl.full([BLOCK], ZERO, WIDE)
+        total = tl.zeros([BLOCK], WIDE) * SIGN
         if NUM_BIASES > 0:
             total = add_biases(bias_0 + begin, bias_1 + begin, columns, hidden, NUM_BIASES, VECTOR, WIDE)
         total = _add_selections(total, out, source, columns, hidden, num_topk, AT_ONCE, VECTOR, WIDE, IS_GROUPED)
@@ -1156,7 +1156,9 @@ def _add_selections(
     count = num_topk
     if source.shape[0] > AT_ONCE and AT_ONCE < _UNROLLED:  # few rows of many columns, which come first
         count = tl.sum((source != 0).to(tl.int32))
-    group = tl.full([columns.shape[0]], -0.0, WIDE)  # adding to it changes nothing, not even the sign of a zero
+    # Adding to -0.0 changes nothing, not even the sign of a zero. As a literal it would lose its own.
+    nothing = tl.zeros([columns.shape[0]], WIDE) * -1.0
+    group = tl.zeros([columns.shape[0]], WIDE) * -1.0
     for first in range(0, count, AT_ONCE):
         for turn in tl.static_range(AT_ONCE):
             word = tl.sum(tl.where(lanes == first + turn, source, 0))
@@ -1169,7 +1171,7 @@ def _add_selections(
                 group = group + value  # nothing comes behind the last group, so what is added there is never used
                 whole = widened(rounded(group, like.dtype.element_ty), WIDE)
                 total = tl.where(is_last, total + whole, total)
-                group = tl.where(is_last, -0.0, group)
+                group = tl.where(is_last, nothing, group)
             else:
                 total = tl.where(row != 0, total + value, total)  # adding nothing must not make 0.0 of -0.0
     return total
