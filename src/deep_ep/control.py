@@ -366,7 +366,7 @@ class Control:
         joint_secs = comm.joint_secs if isinstance(comm, Generation) else None
         self.limit_secs = limit_secs
         self.joint_secs = limit_secs if joint_secs is None else joint_secs
-        self.deadline = time.monotonic() + self.joint_secs
+        self._allow(self.joint_secs)
         self._undo: list[contextlib.ExitStack] = []  # of the joint steps that this rank is in, the innermost last
         self._failed: _Failed | None = None  # the outermost step that has failed, until this rank has left it
         self._heard: EPError | None = None  # what this rank last raised of a peer
@@ -421,7 +421,7 @@ class Control:
         """
         undo = contextlib.ExitStack()
         if not self._undo:
-            self.deadline = time.monotonic() + self.joint_secs
+            self._allow(self.joint_secs)
             if self._roll_call is not None and self.num_ranks > 1:
                 self._roll_call.begin()
         self._undo.append(undo)
@@ -468,17 +468,22 @@ class Control:
                 if self._roll_call is not None:
                     self._roll_call.end(self._lost is None)
 
-    def renew_deadline(self, purpose: str) -> None:
-        """Give what follows the whole limit again. All ranks call it together.
+    def renew_deadline(self, purpose: str, least_secs: float) -> None:
+        """Give what follows a limit of its own. All ranks call it together.
 
         It is for work that a rank does alone and that may take long, such as compiling kernels for the first time: a
         rank that works is not one that is missing.
 
         Args:
             purpose: What follows; errors say it.
+            least_secs: What it may take, if the usual limit is shorter.
         """
         self.gather(None, purpose)
-        self.deadline = time.monotonic() + self.joint_secs
+        self._allow(max(self.joint_secs, least_secs))
+
+    def _allow(self, secs: float) -> None:
+        self._allowed_secs = secs
+        self.deadline = time.monotonic() + secs
 
     def undo(self, work: Callable[..., object], *args: Any) -> None:
         """Have `work(*args)` done if the joint step fails, the last one first. Outside of one: nothing is done.
@@ -555,7 +560,7 @@ class Control:
         except TimeoutError:
             self._lost = "not all ranks came to an earlier gather"
             raise EPTimeout(
-                f"{purpose}: not all ranks came within {self.joint_secs:g} s{self._missing()} ({self._me()}). "
+                f"{purpose}: not all ranks came within {self._allowed_secs:g} s{self._missing()} ({self._me()}). "
                 "A rank exited, or does not make its buffer; look at its output"
             ) from None
         except RuntimeError as error:

@@ -43,12 +43,12 @@ class ThreadComm:
         return answer
 
 
-def together(num_ranks: int, work: Callable[[Control], Any]) -> list[Any]:
+def together(num_ranks: int, work: Callable[[Control], Any], limit_secs: float = LIMIT_SECS) -> list[Any]:
     """What each rank returns or raises. It must not take long."""
     met, values, results = threading.Barrier(num_ranks), {}, [None] * num_ranks
 
     def run(rank: int) -> None:
-        control = Control(None, ThreadComm(rank, met, values), LIMIT_SECS)
+        control = Control(None, ThreadComm(rank, met, values), limit_secs)
         try:
             results[rank] = work(control)
         except BaseException as error:
@@ -173,6 +173,18 @@ def test_ranks_of_a_node_fail_with_those_of_others() -> None:
     results = together(4, work)
     assert type(results[3]) is MemoryError
     assert all("rank 3 failed: MemoryError (rank" in str(error) for error in results[:3])
+
+
+def test_work_of_its_own_may_take_a_rank_longer_than_the_limit() -> None:
+    """All ranks compile kernels, one of them for longer than the others, and than a wait may take."""
+
+    def work(control: Control) -> list[int]:
+        with control.joint("a step"):
+            control.renew_deadline("compiling", LIMIT_SECS)
+            time.sleep(1.0 + control.rank)
+            return control.gather(control.rank, "something")
+
+    assert together(2, work, limit_secs=0.5) == [[0, 1]] * 2
 
 
 def test_a_group_of_one_rank_needs_nobody() -> None:

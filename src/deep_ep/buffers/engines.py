@@ -33,6 +33,7 @@ INTERPRETED_MEMORY = "interpreted-memory"  # the same, where nodes share the mem
 
 _LEAST_ARENA_BYTES = 16 << 20  # room for small calls of a buffer that was made with no size at all
 _LEAST_REMOTE_BYTES = 2 << 20  # likewise, between nodes
+_COMPILE_SECS = 300.0  # a second or two for each of some dozens of kernels, where none has been compiled before
 
 
 def find_device(device: torch.device | str | None) -> torch.device:
@@ -181,7 +182,7 @@ def _cuda_nodes(
     else:
         proxy = ThreadProxy(make_proxy(control, topology, layout, words), context, remote.context, control)
     remote.start(proxy)
-    control.renew_deadline("compiling kernels")
+    control.renew_deadline("compiling kernels", _COMPILE_SECS)
     ops = TwoHopOps(topology, remote, signals, memory, load_shapes(size, most_blocks_of(local, device)))
     engine = CudaEngine(window, stream, signals, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
@@ -329,7 +330,7 @@ def _cuda(
     signals, call_memory = Signals(window, stream, limit_secs, MAX_EXPERTS), Memory(window, stream)
     shapes = load_shapes(control.num_ranks, most_blocks_of(memory, window.device))
     ops = OneHopOps(signals, call_memory, shapes)
-    control.renew_deadline("compiling kernels")
+    control.renew_deadline("compiling kernels", _COMPILE_SECS)
     notify.prepare_all(signals.context)
     engine = CudaEngine(window, stream, signals, ops, sizes.scratch_bytes)
     num_bytes = shared.low_latency_bytes
