@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import EPError, EPTimeout, EPTransportError, EPUnsupported, account, named
-from .generation import Generation, StoreGather
+from .generation import Generation, Store, StoreGather
 
 _MOST_CAUSE_CHARS = 2000  # of a failure's text: it goes to every rank
 
@@ -356,6 +356,7 @@ class Control:
 
     first_rank = 0  # of the group's ranks, the first that this control is about
     generation = 0  # of the buffer; 0: it is made over a group or a communicator
+    store: Store | None = None  # over which the ranks of a generation meet
 
     def __init__(
         self,
@@ -388,6 +389,7 @@ class Control:
         elif isinstance(comm, Generation):
             generation = self._roll_call = comm
             self.rank, self.num_ranks, self.generation = comm.rank, comm.num_ranks, comm.number
+            self.store = comm.store
             self._begin_gather = lambda sent: generation.begin_gather(sent, self.deadline)
         elif comm is not None:
             self.rank, self.num_ranks = comm.Get_rank(), comm.Get_size()

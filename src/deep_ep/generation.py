@@ -106,6 +106,7 @@ class Generation:
         number: The number of the generation.
         rank: This rank.
         num_ranks: How many ranks there are.
+        store: Over which they meet.
         joint_secs: Seconds that a joint step may take; None: the limit of the buffer.
     """
 
@@ -113,7 +114,7 @@ class Generation:
 
     def __init__(self, store: Store, number: int, rank: int, num_ranks: int):
         self.number, self.rank, self.num_ranks = number, rank, num_ranks
-        self._store = store
+        self.store = store
         self._num_gathers = 0
         self._missing: list[int] = []
         self._has_ended = threading.Event()
@@ -168,13 +169,13 @@ class Generation:
             key = f"{self.number}/verdict"
             if error is None:
                 self._set(key, _MADE)
-                _raise_number(self._store, "made", self.number)
+                _raise_number(self.store, "made", self.number)
             else:
                 # Peers that wait for this rank in its next gather need not wait for the limit.
                 text = f"{_GIVEN_UP} {self.rank} {account(error)}"[:_MOST_TEXT_CHARS]
                 self._decide(self._num_gathers, text)
-                self._store.compare_set(_key(key), "", _FAILED)
-            _raise_number(self._store, "decided", self.number)
+                self.store.compare_set(_key(key), "", _FAILED)
+            _raise_number(self.store, "decided", self.number)
 
         with contextlib.suppress(Exception):  # the caller's error, or its buffer, is what matters
             _answered("settling a generation", write, 0.0)
@@ -233,7 +234,7 @@ class Generation:
             pause = min(2 * pause, _LONGEST_PAUSE_SECS)
         if outcome != _COMPLETE:
             raise self._failure(outcome)
-        return [pickle.loads(self._store.get(_key(f"{self.number}/{key}"))) for key in keys]
+        return [pickle.loads(self.store.get(_key(f"{self.number}/{key}"))) for key in keys]
 
     def _failure(self, outcome: str) -> Exception:
         for kind in (_ABSENT, _SILENT):
@@ -247,7 +248,7 @@ class Generation:
 
     def _decide(self, number: int, outcome: str) -> str:
         """Write the outcome of a gather, unless it has one. Returns the one that it has."""
-        return self._store.compare_set(_key(f"{self.number}/{number}/outcome"), "", outcome).decode()
+        return self.store.compare_set(_key(f"{self.number}/{number}/outcome"), "", outcome).decode()
 
     def _beat(self) -> None:
         with contextlib.suppress(Exception):  # the store is gone; the gathers say so
@@ -261,13 +262,13 @@ class Generation:
             self._set(f"{self.number}/beat/{self.rank}", "")
 
     def _set(self, key: str, value: str | bytes) -> None:
-        self._store.set(_key(key), value)
+        self.store.set(_key(key), value)
 
     def _get(self, key: str) -> str | None:
-        return _read(self._store, f"{self.number}/{key}")
+        return _read(self.store, f"{self.number}/{key}")
 
     def _has(self, keys: list[str]) -> bool:
-        return self._store.check([_key(f"{self.number}/{key}") for key in keys])
+        return self.store.check([_key(f"{self.number}/{key}") for key in keys])
 
 
 class StoreGather:

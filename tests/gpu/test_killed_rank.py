@@ -1,6 +1,6 @@
 """A rank that is killed: the others say so within the limit, and go on with a new buffer.
 
-MPS does not survive clients that are killed inside kernels, so this runs as a program without it:
+It runs as a program without MPS:
 
     python tests/gpu/test_killed_rank.py "in a kernel"
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from typing import Any
@@ -19,9 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe import dispatch, make_buffer, make_layer, round_trip
+from without_mps import LIMIT_SECS as MOST_SECS
+from without_mps import results_of
 
 from deep_ep.launch import run_ranks
-from deep_ep.tools.mps import LOGS, PIPES
 
 NUM_RANKS, VICTIM = 3, 1
 LIMIT_SECS = 5.0
@@ -63,11 +63,7 @@ def survive(rank: int, num_ranks: int, point: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_survivors_name_a_killed_rank_and_go_on_without_it(point: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in (PIPES, LOGS)}
-    program = [sys.executable, __file__, point]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = results_of(__file__, point)
     assert results[VICTIM] is None
     for rank in {*range(NUM_RANKS)} - {VICTIM}:
         assert results[rank]["error"] in ("EPTimeout", "EPError")
@@ -76,4 +72,4 @@ def test_survivors_name_a_killed_rank_and_go_on_without_it(point: str) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run_ranks(survive, NUM_RANKS, sys.argv[1], may_die=[VICTIM], limit_secs=250)))
+    print(json.dumps(run_ranks(survive, NUM_RANKS, sys.argv[1], may_die=[VICTIM], limit_secs=MOST_SECS)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_ep import env, topology, transport
-from deep_ep.errors import EPError, EPTransportError, EPUnsupported
+from deep_ep.errors import EPError, EPTimeout, EPTransportError, EPUnsupported
 from deep_ep.transport.arena import Arena
 from deep_ep.transport.board import HEADER, OFFER, POSTED_BYTES, Board, progress_of
 from deep_ep.transport.memory import PrivateMemory, SharedMemory, available_bytes
@@ -242,7 +243,9 @@ def exchange(store: dist.Store, number: int, rank: int, value: str) -> str:
 
 def test_ranks_that_count_their_exchanges_differently_find_each_other() -> None:
     shared = dist.HashStore()
-    ranks = [(RenumberingStore(shared), 0, 7), (RenumberingStore(shared), 1, 0)]  # rank 0 has made seven before
+    deadline = time.monotonic() + 10
+    stores = [RenumberingStore(shared, "name", deadline) for _ in range(2)]
+    ranks = [(stores[0], 0, 7), (stores[1], 1, 0)]  # rank 0 has made seven before
 
     def both(store: RenumberingStore, rank: int, first: int) -> list[str]:
         return [exchange(store, first + index, rank, f"{rank} {index}") for index in range(2)]
@@ -252,3 +255,6 @@ def test_ranks_that_count_their_exchanges_differently_find_each_other() -> None:
             ["1 0", "1 1"],
             ["0 0", "0 1"],
         ]
+    late = RenumberingStore(shared, "other", time.monotonic())
+    with pytest.raises(EPTimeout, match="has not said"):
+        late.get("CUDASymmetricMemory/0/0")

@@ -67,7 +67,8 @@ def arguments(num_ranks: int, **more: Any) -> dict[str, Any]:
         "explicitly_destroy": True,
         "enable_shrink": True,
         "num_cpu_timeout_secs": LIMIT_SECS,
-        "num_gpu_timeout_secs": 1.5,  # kernels do not see that a process has ended
+        # Kernels do not see that a process has ended. On a GPU they are compiled in the first calls.
+        "num_gpu_timeout_secs": 10.0 if torch.ones(1).is_cuda else 1.5,
     }
     return {**usual, **more}
 
@@ -303,6 +304,11 @@ def test_a_failed_buffer_is_revived(tmp_path: Path) -> None:
     assert run_ranks(revived, 2, str(tmp_path / "store"))[1] == "EPPeerFailed"
 
 
+def nodes_are_refused(process: int, num_processes: int, path: str) -> tuple[str, str]:
+    """GPU ranks, each a node of its own."""
+    return error_of(join, Signs(path), process, num_processes)
+
+
 def lonely(process: int, num_processes: int, path: str) -> list[tuple[str, str]]:
     """What is wrong with the arguments alone, and a store whose host has ended."""
     signs = Signs(path)
@@ -321,9 +327,6 @@ def lonely(process: int, num_processes: int, path: str) -> list[tuple[str, str]]
         del host
         errors.append(error_of(buffer.replace, guest))
         assert buffer.generation == 2
-        buffer.device = torch.device("cuda", 0)
-        errors.append(error_of(buffer.replace, signs.store))
-        buffer.device = torch.device("cpu")
     return errors
 
 
@@ -331,10 +334,10 @@ def test_wrong_arguments_and_a_store_that_is_gone(tmp_path: Path) -> None:
     [errors] = run_ranks(lonely, 1, str(tmp_path / "store"))
     kinds = [kind for kind, _ in errors]
     arguments = ["ValueError", "TypeError", "TypeError", "ValueError"]
-    assert kinds == [*arguments, "EPTimeout", "EPTransportError", "EPUnsupported"], errors
+    assert kinds == [*arguments, "EPTimeout", "EPTransportError"], errors
     for text, part in zip(
         [text for _, text in errors],
-        ["`rank` must be below", "`group`", "`store` must be", "`timeout_secs`", "rank 1", "store", "a new group"],
+        ["`rank` must be below", "`group`", "`store` must be", "`timeout_secs`", "rank 1", "store"],
         strict=True,
     ):
         assert part in text

@@ -89,12 +89,17 @@ def make_engine(
     """
     if topology is not None and topology.num_nodes > 1:
         if device.type == "cuda":
+            if control.generation:
+                raise EPUnsupported(
+                    "Buffer: GPU ranks of several nodes cannot be replaced: NVSHMEM, and memory of a node, are made "
+                    "over a process group. Make a new group and a new Buffer over it, or restart the job"
+                )
             service.pass_on(service.service_level(is_low_latency=bool(sizes.low_latency_bytes)))
         if device.type != "cpu" or env.TRANSPORT.get() in (INTERPRETED, INTERPRETED_MEMORY):
             return _cuda_nodes(control, group, device, sizes, device_limit_secs, topology, enable_shrink)
         return _cpu_nodes(control, topology, sizes, enable_shrink)
     if device.type == "cuda":
-        reason = why_not(group, control.num_ranks)
+        reason = why_not(group, control.num_ranks, control.store is not None)
         if reason is not None:
             raise EPUnsupported(f"transport symm: {reason}")
         memory: DeviceMemory = SymmMemory(control, group, device)

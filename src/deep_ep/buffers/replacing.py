@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from ..control import Control
-from ..errors import EPError, EPUnsupported, account, named
+from ..errors import EPError, account, named
 from ..generation import Generation, check_store
 from ..log import log_event
 from ..reaper import Closing
 from ..topology import Topology
 from ..trace import Trace
 from . import checks
-from .engines import Engine, find_device
+from .engines import Engine
 from .registry import ForkedLock
 
 B = TypeVar("B", bound="ReplacingMethods")
@@ -109,7 +109,7 @@ class ReplacingMethods:
             EPTimeout: Not all ranks came; the message names them. Call it again: the next attempt is another
                 generation.
             EPError: The rank has been taken by another process, or the arguments do not agree.
-            EPUnsupported: The device is a GPU.
+            EPUnsupported: The ranks are GPUs of several nodes.
         """
         where = "Buffer.join"
         num_ranks = checks.check_int(where, "num_ranks", num_ranks, 1)
@@ -123,7 +123,6 @@ class ReplacingMethods:
         limit_secs = checks.check_secs(where, "num_cpu_timeout_secs", arguments.get("num_cpu_timeout_secs"))
         if timeout_secs is not None:
             limit_secs = checks.check_secs(where, "timeout_secs", timeout_secs)
-        _require_cpu(where, find_device(arguments.get("device")))
         generation = Generation.enter(where, own_store, rank, num_ranks, limit_secs, None)
         generation.joint_secs = limit_secs
         with _settling(where, generation):
@@ -147,12 +146,11 @@ class ReplacingMethods:
             EPTimeout: Not all ranks came; the message names them.
             EPClosed: The buffer was destroyed, or another process has taken the position of this one.
             EPError: The arguments of a rank do not agree with those of the others.
-            EPUnsupported: The device is a GPU.
+            EPUnsupported: The ranks are GPUs of several nodes.
         """
         where = "replace"
         with self._lock:
             self._require_open(where)
-            _require_cpu(where, self.device)
             own_store = check_store(where, store)
             limit_secs = self._limit_secs
             if timeout_secs is not None:
@@ -237,14 +235,6 @@ def _differing(values: Sequence[Any]) -> str:
         if value != usual
     ]
     return f"{', '.join(others)}, and {usual} on the others"
-
-
-def _require_cpu(where: str, device: torch.device) -> None:
-    if device.type != "cpu":
-        raise EPUnsupported(
-            f"{where}: a rank can be replaced on the CPU only, the device is {device}: symmetric memory and NVSHMEM "
-            "are made over a process group. Make a new group and a new Buffer over it, or restart the job"
-        )
 
 
 def _close_generation(engine: Engine, trace: Trace | None, is_quiet: bool) -> None:

@@ -1,12 +1,13 @@
 """CUDA memory that the ranks of a node map into each other: `torch.distributed._symmetric_memory`.
 
-It rendezvouses over any process group, gloo included. Ranks may share a GPU.
+It rendezvouses over any process group, gloo included, and over the store of a generation. Ranks may share a GPU.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import time
 import uuid
 from typing import Any, Final
 
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..control import Control
-from ..errors import EPTransportError
+from ..errors import EPTimeout, EPTransportError
+from ..generation import Store
 from ..topology import Topology
 from .device import DeviceMemory, Part
 
@@ -22,20 +24,30 @@ NVSHMEM: Final = "NVSHMEM"  # torch's name of the backend
 
 # Pieces that are never let go of, see `shared_piece`.
 _kept: list[Any] = []
+_POLL_SECS = 0.001  # between two looks at a store
 _used_backend: str | None = None
 _num_pieces = 0  # that this process has made together with others
 
 
-def why_not(group: dist.ProcessGroup | None, num_ranks: int) -> str | None:
-    """Return why there is no symmetric memory here, or None if there is."""
+def why_not(group: dist.ProcessGroup | None, num_ranks: int, has_store: bool = False) -> str | None:
+    """Return why there is no symmetric memory here, or None if there is.
+
+    Args:
+        group: The ranks, as torch knows them.
+        num_ranks: How many there are.
+        has_store: They also meet over a store, see `Control.store`.
+    """
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if num_ranks > 1 and importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
         return f"torch {torch.__version__} has no symmetric memory"
-    if num_ranks > 1 and group is None:
+    if num_ranks > 1 and group is None and not has_store:
         return "it needs a torch.distributed process group, a communicator alone does not do"
-    if num_ranks > 1 and backend() == NVSHMEM and num_ranks < dist.get_world_size():
-        return f"this process has it from NVSHMEM, which needs {all_of_job(num_ranks)}"
+    if num_ranks > 1 and backend() == NVSHMEM:
+        if group is None:
+            return "this process has it from NVSHMEM, which needs the process group of the job"
+        if num_ranks < dist.get_world_size():
+            return f"this process has it from NVSHMEM, which needs {all_of_job(num_ranks)}"
     return None
 
 
@@ -76,7 +88,7 @@ def allow_shared_gpus(control: Control, device: torch.device) -> int:
     return uuids.count(uuid)
 
 
-def shared_piece(control: Control, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Part:
+def shared_piece(control: Control, group: dist.ProcessGroup | None, device: torch.device, num_bytes: int) -> Part:
     """Allocate a piece of `num_bytes` zeros on every rank, from whichever backend is set. All ranks call it together.
 
     It is a joint step: symmetric memory is made by collectives of torch, which cannot report a failure of one rank and
@@ -103,56 +115,72 @@ def shared_piece(control: Control, group: dist.ProcessGroup, device: torch.devic
         made = control.gather_all((_num_pieces, str(uuid.uuid4())), "meeting to map symmetric memory")
         _num_pieces += 1
         is_even = len({num_pieces for num_pieces, _ in made}) == 1
-        name = group.group_name if is_even else _renumbering_group(group, made[0][1])
+        if group is not None and is_even:
+            name: Any = group.group_name
+        else:
+            name = _renumbering_group(control, group, made[0][1])
         handle = symm_mem.rendezvous(memory, name)
         if _used_backend == NVSHMEM:
             _kept.append(handle)
-    return Part(memory, _addresses(memory, handle.buffer_ptrs, group.rank()), (memory, handle))
+    return Part(memory, _addresses(memory, handle.buffer_ptrs, control.rank), (memory, handle))
 
 
 class RenumberingStore(dist.Store):
-    """A store for ranks that have made symmetric memory unequally often: those of groups that overlap.
+    """A store for ranks that have made symmetric memory unequally often: of groups that overlap, or of a generation.
 
     Torch (2.11 to 2.13) numbers all exchanges of a process, whatever their group, and looks for what peers have written
-    under its own numbers: such ranks would wait for ever. Here numbers begin anew.
+    under its own numbers: such ranks would wait for ever. Here numbers begin anew, and waits have a limit.
 
     Args:
         store: Where values are kept.
+        name: Of the exchanges: no others in this store have it.
+        deadline: Until when values are waited for, as `time.monotonic` counts.
     """
 
-    def __init__(self, store: dist.Store):
+    def __init__(self, store: Store, name: str, deadline: float):
         super().__init__()
-        self._store = store
+        self._store, self._name, self._deadline = store, name, deadline
         self._numbers: dict[str, int] = {}
 
     def _key(self, key: str) -> str:
         prefix, number, rank = key.rsplit("/", 2)
-        return f"{prefix}/{self._numbers.setdefault(number, len(self._numbers))}/{rank}"
+        return f"{self._name}/{prefix}/{self._numbers.setdefault(number, len(self._numbers))}/{rank}"
 
     def set(self, key: str, value: Any) -> None:
         """Write what this rank has for an exchange."""
         self._store.set(self._key(key), value)
 
     def get(self, key: str) -> bytes:
-        """Read what a rank has for an exchange."""
+        """Read what a rank has for an exchange, once it is there."""
+        self.wait([key])
         return self._store.get(self._key(key))
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
-        """Wait for what ranks have for exchanges."""
-        self._store.wait([self._key(key) for key in keys], *timeout)
+        """Wait for what ranks have for exchanges.
+
+        Raises:
+            EPTimeout: It is not there at the deadline.
+        """
+        del timeout
+        written = [self._key(key) for key in keys]
+        while not self._store.check(written):
+            if time.monotonic() > self._deadline:
+                raise EPTimeout("mapping symmetric memory: a rank has not said where its memory is")
+            time.sleep(_POLL_SECS)
 
 
-def _renumbering_group(group: dist.ProcessGroup, name: str) -> Any:
+def _renumbering_group(control: Control, group: dist.ProcessGroup | None, name: str) -> str:
     """Return the name of a group by which torch finds the same ranks, and a store that numbers exchanges anew."""
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-    store = RenumberingStore(dist.PrefixStore(name, group.get_group_store()))
+    below: Any = control.store if group is None else group.get_group_store()
+    store = RenumberingStore(below, name, control.deadline)
     # Torch 2.11 looks the name up among process groups, and takes their store; others know what was set for the name.
-    ranks: Any = dist.ProcessGroup(store, group.rank(), group.size())
+    ranks: Any = dist.ProcessGroup(store, control.rank, control.num_ranks)
     registered: Any = name  # a type of its own to torch, which is a string
     _register_process_group(registered, ranks)
     _kept.extend((store, ranks))  # torch keeps what is below it alone
-    _SymmetricMemory.set_group_info(name, group.rank(), group.size(), store)
+    _SymmetricMemory.set_group_info(name, control.rank, control.num_ranks, store)
     return name
 
 
@@ -208,7 +236,7 @@ class SymmMemory:
 
     Args:
         control: The group.
-        group: The same, as torch knows it; None for one rank.
+        group: The same, as torch knows it; None for one rank, and in a generation.
         device: This rank's GPU.
     """
 
@@ -227,7 +255,6 @@ class SymmMemory:
         if self._control.num_ranks == 1:
             alone = _allocated(lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=self._device), num_bytes)
             return Part(alone, (alone.data_ptr(),), alone)
-        assert self._group is not None
         return shared_piece(self._control, self._group, self._device, num_bytes)
 
     def is_capturing(self) -> bool:
