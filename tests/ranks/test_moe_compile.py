@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._inductor import config as inductor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import deep_ep
 from common import OneRank, error_of, layout_of
@@ -181,8 +181,17 @@ def test_a_rank_without_tokens_makes_every_exchange(backend: str, exchanges: lis
     assert made_by(exchanges, program, 0, backend) == written
 
 
+# With nothing, with the function that is for it, and with a policy that wants all of it repeated.
+CONTEXTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "keep_exchanges": {"context_fn": keep_exchanges},
+    "a policy": {"context_fn": lambda: create_selective_checkpoint_contexts([torch.ops.aten.sin.default])},
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("num_tokens", [0, 4])
-def test_checkpoints_of_a_compiled_graph_keep_exchanges(num_tokens: int, exchanges: list[str]) -> None:
+def test_checkpoints_of_a_compiled_graph_keep_exchanges(num_tokens: int, context: str, exchanges: list[str]) -> None:
     """However many tokens a rank has: the compiler's choice of what to compute again must be the same on all."""
     buffer = deep_ep.Buffer(None, comm=OneRank())
 
@@ -190,14 +199,16 @@ def test_checkpoints_of_a_compiled_graph_keep_exchanges(num_tokens: int, exchang
         def layer(x: torch.Tensor) -> torch.Tensor:
             return x + there_and_back(buffer, x.sin(), ids, weights)[0].sin()
 
-        return [checkpoint(layer, x, use_reentrant=False, context_fn=keep_exchanges).cos()]
+        return [checkpoint(layer, x, use_reentrant=False, **CONTEXTS[context]).cos()]
 
     both = [f"dispatch {buffer.number}", f"combine {buffer.number}"]
-    assert made_by(exchanges, program, num_tokens, None) == both * 3  # forward, again, backward
+    if context == "keep_exchanges":
+        assert made_by(exchanges, program, num_tokens, None) == both * 3  # forward, again, backward
     assert made_by(exchanges, program, num_tokens, "aot_eager") == both * 2
 
 
-def test_a_layer_is_checkpointed_in_a_compiled_graph(device: str) -> None:
+@pytest.mark.parametrize("context", ["", "keep_exchanges"])
+def test_a_layer_is_checkpointed_in_a_compiled_graph(device: str, context: str) -> None:
     """Also in training, where the gate counts its choices: a graph that is computed again may have no side effects."""
     layer, x = (
         MoELayer(H, INNER, E, K, buffer=deep_ep.Buffer(None, comm=OneRank()), num_worst_tokens=T),
@@ -205,7 +216,7 @@ def test_a_layer_is_checkpointed_in_a_compiled_graph(device: str) -> None:
     )
 
     def program(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(layer, x, use_reentrant=False, context_fn=keep_exchanges)[0]
+        return checkpoint(layer, x, use_reentrant=False, **CONTEXTS[context])[0]
 
     seen = []
     torch.compiler.reset()

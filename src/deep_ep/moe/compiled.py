@@ -16,8 +16,8 @@ it finds results of no elements, which nothing reads: the exchange looks dead, a
 it. So the four are registered as effects: a compiler drops none, whatever becomes of its result, and keeps the order in
 which the program makes them, side by side or in a row, in the backward pass as well.
 
-What a compiler computes again it chooses by size, and so not alike on all ranks: never an exchange, therefore. Under
-activation checkpointing that takes `context_fn=keep_exchanges`; torch fails to compile an effect that it is to repeat.
+What a compiler computes again it chooses by size, and so not alike on all ranks: never an exchange, therefore, under
+activation checkpointing neither. Nor could torch repeat one: it fails to compile an effect that it is to repeat.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext
+from torch._higher_order_ops.effects import with_effects
 from torch._library.effects import EffectType
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..buffers import registry
 from ..buffers.legacy import Buffer
@@ -74,8 +76,9 @@ def add_rows(
 def keep_exchanges() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=keep_exchanges)` in a compiled graph.
 
-    What dispatch and combine brought is kept for the backward pass, and everything else is computed again. Outside of a
-    compiler it makes no difference: the exchanges are made again, too, on all ranks alike.
+    What dispatch and combine brought is kept for the backward pass, and everything else is computed again: as it is in
+    a compiled graph without `context_fn`, too. Outside of a compiler it makes no difference: the exchanges are made
+    again, on all ranks alike.
     """
     if TracingContext.try_get() is None:
         return contextlib.nullcontext(), contextlib.nullcontext()
@@ -101,6 +104,22 @@ def _operator(schema: str, fake: Callable[..., Any], is_exchange: bool = True) -
         return operator
 
     return register
+
+
+def _keep_results() -> None:
+    """Have the graph that is being traced keep what its exchanges brought, whatever a checkpoint wants repeated.
+
+    Called where gradients are traced: the forward pass is in the graph by then, with the tags of its checkpoints, and
+    what the backward pass gets has not been chosen.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    for node in mode.tracer.graph.nodes:
+        if node.target is with_effects and node.args[1].namespace == NAMESPACE:
+            for result in (node, *node.users):  # the list of results, and each of them
+                if "recompute" in result.meta:
+                    result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 # Items of a handle that say nothing: they are zeros of any width, and do not travel through the graph.
@@ -215,6 +234,7 @@ def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: _Tensors) -> None:
 
 
 def _dispatch_backward(ctx: Any, grads: _Tensors) -> tuple:
+    _keep_results()
     grad_x, _, grad_weights, *_ = grads
     topk_idx, *routes = ctx.saved_tensors
     sums = torch.ops.deep_ep_moe.sum_back(grad_x.contiguous(), grad_weights, topk_idx, routes, ctx.buffer)
@@ -253,7 +273,8 @@ def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple:
-    tie, *routes = ctx.saved_tensors
+    tie, *routes = ctx.saved_tensors  # which computes a checkpoint again
+    _keep_results()
     grad_y = torch.ops.deep_ep_moe.send_back(grad.contiguous(), routes, ctx.buffer, ctx.is_fp8)
     return torch.zeros_like(tie), grad_y, [None] * len(routes), None, None
 

@@ -23,8 +23,8 @@ other dispatch modes, see no operator of an exchange.
 
 Under `torch.compile` both are custom operators (`compiled.py`): with `num_worst_tokens` every shape is known and there
 is no graph break. They finish before what follows; `async_finish` makes no difference there. Checkpointing inside a
-compiled graph takes `context_fn=keep_exchanges`. Without `num_worst_tokens` each call, and each `wait()`, is one graph
-break, and nothing inside of it is traced.
+compiled graph makes neither again. Without `num_worst_tokens` each call, and each `wait()`, is one graph break, and
+nothing inside of it is traced.
 
 Not here: gradients of gradients.
 """
