@@ -246,6 +246,20 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
         layer.update_bias(speed=1.0)
         assert layer.gate.bias.tolist() == [-1.0] * num_ranks + [1.0] * (E - num_ranks)
 
+    def sharded_in_bf16(is_gate_first: bool, is_frozen: bool = False) -> None:
+        """Its gate is FP32, and FSDP2 takes one dtype at a time."""
+        sharded = Model(make_layer(torch.bfloat16, buffer=buffer, mesh=world), torch.bfloat16)
+        sharded.moe.gate.requires_grad_(not is_frozen)
+        if is_gate_first:
+            fully_shard(sharded.moe.gate, mesh=world)
+        fully_shard(sharded, mesh=world, ignored_params=moe.expert_parameters(sharded))
+        outputs, loss = sharded(batch(0, rank, torch.bfloat16)[:, 0])
+        (outputs.square().sum() + loss).backward()
+        dtypes = {name: full(one.grad).dtype for name, one in sharded.named_parameters() if one.grad is not None}
+        expected = {name: torch.float32 if "gate" in name else torch.bfloat16 for name in dtypes}
+        assert dtypes == expected
+        assert ("moe.gate.weight" in dtypes) != is_frozen
+
     def reduced_shards() -> None:
         sharded = model(mesh=world)
         fully_shard(sharded, mesh=world, ignored_params=moe.expert_parameters(sharded))
@@ -278,6 +292,9 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
             process_group=grid.get_group("dp"),
         ),
         "fully_shard": error_of(fully_shard, model(), mesh=world),
+        "fully_shard, BF16": error_of(sharded_in_bf16, is_gate_first=False),
+        "fully_shard, BF16, gate first": error_of(sharded_in_bf16, is_gate_first=True),
+        "fully_shard, BF16, gate frozen": error_of(sharded_in_bf16, is_gate_first=False, is_frozen=True),
         "distribute_module": error_of(distribute_module, model(), world),
         "replicate": error_of(replicated, model()),
         "replicate, DTensors": error_of(replicated, model(mesh=world)),
@@ -325,6 +342,9 @@ REFUSED = {
     "DDP, replicas": "`fully_shard(layer.experts, mesh=mesh['dp'])`",
     "DDP, other ranks": "give DDP the group of all of them",
     "fully_shard": "Make the layer with `MoELayer(..., mesh=mesh['ep'])`",
+    "fully_shard, BF16": "`fully_shard(layer.gate, mesh=mesh)`",
+    "fully_shard, BF16, gate first": "",
+    "fully_shard, BF16, gate frozen": "",
     "distribute_module": "would be distributed as if they were replicas. Make the layer with `MoELayer(..., mesh",
     "replicate": "Leave them out: `replicate(model, ignored_modules={layer.experts})`",
     "replicate, DTensors": "the experts `up` must stay DTensors",

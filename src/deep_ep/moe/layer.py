@@ -11,7 +11,7 @@ or `reduce_replicated_gradients` reduces them over the ranks. `docs/training.md`
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,8 @@ class MoELayer(nn.Module):
             ranks as the buffer's; without, a buffer is made for its group.
         shared_intermediate: Inner size of the shared expert; 0: there is none.
         options: How the gate chooses.
-        dtype: Of the experts; the gate's is at least FP32. Default: torch's default dtype.
+        dtype: Of the experts; the gate's is at least FP32, so FSDP2 must shard it by itself where this one is not.
+            Default: torch's default dtype.
         device: Of the parameters: the buffer's, which is the default, or `meta` (default inside
             `with torch.device("meta")`). After `to_empty`, call `reset_parameters` or load a checkpoint.
         reduction: Whether experts' gradients are those of the sum of the ranks' losses, or of their mean, which is what
@@ -169,6 +170,28 @@ class MoELayer(nn.Module):
             self.shared.draw(generator)
         self.experts.draw(seed, self.placement.of_rank(self.buffer.rank).tolist())  # copies of an expert draw the same
         self.gate.forget_balance()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_is_fsdp_managed_module":  # set by FSDP2 when it has sharded the layer, or a module around it
+            self._check_shards()
+
+    def _check_shards(self) -> None:
+        """Refuse parameters of two dtypes in one group of FSDP2, which would fail in the first forward pass.
+
+        Raises:
+            ValueError: The gate and the shared expert are in one.
+        """
+        gate, shared = self.gate, self.shared
+        if shared is None or isinstance(gate, FSDPModule) or isinstance(shared, FSDPModule):
+            return
+        if gate.weight.dtype != shared.up.dtype and gate.weight.requires_grad and shared.up.requires_grad:
+            gate_dtype, dtype = (str(one.dtype).removeprefix("torch.") for one in (gate.weight, shared.up))
+            raise ValueError(
+                f"fully_shard: the gate is {gate_dtype} and the shared expert {dtype}, and FSDP2 needs one dtype in "
+                "all parameters that it shards together. Shard the gate before, by itself and over the same mesh: "
+                "`fully_shard(layer.gate, mesh=mesh)`"
+            )
 
     def forward(self, x: torch.Tensor, num_sequences: int = 1) -> MoEOutput:
         """The layer.
