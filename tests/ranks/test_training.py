@@ -336,12 +336,12 @@ def refusals(rank: int, num_ranks: int, folder: str) -> dict[str, tuple[str, str
 
 
 REFUSED = {
-    "DDP": "Leave them out: `DistributedDataParallel(deep_ep.moe.ignore_experts(model))`",
+    "DDP": "`DistributedDataParallel(deep_ep.moe.ignore_experts(model))`. They have gradients of the sum of all ranks'",
     "DDP, DTensors": "deep_ep.moe.ignore_experts(model)",
     "DDP, the sum": "MoELayer(..., reduction='mean')",
     "DDP, replicas": "`fully_shard(layer.experts, mesh=mesh['dp'])`",
     "DDP, other ranks": "give DDP the group of all of them",
-    "fully_shard": "Make the layer with `MoELayer(..., mesh=mesh['ep'])`",
+    "fully_shard": "or with `MoELayer(..., reduction='mean')`; and leave them out, in both cases: `fully_shard(model, ",
     "fully_shard, BF16": "`fully_shard(layer.gate, mesh=mesh)`",
     "fully_shard, BF16, gate first": "",
     "fully_shard, BF16, gate frozen": "",

@@ -185,8 +185,9 @@ class Experts(nn.Module):
         if is_sharded and self.__dict__.get("_is_raw"):
             raise ValueError(
                 f"fully_shard, distribute_module: the experts `{name}` are plain tensors, other ones on each of the "
-                f"{self.num_ranks} ranks, and would be distributed as if they were replicas. {_THE_WAY}, or leave them "
-                "out: `fully_shard(model, ignored_params=deep_ep.moe.expert_parameters(model))`"
+                f"{self.num_ranks} ranks, and would be distributed as if they were replicas. {_THE_WAY}, or with "
+                "`MoELayer(..., reduction='mean')`; and leave them out, in both cases: "
+                "`fully_shard(model, ignored_params=deep_ep.moe.expert_parameters(model))`"
             )
         if param is not None and not is_sharded and name in self.__dict__.get("_distributed", ()):
             raise ValueError(
@@ -399,28 +400,28 @@ def _check_ddp(ddp: DistributedDataParallel, name: str, experts: Experts) -> Non
     Raises:
         ValueError: It would.
     """
-    where = f"DistributedDataParallel: the experts `{name}`"
     names = [f"{name}.{one}" if name else one for one, _ in experts.named_parameters()]
     if experts.num_ranks == 1 and ddp.parameters_to_ignore.isdisjoint(names):
         return  # every rank has all of them: replicas, as DDP takes them to be
+    ranks, wrong = dist.get_process_group_ranks(ddp.process_group), []
     if not ddp.parameters_to_ignore.issuperset(names):
-        raise ValueError(
-            f"{where} are other ones on each of {experts.num_ranks} ranks: rank 0 would overwrite those of all ranks. "
-            "Leave them out: `DistributedDataParallel(deep_ep.moe.ignore_experts(model))`"
+        wrong.append(
+            f"are other ones on each of {experts.num_ranks} ranks: rank 0 would overwrite those of all ranks. Leave "
+            "them out: `DistributedDataParallel(deep_ep.moe.ignore_experts(model))`"
         )
     if experts.reduction != "mean":
-        raise ValueError(
-            f"{where} have gradients of the sum of all ranks' losses, and DDP makes those of the mean. Make the layer "
-            "with `MoELayer(..., reduction='mean')`"
+        wrong.append(
+            "have gradients of the sum of all ranks' losses, and DDP makes those of the mean. Make the layer with "
+            "`MoELayer(..., reduction='mean')`"
         )
-    ranks = dist.get_process_group_ranks(ddp.process_group)
     if sorted(ranks) != sorted(experts.holders):
-        raise ValueError(
-            f"{where} are on {name_ranks(experts.holders)}, and DDP is on {name_ranks(ranks)}: all gradients must be "
-            "averaged over the same ranks. Where experts have replicas, call "
-            "`fully_shard(layer.experts, mesh=mesh['dp'])` before, over the other dimension of their mesh, and give "
-            "DDP the group of all of them"
+        wrong.append(
+            f"are on {name_ranks(experts.holders)}, and DDP is on {name_ranks(ranks)}: all gradients must be averaged "
+            "over the same ranks. Where experts have replicas, call `fully_shard(layer.experts, mesh=mesh['dp'])` "
+            "before, over the other dimension of their mesh, and give DDP the group of all of them"
         )
+    if wrong:
+        raise ValueError(f"DistributedDataParallel: the experts `{name}` {'. They '.join(wrong)}")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
