@@ -17,6 +17,7 @@ import argparse
 import math
 import os
 import random
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -187,6 +188,8 @@ def train(rank: int, num_ranks: int, options: Options) -> Result:
     saver = Saver(options.state, model, optimizer)
     losses, loads, begin = [], [], time.monotonic()
     first = saver.load()
+    if first and rank == 0:
+        print(f"goes on from the checkpoint of step {first} in {options.state}", flush=True)
     for step in range(first, options.steps):
         losses.append(train_step(model, optimizer, write_batch(step, options), rank, num_ranks, options))
         loads.append(balance(model))
@@ -202,13 +205,25 @@ def train(rank: int, num_ranks: int, options: Options) -> Result:
     return Result(losses, torch.stack(loads) if loads else torch.empty(0, LAYERS, EXPERTS), secs)
 
 
-def make_grid(num_ranks: int, options: Options) -> DeviceMesh:
-    """A mesh of two dimensions: replicas of the experts, and the ranks that share one set of them."""
-    ep = options.ep or num_ranks
+def check(num_ranks: int, options: Options) -> None:
+    """Refuse options that do not fit together, before ranks are started.
+
+    Raises:
+        ValueError: They do not.
+    """
+    ep, state = options.ep or num_ranks, options.state
     if num_ranks % ep:
         raise ValueError(f"train_moe: --ep must divide the {num_ranks} ranks, got {ep}")
     if options.exchange == "gloo" and ep != num_ranks:
         raise ValueError("train_moe: --exchange gloo needs the experts over all ranks; leave --ep out")
+    if state is not None and state.exists() and not state.is_dir():
+        raise ValueError(f"train_moe: --state must be a folder, {state} is a file")
+
+
+def make_grid(num_ranks: int, options: Options) -> DeviceMesh:
+    """A mesh of two dimensions: replicas of the experts, and the ranks that share one set of them."""
+    check(num_ranks, options)
+    ep = options.ep or num_ranks
     kind = options.device or os.environ.get("DEEP_EP_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
     return init_device_mesh(kind, (num_ranks // ep, ep), mesh_dim_names=("dp", "ep"))
 
@@ -279,7 +294,8 @@ class Saver:
 
     def load(self) -> int:
         """Go on from the last checkpoint that is complete, where there is one. Returns the first step to make."""
-        steps = [int(file.parent.name) for file in self._folder.glob("*/.metadata")] if self._folder else []
+        names = [file.parent.name for file in self._folder.glob("*/.metadata")] if self._folder else []
+        steps = [int(name) for name in names if name.isdecimal()]
         if self._folder is None or not steps:
             return 0
         state = self._state(0)
@@ -342,7 +358,7 @@ def show_exchange(buffer: Buffer) -> None:
 
 def show_result(result: Result, options: Options, plot: Path | None, title: str) -> None:
     if not result.losses:
-        print(f"the checkpoint in {options.state} has {options.steps} steps already")
+        print(f"the checkpoint in {options.state} is of step {options.steps} or later: pass more --steps")
         return
     entropy = unigram_entropy(options.length)
     print(
@@ -362,13 +378,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where torch sees one")
     parser.add_argument("--exchange", choices=("deep_ep", "gloo"), default="deep_ep", help="who carries the tokens")
     parser.add_argument("--checkpoint", action="store_true", help="compute activations again in the backward pass")
-    parser.add_argument("--ep", type=int, default=0, help="ranks that share one set of experts; default: all")
+    parser.add_argument("--ep", type=int, help="ranks that share one set of experts; default: all")
     parser.add_argument("--clip", type=float, default=1.0, help="greatest norm of the gradients of all ranks")
     parser.add_argument(
         "--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the blocks, with fixed shapes"
     )
     parser.add_argument(
-        "--state", type=Path, metavar="FOLDER", help="folder of checkpoints, to go on from and to write"
+        "--state",
+        type=Path,
+        metavar="FOLDER",
+        help=f"folder of checkpoints, to go on from and to write; ranks may change as long as they divide {EXPERTS}",
     )
     parser.add_argument("--measure", action="store_true", help="time the exchange of a layer by either at the end")
     parser.add_argument(
@@ -377,10 +396,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def start(num_ranks: int, options: Options) -> Result:
+    """Train on ranks of this machine. What the user can mend ends in one sentence."""
+    try:
+        check(num_ranks, options)
+        return run_ranks(train, num_ranks, options, limit_secs=3600.0)[0]
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    except KeyboardInterrupt:
+        more = f". The same command goes on from the last checkpoint in {options.state}" if options.state else ""
+        print(f"train_moe: interrupted{more}", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
 def main() -> None:
     given = parse()
     numbers = {"ranks": given.ranks, "steps": given.steps, "sequences": given.sequences, "clip": given.clip}
-    require("train_moe", device=given.device, plot=given.plot, **numbers)
+    require("train_moe", device=given.device, plot=given.plot, ep=given.ep, **numbers)
     options = Options(
         given.steps,
         given.sequences,
@@ -388,7 +420,7 @@ def main() -> None:
         checkpoint=given.checkpoint,
         device=given.device,
         is_measured=given.measure,
-        ep=given.ep,
+        ep=given.ep or 0,
         clip=given.clip,
         compiler=given.compile,
         state=given.state,
@@ -402,7 +434,7 @@ def main() -> None:
         dist.destroy_process_group()
     else:
         rank, num_ranks = 0, given.ranks
-        result = run_ranks(train, num_ranks, options, limit_secs=3600.0)[0]
+        result = start(num_ranks, options)
     if rank == 0:
         title = f"{LAYERS} layers of {EXPERTS} experts on {num_ranks} ranks, exchange by {options.exchange}"
         show_result(result, options, given.plot, title)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -152,6 +154,32 @@ def test_train_moe_by_its_command(device: str, launcher: str, tmp_path: Path) ->
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.cpu_only
+def test_train_moe_says_where_it_goes_on(device: str, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / ".metadata").touch()  # of somebody else
+    options = train_moe.Options(steps=1, sequences=2, state=tmp_path, device="cpu")
+    assert "goes on" not in run_ranks(steps_told, 2, options)[0]
+    assert "goes on from the checkpoint of step 1" in run_ranks(steps_told, 2, replace(options, steps=2))[0]
+    assert "is of step 1 or later" in said_by(
+        train_moe, "--ranks", "2", "--steps", "1", "--sequences", "2", "--state", str(tmp_path)
+    )
+
+
+@pytest.mark.cpu_only
+def test_train_moe_interrupted(device: str, tmp_path: Path) -> None:
+    command = [sys.executable, "examples/train_moe.py", "--ranks", "1", "--steps", "9999", "--state", str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert "step    1/9999" in process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error == f"train_moe: interrupted. The same command goes on from the last checkpoint in {tmp_path}\n"
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_decode(device: str, num_ranks: int) -> None:
     results = run_ranks(decode.decode, num_ranks, decode.Options(device, tokens=5, hidden=64, layers=2, steps=3))
@@ -245,6 +273,15 @@ def test_examples_say_what_they_need(device: str, tmp_path: Path, monkeypatch: p
     for program in (overlap, train_moe):
         with pytest.raises(SystemExit, match="there is no folder"):
             said_by(program, "--plot", str(tmp_path / "none" / "picture.png"))
+    (tmp_path / "file").touch()
+    for options, sentence in {
+        ("--ep", "3"): "--ep must divide the 4 ranks, got 3",
+        ("--ep", "-1"): "--ep must be at least 1, got -1",
+        ("--ep", "2", "--exchange", "gloo"): "leave --ep out",
+        ("--state", str(tmp_path / "file")): "--state must be a folder",
+    }.items():
+        with pytest.raises(SystemExit, match=sentence):
+            said_by(train_moe, *options)
     monkeypatch.setattr(plotting.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(SystemExit, match="--plot needs matplotlib, which is not installed"):
         said_by(overlap, "--plot", str(tmp_path / "picture.png"))
