@@ -147,13 +147,17 @@ class World:
         return [int((self.ids[rank] == expert).sum()) for expert in range(self.num_experts)]
 
     def tiles(self, rank: int) -> list[list[int]]:
-        """The same of each tile of the rank's tokens, and how many of the tokens go to each rank."""
+        """The same of each tile of the rank's tokens, and how many of the tokens go to each rank. And then of all tiles
+        before each.
+        """
         size = selections.tile_tokens(self.num_topk)
         parts, masks = self.ids[rank].split(size), self.mask(rank).split(size)
-        return [
+        counts = [
             [*(int((part == expert).sum()) for expert in range(self.num_experts)), *mask.sum(0).tolist()]
             for part, mask in zip(parts, masks, strict=True)
         ]
+        before = [[sum(column) for column in zip(*counts[:tile], strict=True)] for tile in range(1, len(counts))]
+        return [*counts, [0] * len(counts[0]), *before]
 
     def local_ids(self, rank: int, source: int, token: int) -> list[int]:
         """A token's ids, as a rank counts them."""
@@ -277,10 +281,11 @@ def test_selections_are_counted(device: str, name: str, is_expanded: bool) -> No
     call = Select(world, 0, device, Post(), 0, receives=False, is_expanded=is_expanded)
     call(boards.contexts[0])
     assert boards.record(0) is None
-    num_tiles = len(call.selected.tiles) - 1
+    *tiles, behind = call.selected.tiles.tolist()
     if is_expanded and case.num_tokens[0]:
-        assert call.selected.tiles[:num_tiles].tolist() == world.tiles(0)
-    assert (call.selected.tiles[num_tiles if is_expanded else 0 :] == UNTOUCHED).all()
+        assert tiles == world.tiles(0)
+    unwritten = [behind] if is_expanded else [*tiles, behind]
+    assert {word for row in unwritten for word in row} == {UNTOUCHED}
     if not is_expanded:
         assert torch.equal(call.selected.numbers, world.numbers(0, device))
     assert torch.equal(call.selected.mask, world.mask(0).to(device))
@@ -984,7 +989,7 @@ class Select:
         mask = torch.zeros(len(ids), num_ranks, dtype=torch.bool, device=device)
         numbers, per_rank = filled(mask.shape, device), filled((num_ranks,), device)
         num_tiles = max(1, selections.num_tiles(len(mask), world.num_topk))
-        tiles = filled((num_tiles + 1, num_experts + num_ranks), device)
+        tiles = filled((2 * num_tiles + 1, num_experts + num_ranks), device)
         per_expert, first = (filled((num_experts,), device) for _ in range(2))
         experts = filled((2 * world.num_local + 1,), device)
         self.selected = Selected(ids, mask, numbers, per_rank, per_expert, tiles, first, experts, self.stats)

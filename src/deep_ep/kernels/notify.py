@@ -333,7 +333,7 @@ class Selected(NamedTuple):
         numbers: [T, R] int32, written, as in `Numbered`; not if results are expanded.
         per_rank: [R] int32, written: the tokens that go to each rank.
         per_expert: [E] int32, written: how often each expert is selected.
-        tiles: [tiles, E + R] int32, at least one of them, written if results are expanded, see `selections.count_tile`.
+        tiles: [2, tiles, E + R] int32, at least one tile, written if results are expanded, see `selections.sum_tiles`.
         first: [E] int32, written: the first row of this rank's selections of each expert, at the expert's rank.
         experts: [2 L + 1] int32, written: selections of each expert of this rank; where its rows end, if the result is
             expanded, else the inclusive prefix sums of the counts, rounded up; and the largest M that a rank gave.

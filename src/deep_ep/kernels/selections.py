@@ -61,7 +61,6 @@ _CAPACITIES, _STARTS = tl.constexpr(TABLE_CAPACITIES), tl.constexpr(TABLE_STARTS
 _EXPANDED = tl.constexpr(TABLE_EXPANDED)
 _TILE = 256  # selections that a block numbers: each is compared with all others of the tile
 _COMPARED = tl.constexpr(8)  # with which it is compared at once
-_TILES_AT_ONCE = tl.constexpr(8)  # earlier tiles whose counts are loaded at once
 _SUMMED_TILES, _SUMMED_BINS = tl.constexpr(16), tl.constexpr(256)  # whose counts are added up at once
 _UNROLLED = tl.constexpr(8)  # selections whose loads or stores stand one behind the other, without a branch
 _FOLDED = 2  # rows that are folded at once: a token rarely selects more experts of one rank
@@ -84,8 +83,8 @@ def count_tile(
     topk_idx, mask, tiles, tile, num_tokens, num_topk, num_ranks, num_local, TOKENS: tl.constexpr, TOPK: tl.constexpr,
     LANES: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Count how often each expert is selected in a tile of tokens, `tiles[tile, e]`, and how many tokens go to each
-    rank, `tiles[tile, E + r]`. Mark where each token goes.
+    """Count how often each expert is selected in a tile of tokens, `tiles[0, tile, e]`, and how many tokens go to each
+    rank, `tiles[0, tile, E + r]`. Mark where each token goes.
     """
     num_experts = num_local * num_ranks
     ids, is_id, _ = _load_ids(topk_idx, tile, num_tokens, num_topk, num_experts, TOKENS, TOPK)
@@ -102,7 +101,10 @@ def count_tile(
 
 @triton.jit
 def sum_tiles(tiles, per_rank, per_expert, num_tiles, num_ranks, num_experts):
-    """Add up the counts of all tiles, in one block: selections of each expert, and tokens of each rank."""
+    """Add up the counts of all tiles, in one block: selections of each expert, and tokens of each rank. Those of the
+    tiles before each are `tiles[1, tile]`.
+    """
+    before = tiles + tl.cast(num_tiles, tl.int64) * (num_experts + num_ranks)
     for first in range(0, num_experts + num_ranks, _SUMMED_BINS):
         bins = first + tl.arange(0, _SUMMED_BINS)
         is_bin = bins < num_experts + num_ranks
@@ -110,7 +112,10 @@ def sum_tiles(tiles, per_rank, per_expert, num_tiles, num_ranks, num_experts):
         for start in range(0, num_tiles, _SUMMED_TILES):
             some = start + tl.arange(0, _SUMMED_TILES)
             cells = some.to(tl.int64)[:, None] * (num_experts + num_ranks) + bins[None, :]
-            total += tl.sum(tl.load(tiles + cells, mask=(some < num_tiles)[:, None] & is_bin[None, :], other=0), 0)
+            is_cell = (some < num_tiles)[:, None] & is_bin[None, :]
+            counts = tl.load(tiles + cells, mask=is_cell, other=0)
+            tl.store(before + cells, total[None, :] + tl.cumsum(counts, 0) - counts, mask=is_cell)
+            total += tl.sum(counts, 0)
         tl.store(per_expert + bins, total, mask=bins < num_experts)
         tl.store(per_rank + bins - num_experts, total, mask=is_bin & (bins >= num_experts))
 
@@ -188,7 +193,7 @@ class Place:
             topk_idx: [T, K]; not used if they are not new, as all up to `send_head`.
             copied_idx: [T, K], written with the ids; None: no copy is wanted.
             topk_weights: [T, K] float32, for the records.
-            tiles: [tiles, E + R] int32, see `count_tile`.
+            tiles: [2, tiles, E + R] int32, see `sum_tiles`.
             first: [E] int32, the first row of this rank's selections of each expert, at its rank.
             send_head: [T, R] int32, written with the compact rows, see `Handle`.
             owners: [T, K] int32, the rank of each selection; -1: there is none. Written if they are new.
@@ -281,11 +286,9 @@ def _compact_rows(tiles, table, owner, tile, num_experts, num_ranks, LANES: tl.c
     """
     lanes = tl.arange(0, LANES)
     is_rank = lanes < num_ranks
+    counts = tiles + tl.cast(tl.num_programs(0) + tile, tl.int64) * (num_experts + num_ranks) + num_experts
     before = tl.load(table + _STARTS * num_ranks + lanes, mask=is_rank, other=0).to(tl.int32)
-    for start in range(0, tile, _TILES_AT_ONCE):
-        earlier = start + tl.arange(0, _TILES_AT_ONCE)
-        counts = tiles + earlier.to(tl.int64)[:, None] * (num_experts + num_ranks) + num_experts + lanes[None, :]
-        before += tl.sum(tl.load(counts, mask=(earlier < tile)[:, None] & is_rank[None, :], other=0), 0)
+    before += tl.load(counts + lanes, mask=is_rank, other=0)
     goes = _goes_to(owner, LANES)
     return tl.where(goes > 0, before[None, :] + tl.cumsum(goes, 0) - 1, -1)
 
@@ -362,11 +365,8 @@ def _count_before(
     """Count the selections of the same expert before each selection, by token and then by column."""
     SIZE: tl.constexpr = TOKENS * TOPK
     experts = tl.reshape(tl.where(is_id, expert, -1), [SIZE])
-    before = tl.zeros([SIZE], tl.int32)
-    for start in range(0, tile, _TILES_AT_ONCE):
-        earlier = start + tl.arange(0, _TILES_AT_ONCE)
-        counts = tiles + earlier.to(tl.int64)[:, None] * (num_experts + num_ranks) + experts[None, :]
-        before += tl.sum(tl.load(counts, mask=(earlier < tile)[:, None] & (experts >= 0)[None, :], other=0), 0)
+    counts = tiles + tl.cast(tl.num_programs(0) + tile, tl.int64) * (num_experts + num_ranks)
+    before = tl.load(counts + experts, mask=experts >= 0, other=0)
     positions = tl.arange(0, SIZE)
     for start in range(0, SIZE, _COMPARED):
         others = start + tl.arange(0, _COMPARED)

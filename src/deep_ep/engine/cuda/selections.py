@@ -229,7 +229,7 @@ class SelectionDispatch:
         call.owners, call.slots, call.rows = tables if is_expanded else (*tables, None)
         tiles = numbers = first = like
         if is_expanded:
-            tile_words = self._plan.num_experts + num_ranks
+            tile_words = 2 * (self._plan.num_experts + num_ranks)
             tiles = memory.scratch(max(1, num_tiles(num_tokens, num_topk)) * tile_words, "tiles")
         else:
             numbers = memory.scratch(num_tokens * num_ranks)
