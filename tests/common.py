@@ -88,6 +88,11 @@ def on_device(rank: int, num_ranks: int, function: Callable[..., Any], *args: An
 
 
 def quicken_interpreter() -> None:
-    """Where this process interprets kernels: let it do so faster."""
+    """Where this process interprets kernels: let it do so faster.
+
+    Not if `PLAIN_INTERPRETER` is 1: users have the interpreter as it is.
+    """
+    if os.environ.get("PLAIN_INTERPRETER") == "1":
+        return
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
         importlib.import_module("quick_interpreter")

@@ -155,8 +155,14 @@ def _promoted(promote: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _splat(builder: Any, ret_ty: Any, arg: Any) -> Any:
-    """A scalar in all places of a block."""
-    handle = interpreter.TensorHandle(np.empty(tuple(ret_ty.shape), arg.data.dtype), arg.dtype.scalar)
+    """A scalar in all places of a block.
+
+    Of the dtype that the interpreter gives it, which for the result of a comparison is that of what was compared: a
+    block of such booleans is no mask there, and so must not be one here.
+    """
+    handle = interpreter.TensorHandle(
+        np.empty(tuple(ret_ty.shape), interpreter._get_np_dtype(arg.dtype)), arg.dtype.scalar
+    )
     handle.data.fill(arg.data.item())
     return handle
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from itertools import product
 from typing import Any
@@ -62,6 +64,13 @@ def carried(rank: int, num_ranks: int, transport: str) -> None:
 
 def test_every_token_crosses_once(device: str, transport: str) -> None:
     run_ranks(carried, 4, transport, env=remote_env(device, transport, 4, 2))
+
+
+@pytest.mark.cpu_only
+def test_tritons_own_interpreter_makes_the_same_calls() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", f"{__file__}::test_every_token_crosses_once[nvshmem]"]
+    ran = subprocess.run(command, env={**os.environ, "PLAIN_INTERPRETER": "1"}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (2, 4), (4, 2), (4, 1)])

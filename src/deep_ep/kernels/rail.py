@@ -373,7 +373,7 @@ def _rail_handshake_kernel(
         count = tl.load(plan + nodes * _PLAN + (_NUM_IN if IS_BACK else _NUM_OUT), mask=is_remote, other=0)
         _count(state, host, tl.sum(count) * row_bytes)
         lines = words_at(tl.load(rail + nodes, mask=is_remote, other=0)) + arrived_at + node * most_chunks * _LINE
-        is_sent = is_remote & _may_send(context, IS_BACK, LANES)
+        is_sent = is_remote & (nodes < tl.where(_may_send(context, IS_BACK, LANES), num_nodes, 0))
         store_release(lines, tl.zeros([LANES], tl.int64) + tl.load(state), is_sent)
         _await_words(context, arrived, arrived, _LINE, most_chunks, 0, 1, 0, step, operation, LANES, 1)
 
