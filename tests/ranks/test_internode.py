@@ -88,8 +88,19 @@ def test_random_calls_straight_and_through_staging() -> None:
 # Shapes that are all edge --------------------------------------------------------------------------------------------
 
 
+def no_columns(rank: int, num_ranks: int) -> None:
+    world, buffer = make_world(num_ranks, 1, num_tokens=5), make_buffer()
+    recv_x, _, weights, _, handle, _ = dispatch(buffer, world)
+    empty_x, summed, _ = buffer.combine(recv_x[:, :0].contiguous(), handle, topk_weights=weights)
+    combined_x, empty_weights, _ = buffer.combine(recv_x, handle, topk_weights=weights[:, :0].contiguous())
+    assert empty_x.shape == empty_weights.shape == (len(world.xs[rank]), 0)
+    equal(combined_x, combined(world, rank))
+    equal(summed, buffer.combine(recv_x, handle, topk_weights=weights)[1])
+    buffer.destroy()
+
+
 def test_a_rank_on_each_node() -> None:
-    run_ranks(several, 3, (edges, 1), (random_calls, 1, 14, 25), env=nodes_of(1))
+    run_ranks(several, 3, (edges, 1), (no_columns,), (random_calls, 1, 14, 25), env=nodes_of(1))
 
 
 # What callers see ----------------------------------------------------------------------------------------------------

@@ -121,8 +121,8 @@ class Call:
         rows = []
         for peer, offer in zip(self.window.peers, offers, strict=True):
             base = offer.bases[section]
-            if base is None:
-                rows.append(ordinary_tensor((0, num_columns), dtype))
+            if base is None:  # a section without bytes: there are no rows, or they have no columns
+                rows.append(ordinary_tensor((0 if num_columns else offer.num_rows, num_columns), dtype))
             else:
                 rows.append(peer.rows(base, offer.num_rows, num_columns, dtype))
         return rows
