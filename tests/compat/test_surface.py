@@ -260,6 +260,11 @@ def test_a_signature_is_deepeps(name: str):
     assert parameters(function) == expected
 
 
+def test_calls_across_nodes_take_what_those_inside_one_take():
+    assert parameters(Buffer.internode_dispatch) == parameters(Buffer.dispatch)
+    assert parameters(Buffer.internode_combine) == parameters(Buffer.combine)
+
+
 def test_keyword_only_arguments_of_the_constructor():
     assert parameters(Buffer.__init__, inspect.Parameter.KEYWORD_ONLY) == [
         ("use_fabric", False),

@@ -210,7 +210,8 @@ def queued_behind_a_worst_case(rank: int, num_ranks: int) -> None:
     buffer = make_buffer()
     arguments = {**layout_arguments(buffer, world), **topk_arguments(world, buffer), "num_worst_tokens": 100}
     gate: Future = Future()
-    *_, handle, _ = buffer.dispatch(world.xs[rank], **arguments, previous_event=EventHandle(gate), async_finish=True)
+    stream = {"previous_event": EventHandle(gate), "async_finish": True}
+    *_, handle, _ = buffer.internode_dispatch(world.xs[rank], **arguments, **stream)
     recv_x, *_ = buffer.dispatch(world.xs[rank], handle=handle, async_finish=True)
     out, _, event = buffer.combine(recv_x, handle, async_finish=True)
     gate.set_result(None)

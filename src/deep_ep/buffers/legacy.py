@@ -537,6 +537,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
         config: Config | None = None,
         previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
@@ -554,10 +555,11 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             topk_idx,
             topk_weights,
             expert_alignment,
-            config=config,
-            previous_event=previous_event,
-            async_finish=async_finish,
-            allocate_on_comm_stream=allocate_on_comm_stream,
+            num_worst_tokens,
+            config,
+            previous_event,
+            async_finish,
+            allocate_on_comm_stream,
         )
 
     def internode_combine(
