@@ -123,7 +123,8 @@ class RailHandle(NamedTuple):
         recv_gbl_rank_prefix_sum: [R] int32, rows received from ranks 0..s.
         recv_src_meta: [n, 8] uint8, source rank and token index there of each received row, both int32.
         send_rdma_head: [T, N] int32, the place of each token among those that go to a node; -1: it does not.
-        send_nvl_head: [F, P] int32, the row that each token passed on takes at each rank of the node; -1: none.
+        send_nvl_head: [F, P] int32, the row that each token passed on takes at each rank of the node; -1: none. With
+            `num_worst_tokens` it has as many rows as F may be; those beyond F are -1.
     """
 
     is_token_in_rank: torch.Tensor
@@ -150,6 +151,11 @@ class RailHandle(NamedTuple):
     def num_rows(self) -> int:
         """n, the rows that were received (or `num_worst_tokens`)."""
         return self.recv_src_meta.size(0)
+
+    @property
+    def forwarded_slots(self) -> torch.Tensor:
+        """[F, P] int32, a view: the rows of `send_nvl_head` that are in use. The handle must have been filled."""
+        return self.send_nvl_head[: int(self.recv_rdma_rank_prefix_sum[-1])]
 
     @property
     def recv_src_rank(self) -> torch.Tensor:
@@ -209,7 +215,7 @@ def parse_handle(handle: Any, num_ranks: int, device: torch.device, where: str, 
             "Pass the handle of a dispatch on this buffer"
         )
     parsed = kind(*(ordinary(where, name, item) for name, item in zip(_ITEMS, handle, strict=False)))
-    # Looked at once: a worst-case dispatch across nodes gives a tensor of its handle another size while it runs.
+    # Looked at once: a worst-case dispatch across nodes may give a tensor of its handle another size while it runs.
     seen = kind(*(item.shape for item in parsed))
     shapes = _direct_shapes(seen, num_ranks) if num_nodes == 1 else _rail_shapes(seen, num_ranks, num_nodes)
     for name, (shape, dtype) in shapes.items():

@@ -22,6 +22,7 @@ from deep_ep import Buffer, Config, EventHandle, EventOverlap
 from deep_ep.engine.cpu.nodes.traffic import Traffic
 from deep_ep.tools.soak import soak_rank
 from internode import (
+    EXPERTS_PER_RANK,
     HIDDEN,
     combined,
     dispatch,
@@ -204,14 +205,24 @@ def forced(rank: int, num_ranks: int) -> None:
     buffer.destroy()
 
 
-def queued_behind_a_worst_case(rank: int, num_ranks: int) -> None:
-    """The handle of an asynchronous worst-case dispatch gets its size later: calls behind it have to find that."""
+def queued_behind_a_worst_case(rank: int, num_ranks: int, is_uneven: bool) -> None:
+    """The handle of an asynchronous worst-case dispatch is complete at once, and so may be detached.
+
+    If rank 0 has a smaller `num_worst_tokens` than what it forwards, its handle gets a larger tensor when the dispatch
+    is made: calls behind it have to find that.
+    """
     world = make_world(num_ranks, 2)
+    for ids in world.ids if is_uneven else []:
+        ids.fill_(EXPERTS_PER_RANK)  # of rank 1, on whose node rank 0 forwards rows
     buffer = make_buffer()
-    arguments = {**layout_arguments(buffer, world), **topk_arguments(world, buffer), "num_worst_tokens": 100}
+    arguments = {**layout_arguments(buffer, world), **topk_arguments(world, buffer), "num_worst_tokens": 200}
+    if is_uneven and rank == 0:
+        arguments["num_worst_tokens"] = 1
     gate: Future = Future()
     stream = {"previous_event": EventHandle(gate), "async_finish": True}
     *_, handle, _ = buffer.internode_dispatch(world.xs[rank], **arguments, **stream)
+    if not is_uneven:
+        handle = tuple(tensor.detach() for tensor in handle)
     recv_x, *_ = buffer.dispatch(world.xs[rank], handle=handle, async_finish=True)
     out, _, event = buffer.combine(recv_x, handle, async_finish=True)
     gate.set_result(None)
@@ -223,7 +234,7 @@ def queued_behind_a_worst_case(rank: int, num_ranks: int) -> None:
 
 
 def test_calls_queued_behind_a_worst_case_dispatch() -> None:
-    run_ranks(queued_behind_a_worst_case, 4, env=nodes_of(2))
+    run_ranks(several, 4, *((queued_behind_a_worst_case, is_uneven) for is_uneven in (False, True)), env=nodes_of(2))
 
 
 # Faults --------------------------------------------------------------------------------------------------------------

@@ -94,6 +94,8 @@ class CpuNodesDispatch(CpuDispatch):
         mask, topology = self._routing.is_token_in_rank, self._topology
         num_channels, num_nodes, num_ranks = self._num_channels, topology.num_nodes, topology.num_ranks
         new, zeros = mask.new_empty, mask.new_zeros
+        # A worst-case dispatch makes its handle before it has the counts: it forwards at most what its node receives.
+        num_forwarded = self._num_worst_tokens * topology.ranks_per_node or self._num_forwarded()
         return RailHandle(
             is_token_in_rank=mask,
             rdma_channel_prefix_matrix=new(num_nodes, num_channels, dtype=torch.int32),
@@ -104,8 +106,7 @@ class CpuNodesDispatch(CpuDispatch):
             recv_gbl_rank_prefix_sum=new(num_ranks, dtype=torch.int32),
             recv_src_meta=new(num_rows, 8, dtype=torch.uint8),
             send_rdma_head=new(mask.size(0), num_nodes, dtype=torch.int32),
-            # Of a size that the counts tell. A worst-case dispatch makes its handle before it knows them.
-            send_nvl_head=new(self._num_forwarded(), topology.ranks_per_node, dtype=torch.int32),
+            send_nvl_head=new(num_forwarded, topology.ranks_per_node, dtype=torch.int32),
         )
 
     def _num_forwarded(self) -> int:
@@ -276,9 +277,10 @@ class CpuNodesDispatch(CpuDispatch):
             if one.mask is not None
         ]
         forwarded = torch.cat(slots)
-        if forwarded.shape == handle.send_nvl_head.shape:
-            handle.send_nvl_head.copy_(forwarded)
-        else:  # a worst-case dispatch, whose caller may have the handle already: it stays the caller's tensor
+        if forwarded.size(0) <= handle.send_nvl_head.size(0):
+            handle.send_nvl_head[: forwarded.size(0)].copy_(forwarded)
+            handle.send_nvl_head[forwarded.size(0) :].fill_(-1)
+        else:  # a peer has a larger `num_worst_tokens`. The caller may have the handle, so its tensor stays
             assert self._returned_head is not None
             _replace(self._returned_head, forwarded)
             handle = self._handle = handle._replace(send_nvl_head=forwarded)

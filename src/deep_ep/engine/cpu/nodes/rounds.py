@@ -24,7 +24,7 @@ Counts = list[list[int]]  # `[i][d]` rows that local rank i forwards to local ra
 
 def forwarded(handle: RailHandle) -> torch.Tensor:
     """Return [P] int32: the rows that this rank forwards to each rank of its node."""
-    return (handle.send_nvl_head >= 0).sum(0, dtype=torch.int32)
+    return (handle.forwarded_slots >= 0).sum(0, dtype=torch.int32)
 
 
 def read_forwarded(call: Call) -> Counts:
@@ -55,7 +55,7 @@ def staged_slots(handle: RailHandle, is_staged: Sequence[bool]) -> tuple[torch.T
     Returns:
         Two [F, P] int32 tables, -1 where the other one counts, or a token does not go.
     """
-    slots = handle.send_nvl_head
+    slots = handle.forwarded_slots
     staged = torch.tensor(is_staged, dtype=torch.bool, device=slots.device)
     numbers = (slots >= 0).cumsum(0, dtype=torch.int32).sub_(1)
     return slots.masked_fill(staged, -1), numbers.masked_fill_((slots < 0) | ~staged, -1)

@@ -33,7 +33,7 @@ class CpuNodesRoutes:
         self._topology = topology
         self.num_in = _differences(handle.recv_rdma_rank_prefix_sum.tolist())
         self.num_out = (handle.send_rdma_head >= 0).sum(0).tolist()
-        self.blocks = list(handle.send_nvl_head[: sum(self.num_in)].split(self.num_in))
+        self.blocks = list(handle.forwarded_slots.split(self.num_in))
 
     def tokens_to(self, node: int) -> torch.Tensor:
         """The tokens that this rank sends to a node, ascending int64."""
@@ -42,7 +42,7 @@ class CpuNodesRoutes:
     @cached_property
     def rows_put(self) -> list[int]:
         """Rows that this rank writes to, or in combine reads from, each rank of the group; over the rail: sends."""
-        return self._by_rank(self.num_out, (self._handle.send_nvl_head >= 0).sum(0).tolist())
+        return self._by_rank(self.num_out, (self._handle.forwarded_slots >= 0).sum(0).tolist())
 
     @cached_property
     def rows_got(self) -> list[int]:
