@@ -364,10 +364,8 @@ class Control:
         comm: Comm | Generation | None,
         limit_secs: float,
     ):
-        joint_secs = comm.joint_secs if isinstance(comm, Generation) else None
-        self.limit_secs = limit_secs
-        self.joint_secs = limit_secs if joint_secs is None else joint_secs
-        self._allow(self.joint_secs)
+        self._generation_secs = comm.joint_secs if isinstance(comm, Generation) else None
+        self.set_limit(limit_secs)
         self._undo: list[contextlib.ExitStack] = []  # of the joint steps that this rank is in, the innermost last
         self._failed: _Failed | None = None  # the outermost step that has failed, until this rank has left it
         self._heard: EPError | None = None  # what this rank last raised of a peer
@@ -400,6 +398,15 @@ class Control:
                 "Buffer: `group` (a torch.distributed process group) or `comm` (an mpi4py communicator) is needed"
                 f"{remedy}"
             )
+
+    def set_limit(self, limit_secs: float) -> None:
+        """Set the limit, which begins now.
+
+        A limit that may be wrong is checked and set inside of a joint step: so the peers learn what is wrong with it.
+        """
+        self.limit_secs = limit_secs
+        self.joint_secs = limit_secs if self._generation_secs is None else self._generation_secs
+        self._allow(self.joint_secs)
 
     @property
     def num_all_ranks(self) -> int:

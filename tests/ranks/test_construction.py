@@ -266,15 +266,25 @@ def test_where_two_ranks_fail_at_once_all_others_name_the_same_one() -> None:
         assert text.startswith(f"Buffer: rank 1 failed: KeyError: 'first' (rank {rank}/4). So did rank 2.")
 
 
-def wrong_argument(rank: int, num_ranks: int) -> tuple[str, str]:
-    return error_of(make_buffer, num_nvl_bytes=100 if rank == 1 else 128)
+WRONG = {"num_nvl_bytes": 100, "num_cpu_timeout_secs": -1.0, "num_gpu_timeout_secs": "1", "device": "gpu"}
+
+
+def wrong_argument(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    told = [error_of(make_buffer, **({name: value} if rank == 1 else {})) for name, value in WRONG.items()]
+    if rank == 1:
+        os.environ["DEEP_EP_TIMEOUT_SECS"] = "abc"
+    told.append(error_of(make_buffer, num_cpu_timeout_secs=None))
+    return told
 
 
 def test_a_wrong_argument_on_one_rank_is_told_to_all() -> None:
-    here, there = run_ranks(wrong_argument, 2, limit_secs=60)
-    assert there == ("ValueError", "Buffer: `num_nvl_bytes` must be a multiple of 128, got 100")
-    assert here[0] == "EPTransportError"
-    assert here[1].startswith("Buffer: rank 1 failed: ValueError: Buffer: `num_nvl_bytes` must be a multiple of 128")
+    for name, here, there in zip(
+        [*WRONG, "DEEP_EP_TIMEOUT_SECS"], *run_ranks(wrong_argument, 2, limit_secs=60), strict=True
+    ):
+        assert there[0] in ("TypeError", "ValueError")
+        assert name in there[1]
+        assert here[0] == "EPTransportError"
+        assert here[1].startswith(f"Buffer: rank 1 failed: {there[0]}: {there[1]} (rank 0/2)")
 
 
 def too_large_a_file(rank: int, num_ranks: int) -> tuple[str, str]:

@@ -140,9 +140,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         trace: str | os.PathLike[str] | None = None,
     ):
         del allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
-        env.warn_of_unknown()
-        self._limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
-        control = Control(group, comm, self._limit_secs)
+        control = Control(group, comm, env.TIMEOUT_SECS.default)
         self.group = group
         self.generation = control.generation
         self.rank = control.rank
@@ -157,6 +155,9 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         self._channels: dict[int, int] = {}  # of handles, by the SMs that configs are made with
         # All of it on all ranks, or none of it on any: what is made here is undone where any rank fails.
         with control.joint("making the buffer"):
+            self._limit_secs = checks.check_secs("Buffer", "num_cpu_timeout_secs", num_cpu_timeout_secs)
+            control.set_limit(self._limit_secs)
+            env.warn_of_unknown()
             self.num_nvl_bytes = checks.check_bytes("Buffer", "num_nvl_bytes", num_nvl_bytes)
             self.num_rdma_bytes = checks.check_bytes("Buffer", "num_rdma_bytes", num_rdma_bytes)
             checks.check_int("Buffer", "num_qps_per_rank", num_qps_per_rank, 0)
