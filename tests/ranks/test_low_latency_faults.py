@@ -15,7 +15,7 @@ import torch.distributed as dist
 from low_latency import Case, Given, check_combine, check_dispatch, dispatch, experts_rows, inputs, make_buffer
 
 import deep_ep
-from common import error_of, run_ranks
+from common import error_of, layout_of, run_ranks
 from deep_ep import reference
 
 LIMIT_SECS = 3.0  # ranks that take part must not be later than that, on any machine
@@ -156,6 +156,26 @@ def test_ids_of_another_dispatch_are_no_lost_rank(device: str) -> None:
     kind, text = run_ranks(other_ids, 2)[0]
     assert kind == "EPError", text
     assert "Pass the `topk_idx` and the handle of one dispatch" in text
+
+
+def two_kinds(rank: int, num_ranks: int) -> tuple[str, str]:
+    """Rank 0 makes a normal call where the others make a low-latency one, after calls whose hooks come in any order."""
+    buffer, mine = make_buffer(num_ranks, CASE), inputs(rank, num_ranks, CASE)
+    layout = layout_of(buffer, mine.topk_idx, CASE.experts_per_rank * num_ranks)
+    for _ in range(20):
+        *_, hook = dispatch(buffer, mine, CASE, return_recv_hook=True, **FORM)
+        steps = [hook, lambda: buffer.dispatch(mine.x, **layout)]
+        for step in steps if rank else reversed(steps):
+            step()
+    error = error_of(steps[1] if rank == 0 else lambda: dispatch(buffer, mine, CASE, **FORM))
+    buffer.destroy()
+    return error
+
+
+@pytest.mark.cpu_only
+def test_a_normal_call_beside_low_latency_calls_is_named() -> None:
+    for _, text in run_ranks(two_kinds, 3):
+        assert "all ranks must make the same call, but rank 0 has dispatch, not low-latency dispatch" in text
 
 
 # Silent peers --------------------------------------------------------------------------------------------------------

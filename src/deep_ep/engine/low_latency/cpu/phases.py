@@ -19,7 +19,7 @@ from ....log import log_event
 from ....trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
 from ....transport import LOW_LATENCY as REFUSED
 from ....transport import Base
-from ....transport.board import NUM_SENT_POSTS
+from ....transport.board import HEADER, NUM_SENT_POSTS, STEP_BITS
 from ....transport.senders import told, wait_sent
 from ....transport.window import Where
 from ...cpu.call import Call
@@ -248,7 +248,7 @@ class LowLatencyCall(ABC):
         told_lost = self._verdict().told_lost if may_lose else dict
         with self._slice("wait: sent", WAIT) as waiting:
             own, me = self._own_refusal, window.me()
-            limits = (window.limit_secs, own, window.raise_if_given_up)
+            limits = (window.limit_secs, own, self._look)
             arrivals = wait_sent(senders, self.number, operation, me, *limits, may_lose=may_lose, told_lost=told_lost)
             waiting.waited({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items() if ns})
         if self._wait_stats is not None:
@@ -257,6 +257,25 @@ class LowLatencyCall(ABC):
         if window.watch is not None:
             window.watch.note({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items()})
         return arrivals.lost
+
+    def _look(self, where: object) -> None:
+        """Raise if this rank has given the call up, or if a rank of this node will not send it: it is in a call of
+        normal mode, in which it waits for this rank.
+
+        With masks such a rank is lost at the limit, as a silent one is.
+        """
+        shared, window = self.shared, self.shared.window
+        window.raise_if_given_up(where)
+        if shared.can_mask:
+            return
+        entered = window.board.progress.load_acquire() >> STEP_BITS
+        for rank in shared.local:
+            board = shared.peer(rank).board
+            # Progress first, `sent` second: a peer may have sent this call and then entered the other one.
+            epoch = board.progress.load_acquire() >> STEP_BITS
+            if epoch > entered and board.sent.load_acquire() < self.number:
+                theirs = Agreement.from_words(board.read(HEADER, epoch))
+                raise disagreement(str(where), window.me(), [(f"rank {rank}", self.agreement, theirs)])
 
     def _verdict(self) -> Verdict:
         where, window = Where(self.agreement.operation, self.number), self.shared.window
