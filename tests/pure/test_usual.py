@@ -53,6 +53,7 @@ def test_payloads() -> None:
     for name, odd in odd_tensors(x.float()).items():
         assert usual.payload(odd, CPU) is None, name
         assert usual.payload((x, odd), CPU) is None, name
+        assert usual.payload((odd, scales), CPU) is None, name
     seen: list[Any] = []
     torch.vmap(lambda row: (seen.append(usual.payload(row, CPU)), row)[1])(torch.randn(2, 4, 6))
     assert seen == [None]

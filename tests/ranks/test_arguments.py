@@ -231,6 +231,7 @@ BAD_DISPATCHES = [
     Bad("x has no columns", ValueError, "`x`", lambda kit: {"x": my_x(kit)[:, :0].contiguous()}),
     Bad("x is a tuple of one", WRONG_TYPE, "`x`", lambda kit: {"x": (my_x(kit),)}),
     Bad("x is a tuple of three", WRONG_TYPE, "`x`", lambda kit: {"x": (my_x(kit),) * 3}),
+    Bad("x beside scales is missing", TypeError, "`x`", lambda kit: {"x": (None, my_x(kit))}),
     Bad("scales are a list", TypeError, "scales", lambda kit: {"x": (my_x(kit), [1.0])}),
     Bad("scales are a vector", ValueError, "scales", lambda kit: {"x": (my_x(kit), my_x(kit)[:, 0].clone())}),
     Bad("scales lack a row", ValueError, "scales", lambda kit: {"x": (my_x(kit), my_x(kit)[1:])}),

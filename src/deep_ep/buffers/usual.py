@@ -37,9 +37,10 @@ def payload(x: Any, device: torch.device) -> Payload | None:
     scales = None
     if type(x) is tuple and len(x) == 2:
         x, scales = x
-        if not is_matrix(scales, device) or scales.shape[0] != x.shape[0]:
+        if not is_matrix(scales, device):
             return None
     is_usual = is_matrix(x, device) and x.is_contiguous() and not loses_gradients(x)
+    is_usual = is_usual and (scales is None or scales.shape[0] == x.shape[0])
     return Payload(x, scales) if is_usual else None
 
 
