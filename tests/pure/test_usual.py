@@ -89,10 +89,19 @@ def test_routings() -> None:
 
 def test_known_ids_are_only_looked_at_for_their_shape() -> None:
     ids, square = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64)
-    routing = routing_of(topk_idx=ids, known_ids=ref(ids))
-    assert routing.has_known_ids
-    assert not routing_of(topk_idx=ids).has_known_ids
-    assert not routing_of(topk_idx=ids.clone(), known_ids=ref(ids)).has_known_ids
+    made = routing_of()
+    layout = {
+        "per_rank": made.num_tokens_per_rank,
+        "mask": made.is_token_in_rank,
+        "per_expert": made.num_tokens_per_expert,
+    }
+    layout["known"] = tuple(map(ref, layout.values()))
+    assert routing_of(**layout, topk_idx=ids, known_ids=ref(ids)).has_known_ids
+    assert not routing_of(**layout, topk_idx=ids).has_known_ids
+    assert not routing_of(**layout, topk_idx=ids.clone(), known_ids=ref(ids)).has_known_ids
+    for name in ("per_rank", "mask", "per_expert"):
+        others = layout | {name: layout[name].clone()}
+        assert not routing_of(**others, topk_idx=ids, known_ids=ref(ids)).has_known_ids, name
     assert routing_of(topk_idx=None, known_ids=ref(torch.zeros(1))) is None, "of a tensor that is gone"
     assert routing_of(topk_idx=square.t_(), topk_weights=torch.zeros(4, 4), known_ids=ref(square)) is None
     more = torch.zeros(5, 3, dtype=torch.int64)

@@ -215,3 +215,23 @@ def test_a_rank_that_refuses_is_masked_where_ranks_are_masked(device: str) -> No
     results = run_ranks(masked_refuser, 3)
     assert results[1] == ("ValueError", [0, 0, 0])
     assert results[0] == results[2] == ("none", [0, 1, 0])
+
+
+def other_counts(rank: int, num_ranks: int) -> None:
+    """The ids are those of the layout, and the counts per expert are not."""
+    buffer = make_buffer(num_ranks)
+    for num_tokens in (TOKENS, 1):
+        ids, x = torch.arange(num_tokens * TOPK).view(num_tokens, TOPK), torch.ones(num_tokens, HIDDEN)
+        per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(ids, TOKENS * TOPK)
+        topk = (ids, torch.ones(num_tokens, TOPK))
+        with pytest.raises(ValueError, match="selects expert 0 1 times, `num_tokens_per_expert` counts 2"):
+            buffer.dispatch(x, None, per_rank, per_node, mask, per_expert + 1, *topk)
+        recv_x, *_ = buffer.dispatch(x, None, per_rank, per_node, mask, per_expert, *topk)
+        assert recv_x.size(0) == num_ranks * int(per_rank[rank])
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+@worlds(ONE_NODE, NODES)
+def test_counts_that_are_not_those_of_the_ids(num_ranks: int, env: dict[str, str]) -> None:
+    run_ranks(other_counts, num_ranks, env=env)

@@ -431,8 +431,9 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
                 self._num_nodes,
                 num_tokens_per_rdma_rank,
             )
-            known_ids = self._known_ids
-            routing.has_known_ids = known_ids is not None and known_ids() is topk_idx
+            known, known_ids = self._known_layout, self._known_ids
+            is_known = usual.is_known_layout(known, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+            routing.has_known_ids = is_known and known_ids is not None and known_ids() is topk_idx
         most, num_channels = checks.MOST_ROWS, self._num_channels(given)
         if expert_alignment != 1 or type(expert_alignment) is not int:
             expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1, most)

@@ -105,12 +105,7 @@ def routing(
         known: To `per_rank`, `mask` and `per_expert` of the last layout that the buffer made; None: there is none.
         known_ids: To the ids that it was made of.
     """
-    is_known = (
-        known is not None
-        and known[0]() is per_rank is not None
-        and known[1]() is mask is not None
-        and known[2]() is per_expert is not None
-    )
+    is_known = is_known_layout(known, per_rank, mask, per_expert)
     if not is_known and not _is_layout(num_ranks, device, per_rank, mask, per_expert):
         return None
     has_known_ids = known_ids is not None and known_ids() is topk_idx is not None
@@ -130,7 +125,17 @@ def routing(
     is_usual = shape[0] == num_tokens and topk_weights.shape == shape and mask.shape == (num_tokens, num_ranks)
     if not is_usual:
         return None
-    return Routing(per_rank, per_expert, mask, topk_idx, topk_weights, has_known_ids=has_known_ids)
+    return Routing(per_rank, per_expert, mask, topk_idx, topk_weights, has_known_ids=is_known and has_known_ids)
+
+
+def is_known_layout(known: tuple[ReferenceType, ...] | None, per_rank: Any, mask: Any, per_expert: Any) -> bool:
+    """Whether these are the counts and the mask of the last layout that the buffer made, see `routing`."""
+    return (
+        known is not None
+        and known[0]() is per_rank is not None
+        and known[1]() is mask is not None
+        and known[2]() is per_expert is not None
+    )
 
 
 def _is_layout(num_ranks: int, device: torch.device, per_rank: Any, mask: Any, per_expert: Any) -> bool:

@@ -93,7 +93,7 @@ class Routing:
         topk_weights: [T, K] float32, or None.
         num_tokens_per_node: [nodes] int32; None on one node.
         max_tokens: Most tokens of a rank, which must be the same on all ranks; 0: it was not given.
-        has_known_ids: The ids are those of which the buffer has made the layout.
+        has_known_ids: The buffer has made the layout, of these ids.
         keeps_weights: Received weights are those that were sent, also of experts of other ranks; otherwise these are 0.
         has_weights: The caller of V2's dispatch, which may leave them out, has given weights.
     """
