@@ -485,7 +485,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         nodes ascending, and rounded again. So results of one node and of several may differ in the last bit; and where
         the rows of one node alone exceed x's dtype (65504 in FP16) the result is infinite or NaN across nodes, although
         a bias, or another node's rows, would have brought it back into range. A sum of zeros is 0.0; with a bias it is
-        -0.0 if all that is added is -0.0, and a token that was sent nowhere gets its bias, to the bit.
+        -0.0 if all that is added is -0.0, and a token that was sent nowhere gets its bias, to the bit. Where a
+        NaN is added the result is NaN; its bits are not defined.
 
         Args:
             x: [n, H] BF16, FP16, FP32 or FP64, contiguous: row i belongs to row i of the dispatch.
