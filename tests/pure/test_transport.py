@@ -218,7 +218,9 @@ def test_the_choice_of_a_transport_says_why(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(EPUnsupported, match="it is for one rank, the group has 2"):
         transport.choose(2)
     monkeypatch.setenv("DEEP_EP_TRANSPORT", "pigeon")
-    with pytest.raises(ValueError, match="'pigeon' is not one of auto, solo, shm"):
+    with pytest.raises(
+        ValueError, match="'pigeon' is not one of auto, solo, shm, message, interpreted and interpreted-memory"
+    ):
         transport.choose(2)
 
 

@@ -67,8 +67,8 @@ def choose(num_ranks: int) -> Choice:
     }
     if wish not in ("auto", *choices):
         raise ValueError(
-            f"{env.TRANSPORT.name}: {wish!r} is not one of auto, {', '.join(choices)}, {MESSAGE} and interpreted, for "
-            "CPU ranks"
+            f"{env.TRANSPORT.name}: {wish!r} is not one of auto, {', '.join(choices)}, {MESSAGE}, interpreted and "
+            "interpreted-memory, for CPU ranks"
         )
     for name, choice in choices.items():
         if wish in ("auto", name) and reasons[name] is None:
