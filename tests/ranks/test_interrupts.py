@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -216,3 +219,138 @@ def test_whenever_an_interrupt_comes_no_result_is_wrong(env: dict) -> None:
     begin = time.monotonic()
     run_ranks(at_any_moment, 2, 7, 15, env=env)
     assert time.monotonic() - begin < 100  # no wait has come to its limit of 20 s, let alone several
+
+
+SCRIPTS = ("engine/cpu/scope.py", "engine/engine.py", "low_latency/engine.py")
+
+
+class InterruptAt:
+    """Inside the block KeyboardInterrupt is raised as the n-th function of `SCRIPTS` is entered.
+
+    That is where Python delivers signals, beside the ends of loops and of functions in C.
+    """
+
+    def __init__(self, num_before: int):
+        self._num_left = num_before
+        self.where = ""
+
+    def __enter__(self) -> InterruptAt:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _arg: object) -> None:
+        if event != "call" or not frame.f_code.co_filename.endswith(SCRIPTS):
+            return
+        self._num_left -= 1
+        if self._num_left < 0:
+            self.where = frame.f_code.co_name
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+
+def low_latency_rows(kit: Kit, number: int, **more: Any) -> tuple:
+    """A dispatch whose rows say which call of which rank they are of."""
+    x = torch.full((TOKENS, 128), float(10 * number + kit.rank), dtype=torch.bfloat16)
+    return kit.buffer.low_latency_dispatch(x, kit.ids, TOKENS, kit.num_ranks, use_fp8=False, **more)
+
+
+def check_low_latency(kit: Kit, number: int, result: tuple) -> None:
+    if result[4] is not None:
+        result[4]()
+    rows, counts = result[0][0], int(result[1][0])
+    assert counts == TOKENS, f"{counts} rows of call {number}"
+    assert kit.is_right(rows[:counts].float(), number), f"call {number} is wrong"
+
+
+def check_rows(kit: Kit, number: int, result: tuple) -> None:
+    assert kit.is_right(result[0], number), f"call {number} is wrong"
+
+
+def check_sums(kit: Kit, number: int, result: tuple) -> None:
+    assert torch.equal(result[0], kit.x(number)), f"call {number} is wrong"
+
+
+def hooked(kit: Kit, number: int, kept: Any) -> tuple:
+    kept[0][4]()
+    return (*kept[0][:4], None)
+
+
+# What is made before, the call that is interrupted, and how its result is checked.
+Made = tuple[Callable[..., Any], Callable[..., Any], Callable[..., None]]
+CALLS: dict[str, Made] = {
+    "dispatch": (lambda _kit, _number: None, lambda kit, number, _kept: kit.dispatch(number), check_rows),
+    "combine": (
+        lambda kit, number: kit.dispatch(number),
+        lambda kit, _number, kept: kit.buffer.combine(kept[0], kept[4]),
+        check_sums,
+    ),
+    "low latency": (
+        lambda _kit, _number: None,
+        lambda kit, number, _kept: low_latency_rows(kit, number),
+        check_low_latency,
+    ),
+    "low latency, send": (
+        lambda _kit, _number: None,
+        lambda kit, number, _kept: low_latency_rows(kit, number, return_recv_hook=True),
+        check_low_latency,
+    ),
+    "hook": (
+        lambda kit, number: [low_latency_rows(kit, number, return_recv_hook=True)],
+        hooked,
+        check_low_latency,
+    ),
+}
+
+
+def at_every_step(rank: int, num_ranks: int, name: str) -> list[tuple[str, str]]:
+    """Rank 1 is interrupted, catches it, and makes the call again. Returns where, and what it then got."""
+    before, make, check = CALLS[name]
+    found = []
+    for step in range(100):
+        kit, number = Kit(rank, num_ranks), 9
+        for earlier in range(1, number):  # so that every place for posts and rows holds something old
+            check_low_latency(kit, earlier, low_latency_rows(kit, earlier))
+            kit.dispatch(earlier)
+        kept = before(kit, number)
+        dist.barrier()
+        said, interrupt = "none", InterruptAt(step if rank == 1 else sys.maxsize)
+        try:
+            try:
+                with interrupt:
+                    result = make(kit, number, kept)
+            except KeyboardInterrupt:
+                result = make(kit, number, kept)
+            check(kit, number, result)
+        except deep_ep.EPError as error:
+            said = f"{type(error).__name__}: {error}"
+        kit.buffer.destroy()  # a rank that has made the call twice is told that this one does not
+        wheres: list[Any] = [None] * num_ranks
+        dist.all_gather_object(wheres, interrupt.where)
+        if not wheres[1]:
+            return found
+        found.append((wheres[1], said))
+    raise AssertionError("the call never ends")
+
+
+@pytest.mark.parametrize(
+    ("name", "env"),
+    [
+        ("dispatch", NOTHING_POSTED),
+        ("combine", NOTHING_POSTED),
+        pytest.param("dispatch", NODES, marks=pytest.mark.exhaustive),
+        pytest.param("low latency", {}, marks=pytest.mark.exhaustive),
+        ("low latency, send", {}),
+        ("low latency, send", NODES),
+        ("hook", {}),
+    ],
+)
+def test_an_interrupt_at_any_step_of_a_scope_leaves_no_half_call(name: str, env: dict) -> None:
+    found, _ = run_ranks(at_every_step, 2, name, env=env)
+    assert {"__enter__", "__exit__"} <= {where for where, _ in found}
+    for where, said in found:
+        # It has ended, or was not begun: then it was made again. Or all ranks are told at once, not at the limit.
+        assert said == "none" or (said.startswith("EP") and "rank 1" in said), (where, said)
+        assert not said.startswith("EPTimeout"), (where, said)

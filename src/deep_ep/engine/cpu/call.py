@@ -6,7 +6,7 @@ Everything here runs on the comm stream.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -128,6 +128,14 @@ class Call:
         return rows
 
 
+class OpenScope(Protocol):
+    """The scope of a call, as far as the chain knows it."""
+
+    def end(self, error: BaseException) -> None:
+        """Report to the peers that an exception has left the call."""
+        ...
+
+
 class Chain:
     """The calls of a buffer, one after the other. Only the comm stream advances it.
 
@@ -141,11 +149,13 @@ class Chain:
         stats: What was counted so far.
         is_calling: The engine is responsible for the call that is being made: whatever exception leaves it, the engine
             reports to the peers.
+        scope: Of that call, until the call has ended, was refused or has failed; None: there is no such call.
         is_told_late: There are ranks that cannot read the window; a failure reaches them only after everything that was
             sent before it.
     """
 
     is_calling = is_told_late = False
+    scope: OpenScope | None = None
 
     def __init__(self, window: Window):
         self.window = window
@@ -176,8 +186,18 @@ class Chain:
             EPClosed: A call has failed; the message has the reason.
         """
         if self.window.failure is not None:
-            self.window.fail("")  # an interrupt may have prevented the report to the peers
             raise EPClosed(f"Buffer: closed by an earlier failure ({self.window.failure}). Make a new buffer")
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """End the call that the caller has left, if its scope could not. Runs on the caller's thread.
+
+        An interrupt may come where a scope begins to end its call, and a second one while it reports the first.
+
+        Args:
+            error: What has left the call; None: the next call begins, and that is not known any more.
+        """
+        if self.scope is not None:
+            self.scope.end(error if error is not None else RuntimeError("an exception has left it incomplete"))
 
     def refuse(self, reason: str) -> Refusal:
         """Report to the peers that this rank does not make the next call. Runs on the comm stream."""
@@ -213,10 +233,12 @@ class Chain:
         Chain.fail(self, error, call)
 
     def tell_failure(self) -> None:
-        """Report a failure to the ranks that cannot read this window.
+        """Report the failure of this rank, if it has failed, to all ranks that an interrupt has left without it.
 
-        Inside one node there are none, so this does nothing.
+        Across nodes also to those that cannot read this window.
         """
+        if self.window.failure is not None:
+            self.window.fail("")
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor in private memory. Memory of large tensors is recycled."""

@@ -84,7 +84,10 @@ class CpuEngine(Engine):
 
     def expect_call(self) -> None:
         """Note that a call begins. If an exception leaves it, `leave` must be called."""
-        self.chain.is_calling = False
+        chain = self.chain
+        if chain.scope is not None:
+            chain.settle()
+        chain.is_calling = False
 
     def leave(self, error: BaseException, method: str) -> None:
         """Report to the peers that an exception has ended a call, unless the engine has reported it already.
@@ -93,7 +96,10 @@ class CpuEngine(Engine):
             error: The exception.
             method: The name of the method that the caller has called.
         """
-        if self.chain.is_calling or isinstance(error, EPClosed) or self.window.failure is not None:
+        if self.chain.is_calling:
+            self.chain.settle(error)
+            return
+        if isinstance(error, EPClosed) or self.window.failure is not None:
             return
         # Nothing was begun: also a caller that was interrupted may make the call after all.
         if operation_of(method).startswith(LOW_LATENCY) and self.low_latency is not None:

@@ -26,7 +26,10 @@ class CpuScope:
     The steps hand over functions, which run one after the other on the comm stream.
 
     Whatever exception leaves a call, at whatever point, the call has ended, or was refused or failed. Half a call must
-    not be followed by the next: peers would take its signals for this one's.
+    not be followed by the next: peers would take its signals for this one's. An interrupt may come before the first
+    instruction of `__exit__`, or while an earlier one is reported. So the chain has the scope until it has ended its
+    call, and whoever finds it there ends it: `Chain.settle`, where the exception leaves the method of the buffer, or
+    where the next call begins.
 
     Args:
         chain: The calls of the buffer, of which this is the next.
@@ -58,6 +61,7 @@ class CpuScope:
         self._steps: list[Callable[[], Any]] = []
 
     def __enter__(self) -> CpuScope:
+        self._chain.scope = self
         self._chain.is_calling = True
         return self
 
@@ -68,10 +72,11 @@ class CpuScope:
             try:
                 self._finish()
             except BaseException as raised:
-                self._end(raised)
+                self.end(raised)
                 raise
+            self._chain.scope = None
         else:
-            self._end(error)
+            self.end(error)
 
     # For the steps ---------------------------------------------------------------------------------------------------
 
@@ -171,11 +176,17 @@ class CpuScope:
         self._is_cancelled = not self._is_begun and not self._stream.query()  # unless it begins
         self._stream.run(work, on_abandon=self._abandon)
 
-    def _end(self, error: BaseException) -> None:
-        """Tell the peers of an exception that leaves the call, as far as the call has come."""
+    def end(self, error: BaseException) -> None:
+        """Tell the peers of an exception that leaves the call, as far as the call has come.
+
+        What another exception cuts short is done when this is called again.
+        """
         chain, stream = self._chain, self._stream
-        if self._is_complete or chain.window.failure is not None:
+        if self._is_complete:
             pass
+        elif chain.window.failure is not None:
+            with suppress(RuntimeError):  # the thread has ended, and has reported to all peers that this rank leaves
+                stream.run_in_turn(chain.tell_failure)
         elif self._is_foreign:
             stream.run_in_turn(partial(chain.fail, error, None, is_foreign=True))
         elif self._is_cancelled or (not self._is_begun and is_refusal(error)):
@@ -184,6 +195,7 @@ class CpuScope:
             chain.fail(error, self._name())
         else:
             self._abandon(error)
+        chain.scope = None
 
     def _name(self) -> Call | None:
         """Return the call, for messages; None: it has not been announced."""

@@ -201,7 +201,10 @@ class CudaEngine(Engine):
 
     def expect_call(self) -> None:
         """Note that a call begins. If an exception leaves it, `leave` must be called."""
-        self.signals.is_announced = self.signals.is_calling = False
+        signals = self.signals
+        if signals.scope is not None:
+            signals.settle()
+        signals.is_announced = signals.is_calling = False
 
     def leave(self, error: BaseException, method: str) -> None:
         """Report to the peers that an exception has ended a call, unless that has been reported already.
@@ -210,7 +213,9 @@ class CudaEngine(Engine):
             error: The exception.
             method: The name of the method that the caller has called.
         """
-        if not self.signals.is_calling and not isinstance(error, EPClosed):
+        if self.signals.is_calling:
+            self.signals.settle(error)
+        elif not isinstance(error, EPClosed):
             self.signals.propagate_failure(operation_of(method), error)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

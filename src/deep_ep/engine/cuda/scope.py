@@ -24,7 +24,8 @@ class CudaScope:
     """The scope of a call on a GPU, see `ops.CallScope`.
 
     The launches of the call come after the caller's work (or just after an event) and after earlier calls. Autograd
-    does not record inside, and an error on the host is reported to the peers. The buffer must not have failed.
+    does not record inside, and an error on the host is reported to the peers. The buffer must not have failed. The
+    signals have the scope until it has ended its call, as a chain has it on the CPU (`CpuScope`).
 
     Args:
         operation: One of `protocol.OPERATIONS`.
@@ -91,14 +92,16 @@ class CudaScope:
                 _set_grad_enabled(True)
             signals.propagate_failure(self._operation, error)
             raise
+        signals.scope = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        marked, self._marked = self._marked, None
         try:
-            if self._marked is not None:
-                self._marked.__exit__(kind, error, traceback)
+            if marked is not None:
+                marked.__exit__(kind, error, traceback)
         finally:
             self._stream.exit(self._saved)
             if self._grad:
@@ -110,6 +113,7 @@ class CudaScope:
                     self._signals.stats.count_path(self.path)
                 if self.is_elsewhere or self._order.is_async:  # otherwise the caller's stream has all that was launched
                     self.event = self._stream.leave(self._order.is_async)
+            self._signals.scope = None
 
     def announce(self, call: Any) -> None:
         """Note that peers may see the call from here on: an error in it is an error of all ranks."""

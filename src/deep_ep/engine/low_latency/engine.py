@@ -150,9 +150,14 @@ class LowLatencyEngine(ABC):
         """Return the hook of a call, which makes its receive phase."""
 
         def hook() -> None:
+            self._settle_call()
             self._require_working()
             self._in_flight.require_pending(call.number)
-            self._receive(call)
+            try:
+                self._receive(call)
+            except BaseException as error:
+                self._settle_call(error)
+                raise
 
         return hook
 
@@ -172,6 +177,12 @@ class LowLatencyEngine(ABC):
     @abstractmethod
     def _require_working(self) -> None:
         """Raise if an earlier call has failed."""
+
+    @abstractmethod
+    def _settle_call(self, error: BaseException | None = None) -> None:
+        """End a phase that an exception has left before its scope could, see `Chain.settle`. For hooks: the methods of
+        a buffer have `calling.call` around them.
+        """
 
     @abstractmethod
     def _scope(self, operation: str, phase: str, order: CallOrder) -> Any:

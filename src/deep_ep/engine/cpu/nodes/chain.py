@@ -46,7 +46,8 @@ class CpuNodesChain(Chain):
         self.tell_failure()
 
     def tell_failure(self) -> None:
-        """Report to the ranks of other nodes that this rank has failed, if it has."""
+        """Report to the node, and to the ranks of other nodes, that this rank has failed, if it has."""
+        super().tell_failure()
         if self.window.failure is not None:
             if self.mesh is not None:
                 self.mesh.fail(self.window.failure)

@@ -72,6 +72,9 @@ class CpuLowLatency(LowLatencyEngine):
     def _require_working(self) -> None:
         self._chain.require_working()
 
+    def _settle_call(self, error: BaseException | None = None) -> None:
+        self._chain.settle(error)
+
     def _scope(self, operation: str, phase: str, order: CallOrder) -> CpuScope:
         del operation, phase  # the call has its name, and records its phases itself
         return CpuScope(self._chain, self._stream, order)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # it needs sockets that other systems do not have
     from ....transport.mesh import Mesh
 
 
-_NUM_POST_WORDS = 1 + 3  # of a `LocalPost`: the rows, and a base
+_NUM_POST_WORDS = 1 + 3 + 1  # behind what must agree: the rows and the base of a `LocalPost`, the number of the call
 
 
 class LocalPost(NamedTuple):
@@ -310,7 +310,7 @@ class LowLatencyCall(ABC):
 
     def _masks_of_others(self) -> dict[int, tuple[int, list[int]]]:
         """Return, for each rank that is not masked, the number of the call that it has posted, and its masks."""
-        shared, first = self.shared, len(Agreement._fields) + _NUM_POST_WORDS
+        shared, first = self.shared, len(Agreement._fields) + _NUM_POST_WORDS - 1
         last = first + 1 + 2 * shared.num_mask_words
         said = {}
         for rank in shared.local:
@@ -327,7 +327,8 @@ class LowLatencyCall(ABC):
         """Return what the unmasked ranks have posted, after mapping their memory.
 
         Raises:
-            SpoiledError: They do not agree. The message names the rank that differs, and the items in which it does.
+            SpoiledError: A post is of another call, or they do not agree. The message names the rank that differs, and
+                the items in which it does.
         """
         shared, mine = self.shared, self.agreement
         expected, said = mine.words(), {}
@@ -337,6 +338,11 @@ class LowLatencyCall(ABC):
             if shared.is_masked(rank, self.number):
                 continue
             words = shared.peer(rank).board.read_sent(self.number, size + _NUM_POST_WORDS)
+            if words[-1] != self.number:
+                raise SpoiledError(
+                    f"{self.name}: rank {rank} must have sent this call, but in its place is call {words[-1]} "
+                    f"({shared.window.me()}). It has left a call out: look at its output, and make a new buffer"
+                )
             said[rank] = words[:size]
             posts.local[rank] = LocalPost(words[size], Base.from_words(words[size + 1 : size + 4]))
         for rank, sender in shared.remote(self.number).items():

@@ -294,6 +294,9 @@ class CudaLowLatency(LowLatencyEngine):
         if self._masked_word.value != self._told:
             self._warn_of_masks()
 
+    def _settle_call(self, error: BaseException | None = None) -> None:
+        self.signals.settle(error)
+
     def _scope(self, operation: str, phase: str, order: CallOrder) -> CudaScope:
         return CudaScope(operation, order, self.signals, self._stream, self._arena, phase)
 
