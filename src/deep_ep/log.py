@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 
 logger = logging.getLogger("deep_ep")
 
@@ -14,3 +15,21 @@ def log_event(level: int, text: str) -> None:
     """
     if logger.isEnabledFor(level) and logger.hasHandlers():
         logger.log(level, "%s", text)
+
+
+def warn(text: str, stacklevel: int) -> None:
+    """Warn in a call, and log it.
+
+    A filter that turns warnings into errors (`python -W error`) does not end the call, since the peers are in it: the
+    text is only logged then.
+
+    Args:
+        text: What to say.
+        stacklevel: As in `warnings.warn`.
+    """
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
+    except RuntimeWarning:
+        logger.warning("%s", text)
+    else:
+        log_event(logging.WARNING, text)

@@ -117,7 +117,8 @@ def test_failing_leaving_and_breaking_off_are_told_apart(pair: tuple[Mesh, Mesh]
     one.close()  # behind everything queued
     wait_until(lambda: other.senders[0].link.ending is not None)
     assert other.senders[0].has_sent(1)
-    assert other.senders[0].why_not(2, True) == ", which has destroyed its buffer"
+    assert other.senders[0].why_not(2, True) == ", which has failed (rank 5 an accident)"
+    assert other.senders[0].link.has_left
     here, there = socket.socketpair()
     mesh = make_mesh(0, here)
     there.close()

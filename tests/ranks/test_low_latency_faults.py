@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -300,6 +301,82 @@ def test_the_others_go_on_without_a_killed_rank(device: str, moment: str) -> Non
     for rank in {0, 1, 2, 3} - {victim}:
         (text,) = results[rank]
         assert f"low-latency {operation}: no signal from rank {victim}, whose process has ended" in text
+
+
+def interrupted_peer(rank: int, num_ranks: int, point: str) -> list[str]:
+    """Rank 1 is interrupted in a call, and its caller goes on; the others make three rounds without it."""
+    buffer = make_buffer(num_ranks, CASE, enable_shrink=True)
+    one_round(buffer, rank, 0)
+    masked = [{1}] * num_ranks
+    if rank == 1:
+        buffer.set_fault_hook(interrupt_at(point))
+        with pytest.raises(KeyboardInterrupt):
+            one_round(buffer, rank, 1)
+        assert error_of(one_round, buffer, rank, 2)[0] == "EPClosed"
+        dist.barrier()  # its process has not ended, nor is its buffer destroyed
+        return []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # What a rank has sent before it was interrupted is used.
+        this = Round(rank, num_ranks, 1, None if "receive" in point else masked)
+        got = dispatch(buffer, this.mine, CASE, **FORM)
+        combined, *_ = combine(buffer, this.check_dispatch(got), this.mine, got[2])
+        this.check_combine(combined, masked)
+        one_round(buffer, rank, 2, masked)
+        buffer.low_latency_clean_mask_buffer()
+        buffer.clean_low_latency_buffer(CASE.max_tokens, CASE.hidden, CASE.experts_per_rank * num_ranks)
+        one_round(buffer, rank, 3, masked)
+    assert mask_of(buffer) == [int(one == 1) for one in range(num_ranks)]
+    dist.barrier()
+    return [str(one.message) for one in caught if one.category is RuntimeWarning]
+
+
+def interrupt_at(point: str) -> Any:
+    def fault(reached: str) -> None:
+        if reached == point:
+            raise KeyboardInterrupt
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("point", "env"),
+    [("before sent", {}), ("before receive", {}), ("before sent", {"DEEP_EP_RANKS_PER_NODE": "2"})],
+    ids=["before sent", "before receive", "nodes"],
+)
+@pytest.mark.cpu_only
+def test_the_others_go_on_without_an_interrupted_rank(device: str, point: str, env: dict[str, str]) -> None:
+    results = run_ranks(interrupted_peer, 4, f"low-latency dispatch: {point}", env=env, limit_secs=40)
+    for rank in (0, 2, 3):
+        first, again = results[rank]
+        assert "no signal from rank 1, which has failed (rank 1 failed: low-latency dispatch (call 3)" in first
+        assert "KeyboardInterrupt" in first
+        assert "no signal from rank 1, which has failed" in again
+
+
+def warned(rank: int, num_ranks: int) -> list[str]:
+    """Warnings are errors, and rank 1 leaves. Returns what is logged."""
+    buffer = make_buffer(num_ranks, CASE, enable_shrink=True)
+    dist.barrier()
+    if rank == 1:
+        buffer.destroy()
+        return []
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deep_ep").addHandler(handler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one_round(buffer, rank, 0, [{1}, {1}])
+    assert mask_of(buffer) == [0, 1]
+    buffer.destroy()
+    return texts
+
+
+@pytest.mark.cpu_only
+def test_a_warning_that_is_an_error_ends_no_call(device: str) -> None:
+    (text,), _ = run_ranks(warned, 2)
+    assert "no signal from rank 1, which has destroyed its buffer" in text
 
 
 def killed_without_shrink(rank: int, num_ranks: int, has_hook: bool) -> tuple[str, str]:

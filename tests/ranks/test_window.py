@@ -338,6 +338,9 @@ def staged(rank: int, num_ranks: int) -> int:
             rows.fill_(rank + 1)
             assert torch.equal(buffer.dispatch(rows, handle=handle)[0], recv_x)
     assert buffer.stats()["calls"] == {"dispatch/staged": 6, "combine/staged": 6}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dispatch(make_buffer(num_nvl_bytes=1 << 20))  # its warning is only logged
     return len([one for one in caught if "go through staging" in str(one.message)])
 
 

@@ -21,6 +21,7 @@ from ..log import log_event
 from ..reaper import Closing
 from ..topology import Topology
 from ..trace import Trace
+from ..transport.window import GONE_ON
 from . import checks
 from .engines import Engine
 from .registry import ForkedLock
@@ -195,7 +196,7 @@ class ReplacingMethods:
         self._install(made)
         self.group = None  # a member of it has ended
         # A process that was taken for ended, and still waits in a call, learns it. Nothing is waited for here.
-        engine.abandon(f"has gone on in generation {made.number} of the buffer: earlier ones are not used any more")
+        engine.abandon(f"{GONE_ON} generation {made.number} of the buffer: earlier ones are not used any more")
         Closing(self, functools.partial(_close_generation, engine, trace)).close_soon()
 
     def _require_same_terms(self, control: Control) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import torch
 
 from .. import env
 from ..errors import EPError
+from ..log import warn
 from ..transport import (
     Base,
 )
@@ -50,12 +50,11 @@ def step_name(step: int) -> str:
 
 def warn_staged(operation: str, used_bytes: int, rank: int, num_ranks: int) -> None:
     """Warn that rows go through staging, which is slower."""
-    warnings.warn(
+    warn(
         f"{operation}: the arena has no room for the rows ({used_bytes} bytes are in use), they go through staging "
         f"in rounds (rank {rank}/{num_ranks}). Drop received tensors, make the buffer with a larger "
         f"num_nvl_bytes, or raise {env.ARENA_BYTES.name} if it is set. "
         "This is said once",
-        RuntimeWarning,
         stacklevel=3,
     )
 

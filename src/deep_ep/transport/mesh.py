@@ -122,6 +122,9 @@ class RemoteSender:
     def why_gone(self, looks_at_process: bool) -> str | None:
         """Return why no call will come any more; None: one may."""
         del looks_at_process
+        failure = self.failure()
+        if failure is not None and not failure.is_departure:
+            return f", which has failed ({failure})"
         if self.link.has_left:
             return ", which has destroyed its buffer"
         if self.link.ending is not None:

@@ -5,7 +5,7 @@ ranks by message.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..errors import EPPeerFailed, EPTimeout
@@ -99,6 +99,9 @@ class LocalSender:
 
     def why_gone(self, looks_at_process: bool) -> str | None:
         """Return why no call will come any more; None: one may."""
+        failure = self.failure()
+        if failure is not None and not failure.is_departure:
+            return f", which has failed ({failure})"
         if self._peer.board.closed.load_acquire():
             return ", which has destroyed its buffer"
         if looks_at_process and not self._peer.is_alive():
@@ -161,8 +164,8 @@ def wait_sent(
         limit_secs: Seconds that a rank may be silent.
         own_refusal: The last refusal of this rank.
         look: Called with the call that waits; raises if this rank has given the call up.
-        may_lose: Go on without a rank that is silent past the limit, dead or closed, or that has refused the call, and
-            return it as lost; else raise.
+        may_lose: Go on without a rank that is silent past the limit, dead or closed, or that has failed or refused the
+            call, and return it as lost; else raise.
         told_lost: Called while this rank waits: returns the ranks that others consider lost in this call, each with a
             reason. This rank then considers them lost, too, even if they have sent.
 
@@ -181,7 +184,7 @@ def wait_sent(
         for sender in pending:
             waited_ns[sender.rank] = int(secs * 1e9)
         look(where)
-        _raise_if_failed(senders, where, me)
+        raise_if_failed(senders, where, me, may_lose=may_lose)
         # Reasons first, words second: a peer may have sent and then left.
         looks_at_process = secs - pulse > PULSE_SECS
         pulse = secs if looks_at_process else pulse
@@ -200,18 +203,31 @@ def wait_sent(
             if reason is not None:
                 gone[sender.rank] = reason
         if gone and not may_lose:
+            raise_if_failed(senders, where, me, may_lose=False)  # which may be the reason
             raise EPTimeout(f"{where}: {told(gone)} ({me}). Look at its output, and make a new buffer")
         lost.update(told_lost())
         lost.update(gone)
         pending = [sender for sender in pending if sender.rank not in lost]
     for sender in senders:
         sender.count_wait(waited_ns.get(sender.rank, 0) * 1e-9)
-    _raise_if_failed([sender for sender in senders if sender.rank not in lost], where, me)
+    raise_if_failed(senders, where, me, may_lose=may_lose)
     return Arrivals(waited_ns, lost)
 
 
-def _raise_if_failed(senders: Sequence[Sender], where: Where, me: str) -> None:
+def raise_if_failed(senders: Iterable[Sender], where: Where, me: str, *, may_lose: bool) -> None:
+    """Raise if a rank has failed.
+
+    Args:
+        senders: The ranks.
+        where: The call that waits, for the error.
+        me: This rank, for the error.
+        may_lose: A rank that has failed is lost, and what it has sent before is used, since all ranks of its node find
+            it. Raise only if it is in a later generation, in which this rank is not.
+
+    Raises:
+        EPPeerFailed: A rank has.
+    """
     for sender in senders:
         failure = sender.failure()
-        if failure is not None:
+        if failure is not None and (failure.is_departure or not may_lose):
             raise EPPeerFailed(*failure, str(where), me)

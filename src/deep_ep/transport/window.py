@@ -40,6 +40,7 @@ SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the
 _GRACE_SHARE, _MOST_GRACE_SECS = 0.5, 5.0
 _MOST_STEP_SECS = 0.5  # between two looks of a wait, also on a machine that is busy with other things
 PULSE_SECS = 0.02  # how often a wait checks whether the peers' processes are alive
+GONE_ON = "has gone on in"  # how the cause begins of a rank that has left for a later generation of the buffer
 
 
 class Waiting:
@@ -414,6 +415,11 @@ class Failure(NamedTuple):
 
     rank: int
     cause: str
+
+    @property
+    def is_departure(self) -> bool:
+        """Whether nothing is wrong there: the rank has left this generation of the buffer for a later one."""
+        return self.cause.startswith(GONE_ON)
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.cause}"

@@ -5,8 +5,6 @@ Everything called `send` or `receive` runs on the comm stream.
 
 from __future__ import annotations
 
-import logging
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ....errors import EPError, EPTimeout
-from ....log import log_event
+from ....log import warn
 from ....trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
 from ....transport import LOW_LATENCY as REFUSED
 from ....transport import Base
@@ -65,8 +63,7 @@ class Posts(NamedTuple):
 def warn_of_masks(where: str, lost: dict[int, str], me: str) -> None:
     """Warn that ranks are masked, and why."""
     text = f"{where}: {told(lost)}. From now on masked: its experts' results are missing ({me})"
-    log_event(logging.WARNING, text)
-    warnings.warn(text, RuntimeWarning, stacklevel=3)
+    warn(text, stacklevel=3)
 
 
 class LowLatencyCall(ABC):
@@ -145,6 +142,8 @@ class LowLatencyCall(ABC):
         words = [*self.agreement.words(), num_rows, *base.words(), self.number, *self.shared.mask_words()]
         window.board.post_sent(self.number, words)
         self.shared.fault(f"{operation}: before sent")
+        # A caller that has left may have overwritten what was published. With masks peers use whatever was sent.
+        window.raise_if_given_up(self.name)
         window.board.sent.store_release(self.number)
         self.shared.fault(f"{operation}: local sent")
         if self.shared.mesh is not None:

@@ -14,9 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ....errors import EPPeerFailed
 from ....transport.board import Meeting
-from ....transport.senders import Sender
+from ....transport.senders import Sender, raise_if_failed
 from ....transport.window import PULSE_SECS, SHORTEST_PAUSE_SECS, Waiting, Where, next_pause
 from ..calls import BARRIER, Met
 from .shared import Shared
@@ -33,7 +32,7 @@ def meet(shared: Shared, following: int, look: Callable[[object], None]) -> Met:
         look: Told where the wait is; raises if this rank has given up.
 
     Raises:
-        EPPeerFailed: A peer has failed.
+        EPPeerFailed: The peers are in a later generation.
     """
     shared.num_attempts += 1
     attempt = shared.num_attempts
@@ -55,12 +54,13 @@ def _meet(shared: Shared, attempt: int, following: int, look: Callable[[object],
     waiting, pause, pulse = Waiting(), SHORTEST_PAUSE_SECS, 0.0
     lost: dict[int, str] = {}
     while True:
+        raise_if_failed(pending.values(), where, shared.window.me(), may_lose=True)
         # Reasons first, words second: a peer may have answered and then left.
         secs = waiting.look()
         looks_at_process = secs - pulse > PULSE_SECS
         pulse = secs if looks_at_process else pulse
         for rank, sender in list(pending.items()):
-            reason = _why_not(sender, secs, limit_secs, looks_at_process, where, shared.window.me())
+            reason = _why_not(sender, secs, limit_secs, looks_at_process)
             theirs = sender.meeting()
             if theirs.attempt != echoes[rank]:
                 echoes[rank] = theirs.attempt
@@ -88,13 +88,8 @@ def _say(shared: Shared, rank: int, meeting: Meeting) -> None:
     board.echoes[rank - shared.local.start].store_release(meeting.echo)
 
 
-def _why_not(
-    sender: Sender, secs: float, limit_secs: float, looks_at_process: bool, where: Where, me: str
-) -> str | None:
+def _why_not(sender: Sender, secs: float, limit_secs: float, looks_at_process: bool) -> str | None:
     """Return why a rank will not come; None: it may."""
-    failure = sender.failure()
-    if failure is not None:
-        raise EPPeerFailed(*failure, str(where), me)
     reason = sender.why_gone(looks_at_process)
     if reason is None and sender.is_silent(secs, limit_secs):
         reason = f" after {limit_secs:g} s"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from ....kernels._triton import Launch
 from ....kernels.exchange import WARP_LANES
 from ....kernels.low_latency import combine, dispatch, words
 from ....kernels.low_latency.words import KernelCall, LowLatencyContext, WaitOptions
-from ....log import log_event
+from ....log import log_event, warn
 from ....stream import LaunchStream
 from ....transport import MAX_EXPERTS
 from ....transport.device import DeviceMemory, DeviceWindow
@@ -518,8 +517,7 @@ class CudaLowLatency(LowLatencyEngine):
                     f"low latency (call {call}): rank {rank} {_REASONS[reason]}, and is masked from now on "
                     f"(rank {self.context.buffer.rank}/{size}). Its experts' results are missing"
                 )
-                log_event(logging.WARNING, text)
-                warnings.warn(text, RuntimeWarning, stacklevel=5)
+                warn(text, stacklevel=5)
 
 
 def _results(geometry: Geometry, form: RowFormat, device: torch.device) -> tuple[torch.Tensor, ...]:

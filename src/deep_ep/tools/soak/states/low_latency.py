@@ -94,8 +94,8 @@ class LowLatencyRank(NamedTuple):
         sent: As on the board.
         spent: As on the board.
         done: As on the board.
-        failed: As on the board.
-        is_gone: It has destroyed its buffer, or its process has ended.
+        failed: As on the board, where no ranks are masked.
+        is_gone: It has destroyed its buffer, its process has ended, or, where ranks are masked, it has failed.
         refused: As on the board: the number of a call.
         masks: Of each rank: the first call that it is masked in; `NEVER`: it is not masked.
         lost: The ranks of those that all are to mask.
@@ -459,10 +459,6 @@ class LowLatencyModel:
         number = next(number for number in open_calls if self._said(me, number) == me.missed)
         label = Label(rank, f"agrees on {me.missed:b}", me.number)
         voters = [(peer, one) for peer, one in self._voters(ranks, rank) if not me.missed >> peer & 1]
-        failed = next((peer for peer, one in voters if one.failed), None)
-        if failed is not None:
-            yield self._raised(ranks, rank, state, label, f"rank {failed} has failed")
-            return
         if number == me.number and self._is_missed_earlier(ranks, rank):
             yield label, self._packed(rank, self._with_verdict(me, number - 1, me.missed), state)
             return
@@ -520,9 +516,6 @@ class LowLatencyModel:
         for peer, one in enumerate(ranks):
             if (me.joined | me.lost) >> peer & 1:
                 continue
-            if one.failed:
-                yield self._raised(ranks, rank, state, label, f"rank {peer} has failed")
-                continue
             echoes = tuple(one.attempt if index == peer else echo for index, echo in enumerate(me.echoes))
             if one.echoes[rank] == me.attempt:
                 changed = me._replace(echoes=echoes, joined=me.joined | 1 << peer, number=max(me.number, one.following))
@@ -562,7 +555,12 @@ class LowLatencyModel:
         label = label._replace(name=f"{label.name} raises: {why}")
         if state[-1] == 0:
             return label, Violation(f"rank {rank} raises in call {label.call}, and nothing went wrong: {why}")
-        return label, self._packed(rank, self._scribbled(ranks[rank])._replace(status=RAISED, failed=1), state)
+        return label, self._packed(rank, self._failed(ranks[rank]), state)
+
+    def _failed(self, me: LowLatencyRank) -> LowLatencyRank:
+        """A rank that has failed. Where ranks are masked, its peers go on without it as without one that has ended."""
+        failed, is_gone = int(not self._can_mask), int(self._can_mask)
+        return self._scribbled(me)._replace(status=RAISED, failed=failed, is_gone=is_gone)
 
     def _scribbled(self, me: LowLatencyRank) -> LowLatencyRank:
         """A rank that fails writes no set again. But a half that it was in may be half written."""
@@ -587,7 +585,7 @@ class LowLatencyModel:
             elif fault == SILENT:
                 used = 2 + rank
             else:
-                changed = self._scribbled(me)._replace(status=RAISED, failed=1)
+                changed = self._failed(me)
             yield Label(rank, fault, me.number), self._packed(rank, changed, state, used)
 
 
