@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import socket
 import struct
+import sys
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +66,68 @@ def test_frames_arrive_in_order_and_whole(links: tuple[Link, Link]) -> None:
         assert (frame.topic, frame.epoch, frame.tag) == (ROWS, 7, index)
         assert frame.page.tensor().tolist() == [index] * size
     assert one.bytes_sent == other.bytes_received == sum(sizes) + 4 * 32
+
+
+class InterruptAt:
+    """Inside the block KeyboardInterrupt is raised at the n-th place where Python delivers signals: as a function
+    begins, and as a function in C returns.
+    """
+
+    def __init__(self, num_before: int):
+        self._num_left = num_before
+
+    def __enter__(self) -> InterruptAt:
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+    @property
+    def has_come(self) -> bool:
+        return self._num_left < 0
+
+    def _profile(self, _frame: FrameType, event: str, _arg: object) -> None:
+        if event in ("call", "c_return") and not self.has_come:
+            self._num_left -= 1
+            if self.has_come:
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_an_interrupt_sends_no_byte_twice(is_dropped: bool) -> None:
+    """It comes while frames are handed to the system; afterwards the rest is sent, or dropped for last words."""
+    for num_before in range(1000):
+        one, other = (Link(end, Pool()) for end in socket.socketpair())
+        one.send(ROWS, 1, 0, Pool().take(300_000))  # more than the socket takes at once
+        for tag in range(1, 4):
+            one.send(ROWS, 1, tag, Pool().filled(bytes([tag]) * 100))
+        assert one.num_queued == 4
+        other.fill()
+        interrupt = InterruptAt(num_before)
+        with contextlib.suppress(KeyboardInterrupt):
+            while one.num_queued:
+                with interrupt:
+                    one.flush()
+                other.fill()
+        if is_dropped:
+            one.drop_queued()
+        one.send(FAILED, 0, 5, Pool().filled(b"an accident"))
+        while one.num_queued or other.failure is None:
+            one.flush()
+            other.fill()
+            assert other.ending is None
+        assert other.failure == (5, "an accident")
+        tags = [frame.tag for frame in other.inbox]
+        assert tags == [0, 1, 2, 3][: len(tags)]
+        assert is_dropped or len(tags) == 4
+        assert all(frame.page.tensor().tolist() == [frame.tag] * 100 for frame in list(other.inbox)[1:])
+        assert one.bytes_sent == other.bytes_received
+        for link in (one, other):
+            link.close()
+        if not interrupt.has_come:
+            return
+    raise AssertionError("it never ends")
 
 
 def test_a_link_that_nobody_empties_is_not_read_for_ever(links: tuple[Link, Link]) -> None:

@@ -12,10 +12,11 @@ import mmap
 import socket
 import struct
 import time
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, chain, islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -192,18 +193,38 @@ class _Outgoing:
     """A frame on its way.
 
     Attributes:
-        pieces: What is left of it.
+        begin: Where it begins in the stream of bytes of its link.
+        stops: Where its pieces end, counted from its beginning.
+        pieces: Its head, and the pieces of its payload that are not empty.
         payload: Its payload, the page of which is to be given back.
         num_bytes: Bytes of the payload.
         topic: The topic of the frame.
         queued_ns: When it was queued.
     """
 
+    begin: int
+    stops: list[int]
     pieces: list[memoryview]
     payload: Pieces
     num_bytes: int
     topic: int
     queued_ns: int
+
+    @property
+    def stop(self) -> int:
+        """Where it ends in the stream."""
+        return self.begin + self.stops[-1]
+
+    def unsent(self, position: int) -> Iterator[memoryview]:
+        """Return what is left of it if the stream was handed to the system up to a position."""
+        num_sent = position - self.begin
+        if num_sent <= 0:
+            return iter(self.pieces)
+        first = bisect_right(self.stops, num_sent)
+        left = self.pieces[first:]
+        if left:
+            left[0] = left[0][num_sent - self.stops[first] :]  # counted from its end
+        return iter(left)
 
 
 def _text_of(frame: Frame) -> str:
@@ -225,7 +246,6 @@ class Link:
         refusal: The last call that the peer has refused, if nothing has come since; None: there is none.
         has_left: The peer has sent that it leaves.
         ending: Why nothing more will come; None: more may.
-        bytes_sent: Bytes that were handed to the system, including heads.
         bytes_received: Bytes that were read, including heads.
         wait_secs: Time spent waiting for this rank.
         on_departure: Called with every frame that has been handed to the system; None: not called.
@@ -242,7 +262,7 @@ class Link:
         self._pool = pool
         self.allocator: PageAllocator = allocator or pool
         self._outbox: deque[_Outgoing] = deque()
-        self._is_begun = False
+        self._position = deque([0], maxlen=1)
         self._head = bytearray(_HEAD.size)
         self._target = memoryview(self._head)
         self._coming: tuple[int, int, int] | None = None
@@ -254,12 +274,17 @@ class Link:
         self.meeting = Meeting()
         self.has_left = False
         self.ending: str | None = None
-        self.bytes_sent = self.bytes_received = 0
+        self.bytes_received = 0
         self.wait_secs = 0.0
 
     def fileno(self) -> int:
         """Return the descriptor of the socket."""
         return self._socket.fileno()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that were handed to the system, including heads."""
+        return self._position[0]
 
     @property
     def num_queued(self) -> int:
@@ -279,42 +304,39 @@ class Link:
             raise EPTransportError(f"transport message: {num_bytes} bytes are too many for one message")
         head = memoryview(_HEAD.pack(topic, epoch, tag, num_bytes))
         pieces = [head, *(one for one in payload.pieces if one.nbytes)]
-        self._outbox.append(_Outgoing(pieces, payload, num_bytes, topic, time.monotonic_ns()))
+        stops = list(accumulate(piece.nbytes for piece in pieces))
+        begin = max(self.bytes_sent, self._outbox[-1].stop if self._outbox else 0)
+        self._outbox.append(_Outgoing(begin, stops, pieces, payload, num_bytes, topic, time.monotonic_ns()))
         self.flush()
 
     def flush(self) -> None:
         """Hand to the system what it accepts.
 
         A broken connection shows when reading: the peer's last frames may be there.
+
+        An interrupt may leave this between any two instructions, and it is then called again. So the position in the
+        stream is all that says what was sent, and it advances in one instruction with the system's answer: a variable
+        would lose the answer to an interrupt before the assignment, and the bytes would be sent twice.
         """
         try:
             while self._outbox:
-                pieces = (piece for outgoing in self._outbox for piece in outgoing.pieces)
-                self._advance(self._socket.sendmsg(list(islice(pieces, _MOST_PIECES))))
+                if self._outbox[0].stop <= self.bytes_sent:
+                    self._retire(self._outbox.popleft())
+                    continue
+                pieces = chain.from_iterable(outgoing.unsent(self.bytes_sent) for outgoing in self._outbox)
+                sent = map(self._socket.sendmsg, [list(islice(pieces, _MOST_PIECES))])
+                self._position.extend(accumulate(sent, initial=self.bytes_sent))
         except (BlockingIOError, InterruptedError):
             pass
         except OSError:
             self._outbox.clear()
 
-    def _advance(self, num_bytes: int) -> None:
-        self.bytes_sent += num_bytes
-        self._is_begun = True
-        while num_bytes and self._outbox:
-            outgoing = self._outbox[0]
-            piece = outgoing.pieces[0]
-            taken = min(num_bytes, piece.nbytes)
-            num_bytes -= taken
-            if taken < piece.nbytes:
-                outgoing.pieces[0] = piece[taken:]
-                return
-            outgoing.pieces.pop(0)
-            if not outgoing.pieces:
-                self._outbox.popleft()
-                self._is_begun = num_bytes > 0
-                if self.on_departure is not None:
-                    self._tell_departure(outgoing)
-                if outgoing.payload.page is not None:
-                    self._pool.give(outgoing.payload.page)
+    def _retire(self, outgoing: _Outgoing) -> None:
+        """Note that a frame has been handed to the system, and give its page back."""
+        if self.on_departure is not None:
+            self._tell_departure(outgoing)
+        if outgoing.payload.page is not None:
+            self._pool.give(outgoing.payload.page)
 
     def _tell_departure(self, outgoing: _Outgoing) -> None:
         assert self.on_departure is not None
@@ -384,7 +406,7 @@ class Link:
 
     def drop_queued(self) -> None:
         """Forget frames of which nothing has been sent: those of a call that has failed."""
-        while len(self._outbox) > int(self._is_begun):
+        while self._outbox and self._outbox[-1].begin >= self.bytes_sent:
             self._outbox.pop()
 
     def close(self) -> None:
