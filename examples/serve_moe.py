@@ -24,7 +24,10 @@ from __future__ import annotations
 import argparse
 import logging
 import multiprocessing
+import os
+import signal
 import sys
+import threading
 import time
 import warnings
 from contextlib import suppress
@@ -223,6 +226,8 @@ class Server:
 
 def serve(rank: int, options: Options, port: int, first_request: int, reports: Connection) -> None:
     """The function of a rank's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the launcher ends ranks
+    threading.Thread(target=end_with_launcher, daemon=True).start()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     warnings.simplefilter("ignore", RuntimeWarning)  # masks are logged, too
@@ -245,6 +250,16 @@ def serve(rank: int, options: Options, port: int, first_request: int, reports: C
         reports.send(Report(rank, step, time.monotonic(), options.requests, is_degraded, answers))
     buffer.destroy()
     reports.close()
+
+
+def end_with_launcher() -> None:
+    """End this process when its launcher has ended, in whatever way, and also if the launcher was interrupted while it
+    started this process, so that it does not know of it.
+    """
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    wait([launcher.sentinel])
+    os._exit(1)
 
 
 def make_buffer(rank: int, options: Options, store: dist.Store) -> Buffer:
@@ -293,8 +308,9 @@ class Launcher:
         """Start the process of a rank."""
         here, there = self._start.Pipe(duplex=False)
         args = (rank, self._options, self._store.port, first_request, there)
-        self._processes[rank] = self._start.Process(target=serve, args=args, name=f"rank {rank}", daemon=True)
-        self._processes[rank].start()
+        process = self._start.Process(target=serve, args=args, name=f"rank {rank}", daemon=True)
+        process.start()
+        self._processes[rank] = process
         there.close()
         self._pipes[here] = rank
 

@@ -263,6 +263,40 @@ def test_serve_moe_survives_a_killed_rank(device: str, tmp_path: Path) -> None:
         said_by(serve_moe, "--revive")
 
 
+# Ctrl-C while the second rank is started: before, or behind, the moment from which on its process is there.
+INTERRUPTED = """
+import sys
+sys.path.insert(0, "examples")
+import multiprocessing.popen_forkserver as popen
+import serve_moe
+
+def interrupt(frame, event, arg):
+    global num_left
+    if event == EVENT and frame.f_code is popen.Popen._launch.__code__:
+        num_left -= 1
+        if num_left == 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+num_left = 2
+sys.argv = ["serve_moe"]
+sys.setprofile(interrupt)
+serve_moe.main()
+"""
+
+
+@pytest.mark.parametrize("event", ["call", pytest.param("return", marks=pytest.mark.exhaustive)])
+@pytest.mark.cpu_only
+def test_serve_moe_leaves_no_process_where_its_start_is_interrupted(device: str, event: str) -> None:
+    program = INTERRUPTED.replace("EVENT", repr(event))
+    # Every process of it inherits the pipe, which ends with the last of them.
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=15, check=False
+    )
+    assert "KeyboardInterrupt" in done.stderr
+    assert "AttributeError" not in done.stderr, done.stderr
+
+
 @pytest.mark.cpu_only
 def test_examples_say_what_they_need(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
