@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -246,6 +247,22 @@ def disagreement(where: str, me: str, clashes: Sequence[tuple[str, Agreement, Ag
     elif {item for _, mine, theirs in clashes for item in mine.differing(theirs)} == {"handle"}:
         remedy = "Pass handles of one and the same dispatch on all ranks, and make the calls in the same order"
     return EPError(f"{where}: all ranks must make the same call, but {said} ({me}). {remedy}")
+
+
+def clashes_among(said: dict[int, list[int]], mine: list[int]) -> list[tuple[str, Agreement, Agreement]]:
+    """Return the ranks that make another call than most, for `disagreement`. All ranks thus name the same ones.
+
+    Args:
+        said: By rank, the words of what must agree; also this rank's.
+        mine: The words of this rank, which count where as many ranks make one call as another.
+    """
+    counts = Counter(map(tuple, said.values()))
+    usual = max(counts, key=lambda words: (counts[words], words == tuple(mine)))
+    return [
+        (f"rank {rank}", Agreement.from_words(usual), Agreement.from_words(words))
+        for rank, words in sorted(said.items())
+        if tuple(words) != usual
+    ]
 
 
 def checksum(prefix: list[list[int]]) -> int:

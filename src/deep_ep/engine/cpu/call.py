@@ -24,7 +24,7 @@ from ...transport import (
     Window,
     ordinary_tensor,
 )
-from ..protocol import Agreement, Header, Offer, disagreement, step_name, warn_staged
+from ..protocol import Header, Offer, clashes_among, disagreement, step_name, warn_staged
 from ..stats import Stats
 
 _LEAST_RECYCLED_BYTES = 1 << 20  # below, torch's own allocation is as good
@@ -103,12 +103,9 @@ class Call:
         posts = [peer.board.read(HEADER, self.epoch) for peer in self.window.peers]
         mine, first = self.header.agreement, self.window.group_ranks.first_rank
         expected = self._words[: len(mine)]
-        clashes = []
-        for rank, words in enumerate(posts):
-            if words[: len(expected)] != expected:
-                clashes.append((f"rank {first + rank}", mine, Agreement.from_words(words)))
-        if clashes:
-            raise disagreement(str(self), self.window.me(), clashes)
+        if any(words[: len(expected)] != expected for words in posts):
+            said = {first + rank: words[: len(expected)] for rank, words in enumerate(posts)}
+            raise disagreement(str(self), self.window.me(), clashes_among(said, expected))
         own = slice(len(expected), len(expected) + len(Header._fields) - 1)
         return [Header(mine, *words[own]) for words in posts]
 

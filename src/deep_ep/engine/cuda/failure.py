@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...errors import EPError, EPOverflow, EPPeerFailed, EPTimeout, named
 from ...kernels import exchange
-from ..protocol import LEAVE, OPERATIONS, Agreement, disagreement, step_name
+from ..protocol import LEAVE, OPERATIONS, Agreement, clashes_among, disagreement, step_name
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,11 @@ class Record:
                 "have each token name an expert once. The buffer is closed: make a new one"
             )
         if self.code == exchange.DISAGREE:
-            clashes = [(f"rank {one}", header(self.origin), header(one)) for one in _bits(self.subject)]
+            differing, theirs = _bits(self.subject), header(self.origin)
+            said = {one: (header(one) if one in differing else theirs).words() for one in range(num_ranks)}
+            clashes = clashes_among(said, theirs.words())
+            if not clashes:  # what differs is not in the headers
+                clashes = [(f"rank {one}", theirs, header(one)) for one in differing]
             return disagreement(where, f"{_by(self.origin, rank)}{me}", clashes)
         if self.code == exchange.TIMEOUT:
             silent = named(_bits(self.subject))

@@ -21,7 +21,7 @@ from ....transport.board import HEADER, NUM_SENT_POSTS, STEP_BITS
 from ....transport.senders import told, wait_sent
 from ....transport.window import Where
 from ...cpu.call import Call
-from ...protocol import LOW_LATENCY, Agreement, Header, disagreement
+from ...protocol import LOW_LATENCY, Agreement, Header, clashes_among, disagreement
 from ..calls import BARRIER
 from ..geometry import NUM_SETS, SetPlan
 from ..slots import NO_SLOT
@@ -329,8 +329,7 @@ class LowLatencyCall(ABC):
             SpoiledError: A post is of another call, or they do not agree. The message names the rank that differs, and
                 the items in which it does.
         """
-        shared, mine = self.shared, self.agreement
-        expected, said = mine.words(), {}
+        shared, expected, said = self.shared, self.agreement.words(), {}
         size, posts = len(expected), Posts({}, {})
         for rank in shared.local:
             # A masked rank's post may be of any call. This rank itself can be masked, too.
@@ -349,12 +348,8 @@ class LowLatencyCall(ABC):
             if page is not None:  # else it has gone on meanwhile, which `_ahead` notices
                 posts.remote[rank] = RemotePost.of(rank, page, 2 * shared.num_mask_words)
                 said[rank] = posts.remote[rank].agreed
-        clashes = [
-            (f"rank {rank}", mine, Agreement.from_words(words))
-            for rank, words in sorted(said.items())
-            if words != expected
-        ]
-        if clashes:
+        if any(words != expected for words in said.values()):
+            clashes = clashes_among({**said, shared.rank: expected}, expected)
             raise SpoiledError(str(disagreement(str(self.name), shared.window.me(), clashes)))
         for rank, post in posts.local.items():
             shared.reach(rank, post.base.segment)
