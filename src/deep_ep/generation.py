@@ -36,6 +36,7 @@ _COMPLETE, _ABSENT, _SILENT, _GIVEN_UP = "complete", "absent", "silent", "given 
 _MADE, _FAILED = "made", "failed"
 _BEAT_SECS = 0.2
 _SILENT_SECS = 5.0  # without a beat, after which a process that has taken part is given up
+_LOOK_SECS = 1.0  # several beats, also on a busy machine
 _MOST_STORE_SECS = 5.0  # that the store may take to answer beyond a deadline
 _SHORTEST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 1e-3, 2e-2
 _MOST_STEP_SECS = 0.5  # between two looks; a process that was stopped for longer has not observed its peers meanwhile
@@ -149,14 +150,15 @@ class Generation:
 
     @staticmethod
     def waiting(where: str, store: Store) -> list[int]:
-        """Return the ranks whose processes wait for the generation that is not decided yet."""
+        """Return the ranks whose processes wait for the generation that is not decided yet, and are alive."""
 
         def look() -> list[int]:
             number = _next_number(store, 0)
             size = _read(store, f"{number}/size")
-            return [rank for rank in range(int(size or 0)) if _read(store, f"{number}/member/{rank}") is not None]
+            ranks = [rank for rank in range(int(size or 0)) if _read(store, f"{number}/member/{rank}") is not None]
+            return _beating(store, number, ranks)
 
-        return _answered(where, look, 0.0)
+        return _answered(where, look, _LOOK_SECS)
 
     def settle(self, error: BaseException | None = None) -> None:
         """Record how the generation has ended for this rank, so that the next attempt is another generation.
@@ -361,6 +363,19 @@ def _await_verdict(
             )
         time.sleep(pause)
         pause = min(2 * pause, _BEAT_SECS)
+
+
+def _beating(store: Store, number: int, ranks: list[int]) -> list[int]:
+    """Return those of the ranks whose beats change while this looks. A process that has ended has left its last one."""
+
+    def beats() -> dict[int, str | None]:
+        return {rank: _read(store, f"{number}/beat/{rank}") for rank in ranks}
+
+    before, alive, deadline = beats(), set[int](), time.monotonic() + _LOOK_SECS
+    while len(alive) < len(ranks) and time.monotonic() < deadline:
+        time.sleep(_LONGEST_PAUSE_SECS)
+        alive |= {rank for rank, beat in beats().items() if beat and beat != before[rank]}
+    return sorted(alive)
 
 
 def _next_number(store: Store, after: int) -> int:

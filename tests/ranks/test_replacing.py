@@ -250,6 +250,21 @@ def test_a_failed_attempt_names_who_is_missing_and_can_be_repeated(tmp_path: Pat
     assert "has been taken: process" in twice[0][1]
 
 
+def joins_and_is_killed(process: int, num_processes: int, path: str) -> list[int]:
+    signs = Signs(path)
+    if process == 1:
+        signs.store.set("pid", str(os.getpid()))
+        join(signs, 1, 2)
+    signs.wait_for_joining(1)
+    os.kill(int(signs.store.get("pid")), signal.SIGKILL)
+    signs.until(lambda: not deep_ep.Buffer.get_joining_ranks(signs.store), "end of rank 1")
+    return deep_ep.Buffer.get_joining_ranks(signs.store)
+
+
+def test_a_process_that_has_ended_is_not_joining(tmp_path: Path) -> None:
+    assert run_ranks(joins_and_is_killed, 2, str(tmp_path / "store"), may_die=[1])[0] == []
+
+
 def stopped_and_replaced(process: int, num_processes: int, path: str) -> list[tuple[str, str]]:
     """Rank 1 is stopped, taken for ended and replaced. Then it continues."""
     warnings.simplefilter("ignore", RuntimeWarning)

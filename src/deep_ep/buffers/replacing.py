@@ -167,7 +167,10 @@ class ReplacingMethods:
 
     @staticmethod
     def get_joining_ranks(store: dist.Store) -> list[int]:
-        """Return the ranks whose processes wait in `join`, or in `replace`, for the others. Waits for nothing.
+        """Return the ranks whose processes wait in `join`, or in `replace`, for the others.
+
+        It does not wait for a rank, but takes up to a second, since it looks for signs of life, of which a process that
+        waits gives five in a second. One that has ended is not returned. Call it where nothing waits: not in a step.
 
         Args:
             store: As in `join`.
