@@ -147,9 +147,12 @@ def test_a_handle_with_a_zero_copy_tensor_may_be_combined_without(device: str, e
     run_ranks(taken_and_not_used, 2, env=env)
 
 
-def few_experts(rank: int, num_ranks: int) -> list[tuple[str, str]]:
-    """One expert a rank: dispatches take slots, and so one result may be in flight. What the error names suffices."""
-    case = Case(experts_per_rank=1, max_tokens=2, hidden=136, topk=2)
+FEW = Case(experts_per_rank=1, max_tokens=2, hidden=136, topk=2)
+FOUR = Case(experts_per_rank=2, max_tokens=9, hidden=128, topk=8)
+
+
+def few_experts(rank: int, num_ranks: int, case: Case) -> tuple[str, str]:
+    """Dispatches take slots, and so one result may be in flight. What the error names suffices."""
     buffer = hinted_buffer(num_ranks, case)
     for seed in range(3):
         play(buffer, ORDERS["two results held"], [case._replace(seed=seed)] * 2, BF16, {})
@@ -159,16 +162,23 @@ def few_experts(rank: int, num_ranks: int) -> list[tuple[str, str]]:
         if error[0] != "none":
             break
     wanted = int(error[1].rpartition("num_rdma_bytes=")[2])
-    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(case.max_tokens, case.hidden, num_ranks, num_ranks)
+    num_experts = case.experts_per_rank * num_ranks
+    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(case.max_tokens, case.hidden, num_ranks, num_experts)
     larger = hinted_buffer(num_ranks, case, times=-(-wanted // size))
     for order in ORDERS.values():
         play(larger, order, [case] * 2, BF16, {})
-    return [error]
+    return error
 
 
 @only_cpu
-@pytest.mark.parametrize("env", [{}, pytest.param(INTERPRETED, marks=interpreted)], ids=["cpu", "kernels"])
-def test_with_very_few_experts_the_error_names_what_suffices(device: str, env: dict[str, str]) -> None:
-    for ((kind, text),) in run_ranks(few_experts, 2, env=env):
-        assert kind == "EPError"
-        assert "2 results would be in flight, the window has room for 1, since the calls before took" in text
+@pytest.mark.parametrize(
+    ("case", "env"),
+    [(FEW, {}), pytest.param(FEW, INTERPRETED, marks=interpreted), (FOUR, {})],
+    ids=["cpu", "kernels", "four experts"],
+)
+def test_with_very_few_experts_the_error_names_what_suffices(device: str, case: Case, env: dict[str, str]) -> None:
+    results = run_ranks(few_experts, 2, case, env=env)
+    assert len(set(results)) == 1, results  # all ranks refuse the same call, before anything is sent
+    kind, text = results[0]
+    assert kind == "EPError"
+    assert "2 results would be in flight, the window has room for 1, since the calls before took" in text

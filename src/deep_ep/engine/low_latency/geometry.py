@@ -8,8 +8,8 @@ whatever the sizes of the calls are:
     region 3          four *dispatch sets*, which calls take in turn, by their number
 
 Only its owner writes it. A dispatch set holds T rows and the expert slots of their copies, a slot the rows that this
-rank's experts made. A dispatch that is too large for its set (where there are very few experts) takes a slot, too: it
-is *wide*. Each rank chooses the slot of a call for itself, and posts it with the call.
+rank's experts made. A dispatch that is too large for its set (where there are fewer than five experts) takes a slot,
+too: it is *wide*. Each rank chooses the slot of a call for itself, and posts it with the call.
 
 A *copy* of the memory of a rank of another node, in this rank's own, has what that rank sends to this one alone: four
 sets, which calls take in turn, each of a little more than 1 / R of a region
