@@ -246,6 +246,16 @@ def test_a_combine_waits_for_its_rows() -> None:
     kit.buffer.low_latency_combine(rows, kit.ids, kit.weights, handle)
 
 
+def test_a_call_that_was_given_up_is_not_combined() -> None:
+    kit = LowLatency(enable_shrink=True)
+    rows, _, handle, _, hook = kit.dispatch(return_recv_hook=True)
+    kit.buffer.clean_low_latency_buffer(4, 128, 4)
+    with pytest.raises(EPError, match=r"has given up this call. Make it again"):
+        hook()
+    with pytest.raises(ValueError, match=r"have not been received.*or has raised, dispatch again"):
+        kit.buffer.low_latency_combine(rows, kit.ids, kit.weights, handle)
+
+
 # A hook that is dropped ----------------------------------------------------------------------------------------------
 
 

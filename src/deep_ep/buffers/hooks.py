@@ -27,7 +27,7 @@ class RecvHook:
         is_watched: Whether it should be called at all; those of a graph that is being captured need not be.
 
     Attributes:
-        pending: Has one item until the hook is called. Handles have it, too, and not the hook, which must not outlive
+        pending: Has one item until the call is received. Handles have it, too, and not the hook, which must not outlive
             its last reference.
     """
 
@@ -42,13 +42,14 @@ class RecvHook:
 
     def __call__(self) -> None:
         """Receive."""
-        self.pending.clear()
         buffer = self._buffer
         assert buffer is not None
         lock, trace = buffer._lock, buffer._trace
         # Where nothing is traced the lock is taken twice: of all blocks that do nothing, the quickest.
         with lock, lock if trace is None else trace.caller_slice("receive hook"):
             self._receive()
+        # Not before: of a call that was given up, or has failed, nothing was received.
+        self.pending.clear()
 
     def __del__(self) -> None:
         # As any finalizer it may run between any two instructions: it asks nothing and hands over, see `reaper.py`.

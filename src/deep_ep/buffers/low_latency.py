@@ -219,7 +219,8 @@ class LowLatencyMethods:
         require_same_ranks(_COMBINE, src_info, self._ranks)
         if getattr(src_info, "_deep_ep_pending", None):
             raise ValueError(
-                f"{_COMBINE}: the rows of this handle have not been received. Call the hook of its dispatch first"
+                f"{_COMBINE}: the rows of this handle have not been received. Call the hook of its dispatch first; if "
+                "that was dropped, or has raised, dispatch again"
             )
         engine = self._require_low_latency(_COMBINE)
         rows = CombineInputs(x, topk_idx, topk_weights, src_info, layout_range)
