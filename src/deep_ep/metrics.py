@@ -12,6 +12,7 @@ Nothing of this is on unless it is called. It takes no lock of the buffer: also 
 from __future__ import annotations
 
 import http.server
+import sys
 import threading
 import weakref
 from collections.abc import Iterable
@@ -174,6 +175,11 @@ class _Server(http.server.ThreadingHTTPServer):
         with self:
             while not self.is_over and self._is_open():
                 self.handle_request()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore clients that close their connection, or send nothing, in the middle of a request."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     def _is_open(self) -> bool:
         buffer = self._buffer()

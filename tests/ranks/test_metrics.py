@@ -6,6 +6,8 @@ import logging
 import os
 import re
 import signal
+import socket
+import struct
 import threading
 import time
 import urllib.error
@@ -139,6 +141,19 @@ def test_a_failed_buffer_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert value_of(families, "deep_ep_working") == 0
     assert ("transport", r"a \"quoted\"\\ name\nof two lines") in next(iter(families["deep_ep_buffer"]))
     buffer.destroy()
+
+
+def test_a_client_that_breaks_off_is_ignored(capfd: pytest.CaptureFixture[str]) -> None:
+    buffer = deep_ep.Buffer(None, 1 << 20, comm=OneRank(), device="cpu", explicitly_destroy=True)
+    endpoint = metrics.serve(buffer, 0)
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as client:
+        client.sendall(b"GET /metr")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it resets the connection
+    assert "# EOF" in fetch(endpoint.url)[1]  # requests are accepted in their order
+    while any("process_request" in thread.name for thread in threading.enumerate()):
+        time.sleep(0.01)
+    buffer.destroy()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_endpoint_does_not_keep_its_buffer_alive() -> None:
