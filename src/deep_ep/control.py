@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import EPError, EPTimeout, EPTransportError, EPUnsupported, account, named
-from .generation import Generation, Store, StoreGather
+from .generation import STORE_REMEDY, Generation, Store, StoreError, StoreGather
 
 _MOST_CAUSE_CHARS = 2000  # of a failure's text: it goes to every rank
 
@@ -572,6 +572,9 @@ class Control:
                 f"{purpose}: not all ranks came within {self._allowed_secs:g} s{self._missing()} ({self._me()}). "
                 "A rank exited, or does not make its buffer; look at its output"
             ) from None
+        except StoreError as error:
+            self._lost = "the store does not work"
+            raise EPTransportError(f"{purpose}: {error} ({self._me()}). {STORE_REMEDY}") from None
         except RuntimeError as error:
             self._lost = "the group has failed before"
             raise EPTransportError(

@@ -41,6 +41,7 @@ _MOST_STORE_SECS = 5.0  # that the store may take to answer beyond a deadline
 _SHORTEST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 1e-3, 2e-2
 _MOST_STEP_SECS = 0.5  # between two looks; a process that was stopped for longer has not observed its peers meanwhile
 _MOST_TEXT_CHARS = 2000
+STORE_REMEDY = "Its process may have ended: let a process host it that is no rank"
 
 T = TypeVar("T")
 
@@ -273,6 +274,10 @@ class Generation:
         return self.store.check([_key(f"{self.number}/{key}") for key in keys])
 
 
+class StoreError(RuntimeError):
+    """The store cannot be reached any more."""
+
+
 class StoreGather:
     """A gather over a store, on a thread: a store that does not answer must not hold the caller beyond its limit.
 
@@ -304,16 +309,19 @@ class StoreGather:
 
         Raises:
             TimeoutError: Not all ranks came before the deadline.
-            RuntimeError: A rank has failed, or the store does not answer.
+            StoreError: The store does not work.
+            RuntimeError: A rank has failed.
         """
         self._deadline = deadline
         if not self._is_done.wait(max(0.0, deadline - time.monotonic()) + _MOST_STORE_SECS):
-            raise RuntimeError("the store does not answer")
+            raise StoreError("the store does not answer")
         self._thread.join()  # at once: it must not be found running where the interpreter ends
         if isinstance(self._error, TimeoutError):
             raise self._error
+        if self._error is not None and type(self._error) is not RuntimeError:  # not one of `exchange`
+            raise StoreError(f"the store does not work ({account(self._error)})")
         if self._answer is None:
-            raise RuntimeError(str(self._error) or type(self._error).__name__)
+            raise RuntimeError(str(self._error))
         return self._answer
 
 
@@ -424,6 +432,6 @@ def _answered(where: str, work: Callable[[], T], secs: float) -> T:
     if errors and isinstance(errors[0], EPError):
         raise errors[0]
     cause = account(errors[0]) if errors else f"no answer within {secs + _MOST_STORE_SECS:g} s"
-    raise EPTransportError(
-        f"{where}: the store does not work ({cause}). Its process may have ended: let a process host it that is no rank"
-    ) from (errors[0] if errors else None)
+    raise EPTransportError(f"{where}: the store does not work ({cause}). {STORE_REMEDY}") from (
+        errors[0] if errors else None
+    )

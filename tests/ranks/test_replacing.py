@@ -324,6 +324,37 @@ def nodes_are_refused(process: int, num_processes: int, path: str) -> tuple[str,
     return error_of(join, Signs(path), process, num_processes)
 
 
+def store_that_ends(process: int, num_processes: int, path: str) -> tuple[str, str]:
+    """Process 2 hosts the store, and ends while rank 0 waits in `replace`."""
+    signs = Signs(path)
+    if process == 2:
+        host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        signs.store.set("port", str(host.port))
+        signs.wait("waits")
+        os.kill(os.getpid(), signal.SIGKILL)
+    store = dist.TCPStore("127.0.0.1", int(signs.store.get("port")), is_master=False)
+    buffer = deep_ep.Buffer.join(store, process, 2, **arguments(2))
+    error = ("", "")
+    if process == 0:
+        error = error_of(buffer.replace, store)
+        signs.leave("raised")
+    else:
+        signs.until(lambda: deep_ep.Buffer.get_joining_ranks(store) == [0], "rank 0 in replace")
+        signs.leave("waits")
+        signs.wait("raised")
+    assert buffer.generation == 1
+    assert Round(buffer, 0).go() == []
+    buffer.destroy()
+    return error
+
+
+def test_a_store_that_ends_in_the_middle_is_named(tmp_path: Path) -> None:
+    kind, text = run_ranks(store_that_ends, 3, str(tmp_path / "store"), may_die=[2])[0]
+    assert kind == "EPTransportError"
+    assert "the store does not work" in text
+    assert "let a process host it that is no rank" in text
+
+
 def lonely(process: int, num_processes: int, path: str) -> list[tuple[str, str]]:
     """What is wrong with the arguments alone, and a store whose host has ended."""
     signs = Signs(path)
