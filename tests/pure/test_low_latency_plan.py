@@ -151,7 +151,7 @@ def test_two_in_flight_and_not_three() -> None:
             begin(in_flight, NO_SLOT)
     assert [in_flight.age(one) for one in (first, second)] == [1, 0]
     in_flight.receive(second)
-    with pytest.raises(EPError, match="3 results"):  # the oldest one counts: it holds up what is behind it
+    with pytest.raises(EPError, match="the call before the last one is still in flight, and only the last one may be"):
         begin(in_flight, NO_SLOT)
     in_flight.receive(first)
     with pytest.raises(EPError, match="called before"):
@@ -345,8 +345,10 @@ def test_two_handles_at_a_time() -> None:
     free, _ = slots.lease(third, 4)
     assert free not in (index, slots.lease(second, 0)[0]), "the third slot, which nobody reads"
     slots.give_back(third, 6)
-    with pytest.raises(EPError, match="peers may still read them"):
+    with pytest.raises(EPError, match=r"read 2 of the window's 3 slots, and 1 belong to other handles.*first$"):
         slots.lease(first, 4)
+    with pytest.raises(EPError, match=r"first, or make the buffer with num_rdma_bytes=1024$"):
+        slots.lease(first, 4, bytes_for_two=1024)
     assert slots.lease(first, 5) == (index, 5)
 
 
@@ -387,7 +389,7 @@ def test_slots_that_only_the_device_knows_are_taken_for_read() -> None:
     slots, (first,) = Slots(), handles(1)
     slots.is_exact = False
     slots.take(4)
-    with pytest.raises(EPError, match="peers may still read them"):
+    with pytest.raises(EPError, match=r"peers may still read 3 of the window's 3 slots"):
         slots.lease(first, 3)
     slots.lease(first, 4)
     assert NUM_SLOTS == 3

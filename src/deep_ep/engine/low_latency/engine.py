@@ -123,7 +123,8 @@ class LowLatencyEngine(ABC):
         """Return the zero-copy tensor of a handle."""
         plan = self._plan_combine("get_next_low_latency_combine_buffer", geometry)
         self._settle()
-        slot, last_call = self._slots.lease(src_info, self._in_flight.num_consumed)
+        in_flight = self._in_flight
+        slot, last_call = self._slots.lease(src_info, in_flight.num_consumed, in_flight.bytes_for_two)
         memory = self._slot_memory(plan.slot_offset(slot), geometry.combine_bytes, last_call)
         return zero_copy_view(memory, geometry)
 

@@ -25,6 +25,9 @@ class InFlight:
 
     Args:
         slots: The slots of the rank's memory.
+
+    Attributes:
+        bytes_for_two: The `num_rdma_bytes` with which no dispatch so far would have taken a slot; 0: none has.
     """
 
     def __init__(self, slots: Slots) -> None:
@@ -35,7 +38,7 @@ class InFlight:
         self._pending: dict[int, None] = {}  # the oldest comes first
         self._abandoned: set[int] = set()
         self._took_slots: deque[int] = deque(maxlen=NUM_SLOTS)  # the last calls that did
-        self._bytes_for_two = 0  # that the widest dispatch so far would need to leave the slots alone
+        self.bytes_for_two = 0
 
     def send(self, slot: int) -> int:
         """Begin a call, for which there is capacity, and return its number.
@@ -60,15 +63,19 @@ class InFlight:
         Raises:
             EPError: Too many results would be in flight, or too many slots in use.
         """
-        self._bytes_for_two = max(self._bytes_for_two, bytes_for_two)
+        self.bytes_for_two = max(self.bytes_for_two, bytes_for_two)
         if not self._pending and not (slot == FREE_SLOT and self._slots.leased):
             return  # nearly every call
         number = self._num_sent + 1
         depth = number - self._oldest + 1  # from the oldest one on, since it holds up what is behind it
         if depth > MOST_IN_FLIGHT:
+            num_results = len(self._pending) + 1
+            what = f"{num_results} results would be in flight, the window has room for {MOST_IN_FLIGHT}"
+            if num_results <= MOST_IN_FLIGHT:  # the last call was received first
+                what = "the call before the last one is still in flight, and only the last one may be"
             raise EPError(
-                f"{where}: {depth} results would be in flight, the window has room for {MOST_IN_FLIGHT}. "
-                "Call the hook of the earlier call first; if it was dropped, make a new buffer"
+                f"{where}: {what}. Call the hook of the earlier call first. If it was dropped, make a new buffer, or, "
+                "with enable_shrink, let clean_low_latency_buffer give the call up"
             )
         if slot != FREE_SLOT:
             return
@@ -82,7 +89,7 @@ class InFlight:
         if num_read + num_leased < NUM_SLOTS:
             return
         if depth > 1:
-            remedy = f", or make the buffer with num_rdma_bytes={self._bytes_for_two}" if self._bytes_for_two else ""
+            remedy = f", or make the buffer with num_rdma_bytes={self.bytes_for_two}" if self.bytes_for_two else ""
             raise EPError(
                 f"{where}: {depth} results would be in flight, the window has room for {depth - 1}, since the calls "
                 f"before took its {NUM_SLOTS} slots. Call the hook of the earlier call first{remedy}"

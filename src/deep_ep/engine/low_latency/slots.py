@@ -55,12 +55,13 @@ class Slots:
         self.leased = sum(1 << index for index, slot in enumerate(self._slots) if slot.is_leased())
         return self.leased.bit_count()
 
-    def lease(self, src_info: torch.Tensor, num_consumed: int) -> tuple[int, int]:
+    def lease(self, src_info: torch.Tensor, num_consumed: int, bytes_for_two: int = 0) -> tuple[int, int]:
         """The zero-copy tensor of a handle, known by its `packed_recv_src_info`: the one that it has, or a free slot.
 
         Args:
             src_info: `packed_recv_src_info` of the handle.
             num_consumed: All ranks have received all calls up to this number.
+            bytes_for_two: The `num_rdma_bytes` with which no dispatch so far would have taken a slot; 0: none has.
 
         Returns:
             The slot, and the call that used it last.
@@ -77,10 +78,17 @@ class Slots:
             for index, slot in enumerate(self._slots)
             if not self.leased >> index & 1 and max(slot.last_call, self._last_unknown) <= max(0, num_consumed)
         ]
-        if num_leased == NUM_ZERO_COPY or not free:
+        if num_leased == NUM_ZERO_COPY:
             raise EPError(
                 f"get_next_low_latency_combine_buffer: all {NUM_ZERO_COPY} buffers belong to handles that are still to "
-                "be combined, or peers may still read them. Combine one of those handles first, then dispatch again"
+                "be combined. Combine one of those handles first"
+            )
+        if not free:
+            first = "Combine the handle of the other" if num_leased else "Make another call, and receive it,"
+            remedy = f", or make the buffer with num_rdma_bytes={bytes_for_two}" if bytes_for_two else ""
+            raise EPError(
+                f"get_next_low_latency_combine_buffer: peers may still read {NUM_SLOTS - num_leased} of the window's "
+                f"{NUM_SLOTS} slots, and {num_leased} belong to other handles. {first} first{remedy}"
             )
         index = next(index for index in self._order if index in free)
         slot = self._slots[index]
