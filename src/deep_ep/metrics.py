@@ -56,8 +56,8 @@ def openmetrics(buffer: Any) -> str:
     page.add("deep_ep_calls", "counter", "Calls, by operation and path.", calls)
     page.add("deep_ep_rounds", "counter", "Rounds of normal calls.", [({}, stats["rounds"])])
     for name, key, text in (
-        ("deep_ep_sent_bytes", "bytes_to", "Bytes of rows of normal calls that were sent to a peer."),
-        ("deep_ep_received_bytes", "bytes_from", "Bytes of rows of normal calls that came from a peer."),
+        ("deep_ep_sent_bytes", "bytes_to", "Bytes of rows that were sent to a peer."),
+        ("deep_ep_received_bytes", "bytes_from", "Bytes of rows that came from a peer."),
         ("deep_ep_wait_seconds", "wait_secs", "Time that this rank has waited for a peer."),
     ):
         counts = [({"peer": peer}, stats[key][peer]) for peer in peers] if engine.counts_peers else []

@@ -16,7 +16,7 @@ import warnings
 from typing import Any
 
 import pytest
-from low_latency import SMALL, Round, make_buffer
+from low_latency import SMALL, Round, inputs, make_buffer
 
 import deep_ep
 from common import OneRank, error_of, run_ranks
@@ -73,6 +73,23 @@ def fetch(url: str) -> tuple[str, str]:
         return answer.headers["Content-Type"], answer.read().decode()
 
 
+def expected_bytes(rank: int, num_ranks: int, seeds: list[int]) -> tuple[list[int], list[int]]:
+    """The bytes to and from each peer in rounds of all ranks, of which rank 1 has missed the last."""
+    dispatched, combined = 2 * SMALL.hidden, 96  # bytes of a row: behind 40 channels there is a range, and a gap
+    sent, received = ([0] * num_ranks for _ in range(2))
+    for seed in seeds:
+        every = [inputs(one, num_ranks, SMALL._replace(seed=seed)).topk_idx.tolist() for one in range(num_ranks)]
+        # The owner of each row: a token that selects an expert twice has one there.
+        owners = [[expert // SMALL.experts_per_rank for ids in tokens for expert in set(ids)] for tokens in every]
+        for peer in range(num_ranks):
+            if peer == 1 and seed == seeds[-1]:
+                continue
+            there, here = owners[rank].count(peer), owners[peer].count(rank)
+            sent[peer] += there * dispatched + here * combined
+            received[peer] += here * dispatched + there * combined
+    return sent, received
+
+
 def measured(rank: int, num_ranks: int) -> list[str]:
     warnings.simplefilter("ignore", RuntimeWarning)
     records: list[str] = []
@@ -95,6 +112,9 @@ def measured(rank: int, num_ranks: int) -> list[str]:
     families = parse(text)
     calls = [value_of(families, "deep_ep_calls", path=f"low-latency {one}") for one in ("dispatch", "combine")]
     assert calls == [13, 13]
+    sent, received = expected_bytes(rank, num_ranks, [*range(12), 20])
+    assert [value_of(families, "deep_ep_sent_bytes", peer=str(peer)) for peer in range(num_ranks)] == sent
+    assert [value_of(families, "deep_ep_received_bytes", peer=str(peer)) for peer in range(num_ranks)] == received
     assert [value_of(families, "deep_ep_masked", peer=str(peer)) for peer in range(num_ranks)] == [0, 1, 0]
     assert value_of(families, "deep_ep_wait_seconds", peer="1") > 0.2
     assert value_of(families, "deep_ep_waits_last", peer="1") >= 10

@@ -700,7 +700,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             `calls`: how many calls took which path (`dispatch/direct`, `dispatch/posted`, `dispatch/staged`, of an
             `ElasticBuffer` also `dispatch/expanded`: rows were put straight into an expanded result;
             `combine/pulled`, `combine/posted`, `combine/copied_in`, `combine/staged`); `rounds`: how many rounds they
-            took (one a call, unless some rank was staged); `bytes_to` and `bytes_from`: bytes of rows, by peer;
+            took (one a call, unless some rank was staged); `bytes_to` and `bytes_from`: bytes of rows, by peer,
+            on the CPU also those of low-latency calls, a row for each expert of a token;
             `wait_secs`: time waited, by peer; `arena`: bytes `used`, `committed` and `reserved`. Across nodes also
             `rail`: messages and bytes sent and received between nodes, with everything that is added to rows; a token
             that is forwarded inside a node counts there as a row of the rank that forwarded it. In low-latency mode

@@ -29,12 +29,16 @@ class Stats:
         """Count one finished call, its path and its bytes."""
         self.calls[f"{operation}/{path}"] += 1
         self.num_rounds += rounds
-        for rank, (sent, received) in enumerate(zip(rows_to, rows_from, strict=True)):
-            self.bytes_to[rank] += sent * row_bytes
-            self.bytes_from[rank] += received * row_bytes
+        self.count_rows(rows_to, rows_from, row_bytes)
         if self.trace is not None:
             self.trace.note(rows_to=rows_to, rows_from=rows_from, row_bytes=row_bytes)
             self.trace.end_call(path=path, rounds=rounds)
+
+    def count_rows(self, rows_to: list[int], rows_from: list[int], row_bytes: int) -> None:
+        """Count the bytes of a finished call."""
+        for rank, (sent, received) in enumerate(zip(rows_to, rows_from, strict=True)):
+            self.bytes_to[rank] += sent * row_bytes
+            self.bytes_from[rank] += received * row_bytes
 
     def count_path(self, path: str) -> None:
         """Count one call whose rows only the device has counted, by `operation/path`."""

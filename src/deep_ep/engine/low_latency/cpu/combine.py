@@ -142,8 +142,9 @@ class LowLatencyCombine(LowLatencyCall):
         if self._use_logfmt:
             ranges = self.shared.atlas.rows(2 * geometry.num_groups, torch.bfloat16, geometry.ranges_offset)
         self.shared.summer.sum(self._out, atlas, *chosen, ranges)
-        if self.shared.window.trace is not None:
-            self._note(selections.counts.view(geometry.num_ranks, -1).sum(1).tolist(), geometry.slot_bytes)
+        rows_to = (self._rows.layout_range.numpy() & 0xFFFFFFFF).sum(0)
+        rows_from = selections.counts.numpy().reshape(geometry.num_ranks, -1).sum(1)
+        self._note(posts, rows_to, rows_from, geometry.slot_bytes)
 
     def _remote_rows(self, posts: dict[int, RemotePost]) -> dict[int, RemoteRows]:
         """Return the rows that ranks of other nodes have sent, after mapping them in the atlas.

@@ -111,8 +111,9 @@ class LowLatencyDispatch(LowLatencyCall):
         packed.src_info.view(-1).numpy()[blocks.rows_apart(geometry.num_rows).numpy()] = tokens
         packed.num_rows.numpy()[:] = blocks.expert_counts
         packed.layout_range.copy_(blocks.layout_range())
-        if self.shared.window.trace is not None:
-            self._note(blocks.counts.sum(0).tolist(), geometry.row_bytes(self._form), experts=counts)
+        assert self._sent is not None
+        rows_to = self._sent.selections.counts.numpy().reshape(geometry.num_ranks, -1).sum(1)
+        self._note(posts, rows_to, blocks.counts.sum(0), geometry.row_bytes(self._form), experts=counts)
 
     def _finish(self) -> None:
         if self._recv_stats is not None:

@@ -56,7 +56,7 @@ class CpuLowLatency(LowLatencyEngine):
         assert segment.span.num_bytes >= num_bytes + SENT_TABLES_BYTES
         self._chain = chain
         self._results = Arena(HollowMemory())
-        self.shared = Shared(chain.window, segment, enable_shrink, chain.require_working, mesh)
+        self.shared = Shared(chain.window, segment, enable_shrink, chain.require_working, chain.stats, mesh)
 
     @property
     def num_calls(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ....errors import EPError, EPTimeout
@@ -88,6 +89,7 @@ class LowLatencyCall(ABC):
     wide_bytes = number = age = 0
     slot: int | None = None
     _last_call = 0  # that used the slot
+    _moved: tuple[list[int], list[int], int] | None = None  # rows to and from each rank, and their bytes
 
     def __init__(self, shared: Shared, plan: SetPlan, wait_stats: torch.Tensor | None):
         self.shared = shared
@@ -178,6 +180,8 @@ class LowLatencyCall(ABC):
         if spoiled is not None:
             raise EPError(str(spoiled))
         self._finish()
+        if self._moved is not None:
+            self.shared.stats.count_rows(*self._moved)
         for sender in self.shared.remote(self.number).values():
             sender.forget(self.number)
         self.shared.end(self.number)
@@ -222,11 +226,14 @@ class LowLatencyCall(ABC):
         trace = self.shared.window.trace
         return trace.slice(name, kind) if trace is not None else NO_SLICE
 
-    def _note(self, counts: list[int], row_bytes: int, **more: Any) -> None:
-        """Note in the trace the rows from each rank, and further facts of the call."""
+    def _note(self, posts: Posts, rows_to: np.ndarray, rows_from: np.ndarray, row_bytes: int, **more: Any) -> None:
+        """Note the rows to and from each rank, [R]; those of masked ranks do not count. A trace shows further facts."""
+        is_here = np.zeros(rows_to.size, dtype=bool)
+        is_here[[*posts.local, *posts.remote]] = True
+        self._moved = (rows_to * is_here).tolist(), (rows_from * is_here).tolist(), row_bytes
         trace = self.shared.window.trace
-        assert trace is not None
-        trace.note(rows_from=counts, row_bytes=row_bytes, **more)
+        if trace is not None:
+            trace.note(rows_from=self._moved[1], row_bytes=row_bytes, **more)
 
     # Peers -----------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from ....transport.senders import LocalSender, Sender
 from ....transport.spans import Span
 from ....transport.sparse import Atlas, SparseSegment
 from ....transport.window import SENT_TABLE_BYTES, SENT_TABLES_BYTES, Peer
+from ...stats import Stats
 from ..geometry import MOST_IN_FLIGHT
 
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
@@ -36,6 +37,7 @@ class Shared:
         segment: Its low-latency memory.
         can_mask: Whether ranks that stay silent are masked.
         require_working: Raises if an earlier call of the buffer has failed.
+        stats: Where bytes of rows are counted.
         mesh: The links to ranks of other nodes; None: there are none.
 
     Attributes:
@@ -55,6 +57,7 @@ class Shared:
         segment: SparseSegment,
         can_mask: bool,
         require_working: Callable[[], None],
+        stats: Stats,
         mesh: Mesh | None = None,
     ):
         if window.group_ranks.num_ranks > MOST_LOW_LATENCY_RANKS:
@@ -65,6 +68,7 @@ class Shared:
         self.window = window
         self.mesh = mesh
         self.require_working = require_working
+        self.stats = stats
         first = window.group_ranks.first_rank
         self.rank = first + window.rank
         self.local = range(first, first + len(window.peers))
