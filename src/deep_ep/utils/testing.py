@@ -1,7 +1,8 @@
 """Timing: whole calls by events or the wall clock, single kernels by the profiler.
 
 On a machine with a GPU the times are the GPU's. Without one, `bench` reads the wall clock, and `bench_kineto`
-reports the profiler's CPU rows: operators and `torch.profiler.record_function` ranges, of all threads.
+reports the profiler's CPU rows: operators and `torch.profiler.record_function` ranges, of all threads. Calls of CPU
+ranks are no such rows; for a name that has none, `bench_kineto` reports the wall clock of the whole function.
 """
 
 from __future__ import annotations
@@ -142,7 +143,9 @@ def bench_kineto(
     Returns:
         Mean seconds of the kernel (the sum of the means where several are parts of a call, as the two runs of a
         low-latency call are, which have one name), 0 for one that never ran; a list of `num_kernels_per_period` means,
-        in order of time, where that is above 1. For several names, a tuple of these.
+        in order of time, where that is above 1. For several names, a tuple of these. Without a GPU, for a name that
+        nothing has: the mean seconds of a call of `fn` by the wall clock, so that CPU ranks have a time to divide by;
+        as a list, in equal parts.
 
     Raises:
         ValueError: If a name matches kernels that ran differently often, or a kernel did not run a multiple of
@@ -159,13 +162,15 @@ def bench_kineto(
         session: AbstractContextManager[Any] = nullcontext() if profiler is None else profiler
         with session:
             for _ in range(2):
-                _run_round(fn, num_tests, flush_l2, lines_up, barrier)
+                fn_secs = _run_round(fn, num_tests, flush_l2, lines_up, barrier)
                 if profiler is not None:
                     profiler.step()
         if profiler is not None and trace_path is not None:
             profiler.export_chrome_trace(trace_path)
 
-    times = [_kernel_seconds(profiler, name, num_kernels_per_period) for name in names]
+    if torch.cuda.is_available():
+        fn_secs = 0.0  # a kernel that never ran
+    times = [_kernel_seconds(profiler, name, num_kernels_per_period, fn_secs) for name in names]
     return times[0] if is_single else tuple(times)
 
 
@@ -208,14 +213,19 @@ def _make_profiler() -> torch.profiler.profile:
     )
 
 
-def _run_round(fn: Function, num_tests: int, flush_l2: bool, lines_up: bool, barrier: Function | None) -> None:
+def _run_round(fn: Function, num_tests: int, flush_l2: bool, lines_up: bool, barrier: Function | None) -> float:
+    """Returns the mean seconds that `fn` took, by the wall clock."""
+    fn_secs = 0.0
     for _ in range(num_tests):
         flush_l2_cache(flush_l2)
         if lines_up:
             _line_up(barrier)
+        begin = time.perf_counter()
         fn()
+        fn_secs += time.perf_counter() - begin
     # Kernels still queued would be counted in the next round, or not at all.
     _synchronize()
+    return fn_secs / max(1, num_tests)
 
 
 def _line_up(barrier: Function | None) -> None:
@@ -227,17 +237,22 @@ def _line_up(barrier: Function | None) -> None:
         dist.all_reduce(torch.ones(1, dtype=torch.float32))
 
 
-def _kernel_seconds(profiler: torch.profiler.profile | None, name: str, num_kernels_per_period: int) -> Seconds:
+def _kernel_seconds(
+    profiler: torch.profiler.profile | None, name: str, num_kernels_per_period: int, default: float
+) -> Seconds:
+    """What `bench_kineto` returns for a name; `default` is the time of a call in which nothing has that name."""
     if num_kernels_per_period == 1:
-        return 1.0 if profiler is None else _seconds_of_a_call(profiler, name)
+        return 1.0 if profiler is None else _seconds_of_a_call(profiler, name, default)
     if profiler is None:
         return [1.0] * num_kernels_per_period
-    return _seconds_of_each_phase(profiler, name, num_kernels_per_period)
+    return _seconds_of_each_phase(profiler, name, num_kernels_per_period, default)
 
 
-def _seconds_of_a_call(profiler: torch.profiler.profile, name: str) -> float:
+def _seconds_of_a_call(profiler: torch.profiler.profile, name: str, default: float = 0.0) -> float:
     """The mean of the kernel whose name contains `name`; of several, which are parts of one call, the sum."""
     by_kernel = _runs_by_kernel(profiler, name)
+    if not by_kernel:
+        return default
     return sum(_num_runs_of_a_call(kernel) * fmean(map(_seconds, runs)) for kernel, runs in by_kernel.items())
 
 
@@ -245,7 +260,9 @@ def _num_runs_of_a_call(kernel: str) -> int:
     return 2 if _IN_HALVES.search(kernel) else 1
 
 
-def _seconds_of_each_phase(profiler: torch.profiler.profile, name: str, num_phases: int) -> list[float]:
+def _seconds_of_each_phase(
+    profiler: torch.profiler.profile, name: str, num_phases: int, default: float = 0.0
+) -> list[float]:
     """The means of the 1st, 2nd, ... kernel of each call; what is left of a call belongs to its last phase.
 
     Example:
@@ -260,7 +277,7 @@ def _seconds_of_each_phase(profiler: torch.profiler.profile, name: str, num_phas
             f"num_kernels_per_period={num_phases}"
         )
     if not runs:
-        return [0.0] * num_phases
+        return [default / num_phases] * num_phases
     runs.sort(key=lambda run: run.time_range.start)
     means = [fmean(map(_seconds, runs[index::num_per_call])) for index in range(num_per_call)]
     return [*means[: num_phases - 1], sum(means[num_phases - 1 :])]
