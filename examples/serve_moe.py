@@ -2,7 +2,7 @@
 
     python examples/serve_moe.py
     python examples/serve_moe.py --kill 2 --revive --plot serve.png
-    python examples/serve_moe.py --device cuda --ranks 2                  # a GPU; ranks cannot be revived there
+    python examples/serve_moe.py --device cuda --ranks 2
 
 Every rank decodes requests of its own, in two micro-batches: while the rows of one travel, the experts compute the
 other. The ranks are started by this program, not by torchrun, which ends all ranks when one of them does. It also hosts
@@ -232,9 +232,12 @@ def serve(rank: int, options: Options, port: int, first_request: int, reports: C
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     warnings.simplefilter("ignore", RuntimeWarning)  # masks are logged, too
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if options.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks may share a GPU
     model = Model(options)  # before the others are asked to wait for this rank
     buffer = make_buffer(rank, options, store)
-    metrics.watch(buffer, num_waits=100)
+    if options.device == "cpu":  # on a GPU kernels wait, unseen by the host
+        metrics.watch(buffer, num_waits=100)
     if options.metrics_port:
         metrics.serve(buffer, options.metrics_port + rank)
     server = Server(rank, options, model, first_request, buffer)
@@ -271,14 +274,10 @@ def make_buffer(rank: int, options: Options, store: dist.Store) -> Buffer:
         "enable_shrink": True,
         "explicitly_destroy": True,
         "num_cpu_timeout_secs": 20.0,
-        "num_gpu_timeout_secs": 20.0,
+        "num_gpu_timeout_secs": 10.0,  # after which a rank that was killed is masked: kernels do not see its end
         "device": options.device,
     }
-    if options.device == "cpu":
-        return Buffer.join(store, rank, options.ranks, **arguments)
-    torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks may share a GPU
-    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=options.ranks)
-    return Buffer(dist.group.WORLD, **arguments)
+    return Buffer.join(store, rank, options.ranks, **arguments)
 
 
 def is_due(store: dist.Store, name: str, step: int) -> bool:
@@ -502,12 +501,10 @@ def main() -> None:
         parser.error(f"--kill must be a rank below {args.ranks}, got {args.kill}")
     if args.revive and args.kill is None:
         parser.error("--revive needs --kill RANK")
-    if args.revive and args.device != "cpu":
-        parser.error("--revive works on the CPU only: on a GPU a rank cannot be replaced")
     if args.requests < 2 or args.requests % 2:
         parser.error(f"--requests must be even, for two micro-batches, got {args.requests}")
     options = Options(args.device, args.ranks, **sizes)
-    if options.device == "cuda":
+    if options.device == "cuda" and args.kill is None:  # MPS does not survive a client that is killed in a kernel
         with shared_gpu(options.ranks):
             launcher = run(options, args.seconds, args.kill, args.revive)
     else:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import error_of
+from common import OneRank, error_of
 from deep_ep import env
 from deep_ep.buffers import engines
+from deep_ep.control import Control
 from deep_ep.topology import Topology
 from deep_ep.transport import WindowSizes, service
 
@@ -69,7 +70,7 @@ def test_a_gpu_buffer_of_several_nodes_tells_it_first(monkeypatch: pytest.Monkey
 
     def make(low_latency_bytes: int) -> None:
         sizes, topology = WindowSizes(0, 0, 0, low_latency_bytes), Topology(rank=0, num_ranks=2, ranks_per_node=1)
-        engines.make_engine(None, None, torch.device("cuda"), sizes, 1.0, topology=topology)
+        engines.make_engine(Control(None, OneRank(), 1.0), None, torch.device("cuda"), sizes, 1.0, topology=topology)
 
     levels(monkeypatch, **{NORMAL: "3", LOW_LATENCY: "5"})
     monkeypatch.setattr(service, "pass_on", tell)

@@ -134,8 +134,8 @@ class ReplacingMethods:
 
         All ranks that live call it, between calls. The buffer then has new memory, words and links; numbers of calls,
         masks and statistics begin anew. Tensors that were received before stay valid. Handles and hooks of earlier
-        calls do not: make those calls again. CUDA graphs hold the memory of their generation: capture them anew. It also
-        revives a buffer that has failed. `group` becomes None.
+        calls do not: make those calls again. CUDA graphs hold the memory of their generation: capture them anew. A
+        buffer that has failed works again. `group` becomes None.
 
         If it raises, the buffer is as it was before: with masks, calls can go on without the rank that has ended.
         All ranks raise then; call it again, and the next attempt is another generation.
