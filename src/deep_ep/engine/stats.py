@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from ..trace import Trace
 
 
@@ -20,8 +23,7 @@ class Stats:
     def __init__(self, num_ranks: int):
         self.calls: Counter[str] = Counter()
         self.num_rounds = 0
-        self.bytes_to = [0] * num_ranks
-        self.bytes_from = [0] * num_ranks
+        self.bytes_to, self.bytes_from = (np.zeros(num_ranks, dtype=np.int64) for _ in range(2))
 
     def count(
         self, operation: str, path: str, rounds: int, rows_to: list[int], rows_from: list[int], row_bytes: int
@@ -34,11 +36,10 @@ class Stats:
             self.trace.note(rows_to=rows_to, rows_from=rows_from, row_bytes=row_bytes)
             self.trace.end_call(path=path, rounds=rounds)
 
-    def count_rows(self, rows_to: list[int], rows_from: list[int], row_bytes: int) -> None:
-        """Count the bytes of a finished call."""
-        for rank, (sent, received) in enumerate(zip(rows_to, rows_from, strict=True)):
-            self.bytes_to[rank] += sent * row_bytes
-            self.bytes_from[rank] += received * row_bytes
+    def count_rows(self, rows_to: ArrayLike, rows_from: ArrayLike, row_bytes: int) -> None:
+        """Count the bytes of a finished call, whose rows to and from each rank these are."""
+        self.bytes_to += np.multiply(rows_to, row_bytes)
+        self.bytes_from += np.multiply(rows_from, row_bytes)
 
     def count_path(self, path: str) -> None:
         """Count one call whose rows only the device has counted, by `operation/path`."""
@@ -50,6 +51,6 @@ class Stats:
         return {
             "calls": dict(self.calls),
             "rounds": self.num_rounds,
-            "bytes_to": list(self.bytes_to),
-            "bytes_from": list(self.bytes_from),
+            "bytes_to": self.bytes_to.tolist(),
+            "bytes_from": self.bytes_from.tolist(),
         }

@@ -89,7 +89,7 @@ class LowLatencyCall(ABC):
     wide_bytes = number = age = 0
     slot: int | None = None
     _last_call = 0  # that used the slot
-    _moved: tuple[list[int], list[int], int] | None = None  # rows to and from each rank, and their bytes
+    _moved: tuple[np.ndarray, np.ndarray, int] | None = None  # rows to and from each rank, and their bytes
 
     def __init__(self, shared: Shared, plan: SetPlan, wait_stats: torch.Tensor | None):
         self.shared = shared
@@ -145,7 +145,7 @@ class LowLatencyCall(ABC):
         window.board.post_sent(self.number, words)
         self.shared.fault(f"{operation}: before sent")
         # A caller that has left may have overwritten what was published. With masks peers use whatever was sent.
-        window.raise_if_given_up(self.name)
+        window.raise_if_given_up(Where(operation, self.number))
         window.board.sent.store_release(self.number)
         self.shared.fault(f"{operation}: local sent")
         if self.shared.mesh is not None:
@@ -228,12 +228,14 @@ class LowLatencyCall(ABC):
 
     def _note(self, posts: Posts, rows_to: np.ndarray, rows_from: np.ndarray, row_bytes: int, **more: Any) -> None:
         """Note the rows to and from each rank, [R]; those of masked ranks do not count. A trace shows further facts."""
-        is_here = np.zeros(rows_to.size, dtype=bool)
-        is_here[[*posts.local, *posts.remote]] = True
-        self._moved = (rows_to * is_here).tolist(), (rows_from * is_here).tolist(), row_bytes
+        if len(posts.local) + len(posts.remote) < rows_to.size:
+            is_here = np.zeros(rows_to.size, dtype=bool)
+            is_here[[*posts.local, *posts.remote]] = True
+            rows_to, rows_from = rows_to * is_here, rows_from * is_here
+        self._moved = rows_to, rows_from, row_bytes
         trace = self.shared.window.trace
         if trace is not None:
-            trace.note(rows_from=self._moved[1], row_bytes=row_bytes, **more)
+            trace.note(rows_from=rows_from.tolist(), row_bytes=row_bytes, **more)
 
     # Peers -----------------------------------------------------------------------------------------------------------
 
