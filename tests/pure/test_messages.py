@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import queue
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -269,9 +269,10 @@ def said() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def wait_for_reaper() -> None:
-    done: queue.SimpleQueue[None] = queue.SimpleQueue()
-    reaper.hand_over(lambda: done.put(None))
-    done.get(timeout=60)
+    """Until it has done what it was handed over before. It starts with what it is to close."""
+    owner, done = threading.Event(), threading.Event()
+    reaper.Closing(owner, lambda _: done.set()).close_soon()
+    assert done.wait(60)
 
 
 def test_a_hook_that_is_dropped_is_told(said: list[warnings.WarningMessage]) -> None:
