@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from calls import pull_rows
-from windows import fail, make_context, offer, with_subnormals
+from windows import fail, make_context, offer, reduce_on_cpu, with_subnormals
 
 from deep_ep.kernels import _triton, pull
 from deep_ep.kernels.put import LaunchShape
-from deep_ep.kernels.reduce import reduce_rows
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
@@ -50,10 +49,10 @@ def test_sums_are_those_of_the_twin(
     out, expected = draw(num_tokens, hidden), draw(num_tokens, hidden)
     weights, expected_weights = (draw(num_tokens, max(1, num_topk)).float() for _ in range(2))
     pull_rows(context, SHAPE, out, slots, biases, weights if num_topk else None)
-    reduce_rows(expected, peers, slots, [0] * num_ranks, biases)
+    reduce_on_cpu(expected, peers, slots, [0] * num_ranks, biases)
     assert torch.equal(out, expected)
     if num_topk:
-        reduce_rows(expected_weights, peer_weights, slots, [0] * num_ranks, [])
+        reduce_on_cpu(expected_weights, peer_weights, slots, [0] * num_ranks, [])
         assert torch.equal(weights, expected_weights)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from windows import fail, make_context, offer, with_subnormals
+from windows import fail, make_context, offer, reduce_on_cpu, with_subnormals
 
 from deep_ep.kernels import _triton, exchange, relay_sums
 from deep_ep.kernels.put import LaunchShape
-from deep_ep.kernels.reduce import reduce_rows
 
 pytestmark = pytest.mark.skipif(not _triton.HAS_TRITON, reason="Triton is not installed")
 
@@ -104,7 +103,7 @@ class Layer:
     def node_sums(self) -> torch.Tensor:
         """What this node has of every row that is passed on, by the twin."""
         out = torch.empty_like(self.rows[0])
-        reduce_rows(out, self.rows, self.forwarded, [0] * len(self.rows), [])
+        reduce_on_cpu(out, self.rows, self.forwarded, [0] * len(self.rows), [])
         return out
 
 
@@ -135,7 +134,7 @@ def test_sums_are_those_of_the_twin(
     mine = torch.zeros_like(expected)
     mine[: layer.counts[node]] = by_node[own]
     sums = [mine if one == node else layer.sums[one][FIRST:] for one in range(num_nodes)]
-    reduce_rows(expected, sums, layer.node_slots, [0] * num_nodes, layer.biases)
+    reduce_on_cpu(expected, sums, layer.node_slots, [0] * num_nodes, layer.biases)
     slots = (layer.node_slots, layer.forwarded)
     there = fetched(layer.plan, layer.sums, node, FIRST)
     tokens = torch.full_like(expected, POISON)

@@ -9,6 +9,7 @@ import torch
 
 from deep_ep.kernels import exchange
 from deep_ep.kernels.exchange import Context
+from deep_ep.kernels.reduce import reduce_rows
 
 _MOST_EXPERTS = 64
 
@@ -41,6 +42,19 @@ def with_subnormals(rows: torch.Tensor) -> torch.Tensor:
     rows = rows.clone()
     rows[..., 1::3] *= 2.0**-130
     return rows
+
+
+def reduce_on_cpu(
+    out: torch.Tensor,
+    peers: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    shifts: Sequence[int],
+    biases: Sequence[torch.Tensor] = (),
+) -> None:
+    """`reduce_rows` by the CPU: on a GPU, torch makes zeros of subnormal numbers where it adds to chosen rows."""
+    summed = out.cpu()
+    reduce_rows(summed, [rows.cpu() for rows in peers], slots.cpu(), shifts, [bias.cpu() for bias in biases])
+    out.copy_(summed)
 
 
 def offer(
