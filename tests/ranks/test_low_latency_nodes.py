@@ -314,7 +314,7 @@ def test_a_silent_rank_is_masked_or_named_on_all_nodes() -> None:
 # Ranks that are killed -----------------------------------------------------------------------------------------------
 
 SEEN_GONE = r"no signal from rank {0}, (whose process has ended|which has closed the connection)"
-TOLD_GONE = r"no signal from rank {0} after \S+ s, or a closed connection, at rank"
+TOLD_GONE = r"no signal from rank {0} after \S+ s, or word that it has gone, at rank"
 
 
 def check_gone(texts: dict[int, str], victim: int) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from ..trace import Trace
 
 
@@ -23,7 +20,8 @@ class Stats:
     def __init__(self, num_ranks: int):
         self.calls: Counter[str] = Counter()
         self.num_rounds = 0
-        self.bytes_to, self.bytes_from = (np.zeros(num_ranks, dtype=np.int64) for _ in range(2))
+        self.bytes_to = [0] * num_ranks
+        self.bytes_from = [0] * num_ranks
 
     def count(
         self, operation: str, path: str, rounds: int, rows_to: list[int], rows_from: list[int], row_bytes: int
@@ -36,10 +34,10 @@ class Stats:
             self.trace.note(rows_to=rows_to, rows_from=rows_from, row_bytes=row_bytes)
             self.trace.end_call(path=path, rounds=rounds)
 
-    def count_rows(self, rows_to: ArrayLike, rows_from: ArrayLike, row_bytes: int) -> None:
+    def count_rows(self, rows_to: list[int], rows_from: list[int], row_bytes: int) -> None:
         """Count the bytes of a finished call, whose rows to and from each rank these are."""
-        self.bytes_to += np.multiply(rows_to, row_bytes)
-        self.bytes_from += np.multiply(rows_from, row_bytes)
+        self.bytes_to = [total + rows * row_bytes for total, rows in zip(self.bytes_to, rows_to, strict=True)]
+        self.bytes_from = [total + rows * row_bytes for total, rows in zip(self.bytes_from, rows_from, strict=True)]
 
     def count_path(self, path: str) -> None:
         """Count one call whose rows only the device has counted, by `operation/path`."""
@@ -51,6 +49,6 @@ class Stats:
         return {
             "calls": dict(self.calls),
             "rounds": self.num_rounds,
-            "bytes_to": self.bytes_to.tolist(),
-            "bytes_from": self.bytes_from.tolist(),
+            "bytes_to": self.bytes_to,
+            "bytes_from": self.bytes_from,
         }

@@ -55,9 +55,9 @@ class Verdict:
         """Return the reason that another rank misses a rank, for a message: this rank's own reason, if it has one."""
         shared = self._shared
         reason = shared.senders[rank].why_not(self._number, looks_at_process=True)
-        # A verdict has no reasons, and this rank's own connection may be the last to close.
-        or_closed = "" if rank in shared.local else ", or a closed connection,"
-        return reason or f" after {shared.window.limit_secs:g} s{or_closed} at rank {by_rank}"
+        # A verdict has no reasons, and this rank may be the last to learn that one has failed or has closed its links.
+        or_gone = "" if rank in shared.local else ", or word that it has gone,"
+        return reason or f" after {shared.window.limit_secs:g} s{or_gone} at rank {by_rank}"
 
     def agree(self, lost: dict[int, str]) -> tuple[dict[int, str], int]:
         """Agree with the other ranks of this node on the ranks that are lost.

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ....errors import EPError, EPTimeout
@@ -89,7 +88,7 @@ class LowLatencyCall(ABC):
     wide_bytes = number = age = 0
     slot: int | None = None
     _last_call = 0  # that used the slot
-    _moved: tuple[np.ndarray, np.ndarray, int] | None = None  # rows to and from each rank, and their bytes
+    _moved: tuple[list[int], list[int], int] | None = None  # rows to and from each rank, and their bytes
 
     def __init__(self, shared: Shared, plan: SetPlan, wait_stats: torch.Tensor | None):
         self.shared = shared
@@ -226,16 +225,15 @@ class LowLatencyCall(ABC):
         trace = self.shared.window.trace
         return trace.slice(name, kind) if trace is not None else NO_SLICE
 
-    def _note(self, posts: Posts, rows_to: np.ndarray, rows_from: np.ndarray, row_bytes: int, **more: Any) -> None:
+    def _note(self, posts: Posts, rows_to: Any, rows_from: Any, row_bytes: int, **more: Any) -> None:
         """Note the rows to and from each rank, [R]; those of masked ranks do not count. A trace shows further facts."""
         if len(posts.local) + len(posts.remote) < rows_to.size:
-            is_here = np.zeros(rows_to.size, dtype=bool)
-            is_here[[*posts.local, *posts.remote]] = True
-            rows_to, rows_from = rows_to * is_here, rows_from * is_here
-        self._moved = rows_to, rows_from, row_bytes
+            masked = [rank for rank in range(rows_to.size) if rank not in posts.local and rank not in posts.remote]
+            rows_to[masked] = rows_from[masked] = 0
+        self._moved = rows_to.tolist(), rows_from.tolist(), row_bytes
         trace = self.shared.window.trace
         if trace is not None:
-            trace.note(rows_from=rows_from.tolist(), row_bytes=row_bytes, **more)
+            trace.note(rows_from=self._moved[1], row_bytes=row_bytes, **more)
 
     # Peers -----------------------------------------------------------------------------------------------------------
 
