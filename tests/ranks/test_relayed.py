@@ -67,6 +67,7 @@ def test_every_token_crosses_once(device: str, transport: str) -> None:
 
 
 @pytest.mark.cpu_only
+@pytest.mark.exhaustive  # the suite's own interpreter is as strict
 def test_tritons_own_interpreter_makes_the_same_calls() -> None:
     command = [sys.executable, "-m", "pytest", "-q", f"{__file__}::test_every_token_crosses_once[nvshmem]"]
     ran = subprocess.run(command, env={**os.environ, "PLAIN_INTERPRETER": "1"}, capture_output=True, text=True)
