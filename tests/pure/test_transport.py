@@ -258,5 +258,5 @@ def test_ranks_that_count_their_exchanges_differently_find_each_other() -> None:
             ["0 0", "0 1"],
         ]
     late = RenumberingStore(shared, "other", time.monotonic())
-    with pytest.raises(EPTimeout, match="has not said"):
+    with pytest.raises(EPTimeout, match="rank 0 did not say where its memory is"):
         late.get("CUDASymmetricMemory/0/0")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..control import Control
-from ..errors import EPTimeout, EPTransportError
+from ..errors import EPTimeout, EPTransportError, named
 from ..generation import Store
 from ..topology import Topology
 from .device import DeviceMemory, Part
@@ -162,10 +162,13 @@ class RenumberingStore(dist.Store):
             EPTimeout: It is not there at the deadline.
         """
         del timeout
-        written = [self._key(key) for key in keys]
-        while not self._store.check(written):
+        while missing := [key for key in keys if not self._store.check([self._key(key)])]:
             if time.monotonic() > self._deadline:
-                raise EPTimeout("mapping symmetric memory: a rank has not said where its memory is")
+                ranks = sorted({int(key.rpartition("/")[2]) for key in missing})
+                raise EPTimeout(
+                    f"mapping symmetric memory: {named(ranks)} did not say where its memory is within the limit. Look "
+                    "at its output, and make the buffer again"
+                )
             time.sleep(_POLL_SECS)
 
 
