@@ -49,10 +49,10 @@ def test_sums_are_those_of_the_twin(
     out, expected = draw(num_tokens, hidden), draw(num_tokens, hidden)
     weights, expected_weights = (draw(num_tokens, max(1, num_topk)).float() for _ in range(2))
     pull_rows(context, SHAPE, out, slots, biases, weights if num_topk else None)
-    reduce_on_cpu(expected, peers, slots, [0] * num_ranks, biases)
+    reduce_on_cpu(expected, peers, slots, biases)
     assert torch.equal(out, expected)
     if num_topk:
-        reduce_on_cpu(expected_weights, peer_weights, slots, [0] * num_ranks, [])
+        reduce_on_cpu(expected_weights, peer_weights, slots, [])
         assert torch.equal(weights, expected_weights)
 
 

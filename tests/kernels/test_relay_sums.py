@@ -103,7 +103,7 @@ class Layer:
     def node_sums(self) -> torch.Tensor:
         """What this node has of every row that is passed on, by the twin."""
         out = torch.empty_like(self.rows[0])
-        reduce_on_cpu(out, self.rows, self.forwarded, [0] * len(self.rows), [])
+        reduce_on_cpu(out, self.rows, self.forwarded, [])
         return out
 
 
@@ -134,7 +134,7 @@ def test_sums_are_those_of_the_twin(
     mine = torch.zeros_like(expected)
     mine[: layer.counts[node]] = by_node[own]
     sums = [mine if one == node else layer.sums[one][FIRST:] for one in range(num_nodes)]
-    reduce_on_cpu(expected, sums, layer.node_slots, [0] * num_nodes, layer.biases)
+    reduce_on_cpu(expected, sums, layer.node_slots, layer.biases)
     slots = (layer.node_slots, layer.forwarded)
     there = fetched(layer.plan, layer.sums, node, FIRST)
     tokens = torch.full_like(expected, POISON)

@@ -45,15 +45,12 @@ def with_subnormals(rows: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_on_cpu(
-    out: torch.Tensor,
-    peers: Sequence[torch.Tensor],
-    slots: torch.Tensor,
-    shifts: Sequence[int],
-    biases: Sequence[torch.Tensor] = (),
+    out: torch.Tensor, peers: Sequence[torch.Tensor], slots: torch.Tensor, biases: Sequence[torch.Tensor] = ()
 ) -> None:
     """`reduce_rows` by the CPU: on a GPU, torch makes zeros of subnormal numbers where it adds to chosen rows."""
     summed = out.cpu()
-    reduce_rows(summed, [rows.cpu() for rows in peers], slots.cpu(), shifts, [bias.cpu() for bias in biases])
+    shifts, on_cpu = [0] * len(peers), [bias.cpu() for bias in biases]
+    reduce_rows(summed, [rows.cpu() for rows in peers], slots.cpu(), shifts, on_cpu)
     out.copy_(summed)
 
 
