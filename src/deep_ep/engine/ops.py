@@ -179,6 +179,31 @@ class CallScope(Protocol):
         ...
 
 
+class OpenCall:
+    """The call that a rank is making, so that it is never left incomplete: who orders calls is one of these.
+
+    Attributes:
+        is_calling: The engine is responsible for the call: whatever exception leaves it, the engine reports to the
+            peers.
+        scope: Of the call, until it has ended, was refused or has failed; None: there is no such call.
+    """
+
+    is_calling = False
+    scope: CallScope | None = None
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """End the call that the caller has left, if its scope could not. Runs on the caller's thread.
+
+        An interrupt may come where a scope begins to end its call, and a second one while it reports the first.
+
+        Args:
+            error: What has left the call; None: the next call begins, and that is not known any more.
+        """
+        if self.scope is not None:
+            error = error if error is not None else RuntimeError("an exception has left the call incomplete")
+            self.scope.__exit__(type(error), error, None)
+
+
 class DispatchSteps(Protocol):
     """The steps of a dispatch, in the order in which a call takes them."""
 

@@ -6,7 +6,7 @@ Everything here runs on the comm stream.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from ...transport import (
     Window,
     ordinary_tensor,
 )
+from ..ops import OpenCall
 from ..protocol import Header, Offer, clashes_among, disagreement, step_name, warn_staged
 from ..stats import Stats
 
@@ -125,15 +126,7 @@ class Call:
         return rows
 
 
-class OpenScope(Protocol):
-    """The scope of a call, as far as the chain knows it."""
-
-    def end(self, error: BaseException) -> None:
-        """Report to the peers that an exception has left the call."""
-        ...
-
-
-class Chain:
+class Chain(OpenCall):
     """The calls of a buffer, one after the other. Only the comm stream advances it.
 
     Args:
@@ -144,15 +137,11 @@ class Chain:
             memory fresh from the system costs more to touch for the first time than a sum costs to write.
         posted_bytes: Most bytes of rows that a small call posts.
         stats: What was counted so far.
-        is_calling: The engine is responsible for the call that is being made: whatever exception leaves it, the engine
-            reports to the peers.
-        scope: Of that call, until the call has ended, was refused or has failed; None: there is no such call.
         is_told_late: There are ranks that cannot read the window; a failure reaches them only after everything that was
             sent before it.
     """
 
-    is_calling = is_told_late = False
-    scope: OpenScope | None = None
+    is_told_late = False
 
     def __init__(self, window: Window):
         self.window = window
@@ -184,17 +173,6 @@ class Chain:
         """
         if self.window.failure is not None:
             raise EPClosed(f"Buffer: closed by an earlier failure ({self.window.failure}). Make a new buffer")
-
-    def settle(self, error: BaseException | None = None) -> None:
-        """End the call that the caller has left, if its scope could not. Runs on the caller's thread.
-
-        An interrupt may come where a scope begins to end its call, and a second one while it reports the first.
-
-        Args:
-            error: What has left the call; None: the next call begins, and that is not known any more.
-        """
-        if self.scope is not None:
-            self.scope.end(error if error is not None else RuntimeError("an exception has left it incomplete"))
 
     def refuse(self, reason: str) -> Refusal:
         """Report to the peers that this rank does not make the next call. Runs on the comm stream."""

@@ -28,7 +28,7 @@ class CpuScope:
     Whatever exception leaves a call, at whatever point, the call has ended, or was refused or failed. Half a call must
     not be followed by the next: peers would take its signals for this one's. An interrupt may come before the first
     instruction of `__exit__`, or while an earlier one is reported. So the chain has the scope until it has ended its
-    call, and whoever finds it there ends it: `Chain.settle`, where the exception leaves the method of the buffer, or
+    call, and whoever finds it there ends it: `OpenCall.settle`, where the exception leaves the method of the buffer, or
     where the next call begins.
 
     Args:
@@ -72,11 +72,11 @@ class CpuScope:
             try:
                 self._finish()
             except BaseException as raised:
-                self.end(raised)
+                self._end(raised)
                 raise
             self._chain.scope = None
         else:
-            self.end(error)
+            self._end(error)
 
     # For the steps ---------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class CpuScope:
         self._is_cancelled = not self._is_begun and not self._stream.query()  # unless it begins
         self._stream.run(work, on_abandon=self._abandon)
 
-    def end(self, error: BaseException) -> None:
+    def _end(self, error: BaseException) -> None:
         """Tell the peers of an exception that leaves the call, as far as the call has come.
 
         What another exception cuts short is done when this is called again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from ...kernels.low_latency import words
 from ...kernels.notify import Counted, Handshake, HandshakeForm, Nodes, Numbered, Post, Terms, num_words_sent
 from ...stream import LaunchStream
 from ...transport.device import DeviceWindow
-from ..ops import Counts
+from ..ops import Counts, OpenCall
 from ..protocol import LOW_LATENCY, OPERATIONS, Agreement, is_refusal
 from ..stats import Stats
 from .digest import unpack
@@ -35,7 +35,7 @@ Handshaking = Callable[..., None]
 """Launches a handshake, as `notify.Handshake` does."""
 
 
-class Signals:
+class Signals(OpenCall):
     """Handshakes of a rank with its peers.
 
     Args:
@@ -51,9 +51,6 @@ class Signals:
             for them.
         tell_failure: Has this rank's failure sent to remote ranks; None: there are none.
         is_announced: Peers may have seen the call that is being made, so an error in it is an error of all ranks.
-        is_calling: The engine is responsible for the call that is being made: whatever exception leaves it, the engine
-            reports to the peers.
-        scope: Of that call, until it has ended its call; None: there is no such call.
         marks: Where calls are marked for a trace; None: nowhere.
         stats: Where calls are counted.
         low_latency_words: [R, 2] int64, what the ranks posted in a low-latency call in which they disagree.
@@ -79,8 +76,7 @@ class Signals:
         self._ticket = 0
         self._failure: str | None = None
         self._is_capturing = window.is_capturing
-        self.is_announced = self.is_calling = False
-        self.scope: AbstractContextManager | None = None
+        self.is_announced = False
         self._host = torch.zeros(
             Context.num_host_words(num_ranks, max_experts),
             dtype=torch.int64,
@@ -219,16 +215,6 @@ class Signals:
             self.require_working()
         self.is_announced = False
         self.is_calling = True
-
-    def settle(self, error: BaseException | None = None) -> None:
-        """End the call that the caller has left, if its scope could not, see `Chain.settle` of the CPU.
-
-        Args:
-            error: What has left the call; None: the next call begins, and that is not known any more.
-        """
-        if self.scope is not None:
-            error = error if error is not None else RuntimeError("an exception has left the call incomplete")
-            self.scope.__exit__(type(error), error, None)
 
     def propagate_failure(self, operation: str, error: BaseException) -> None:
         """Report to the peers what went wrong in a call.

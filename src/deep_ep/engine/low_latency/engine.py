@@ -181,8 +181,8 @@ class LowLatencyEngine(ABC):
 
     @abstractmethod
     def _settle_call(self, error: BaseException | None = None) -> None:
-        """End a phase that an exception has left before its scope could, see `Chain.settle`. For hooks: the methods of
-        a buffer have `calling.call` around them.
+        """End a phase that an exception has left before its scope could, see `OpenCall.settle`. For hooks: the methods
+        of a buffer have `calling.call` around them.
         """
 
     @abstractmethod
