@@ -414,17 +414,31 @@ def _check_ddp(ddp: DistributedDataParallel, name: str, experts: Experts) -> Non
             "have gradients of the sum of all ranks' losses, and DDP makes those of the mean. Make the layer with "
             "`MoELayer(..., reduction='mean')`"
         )
-    if sorted(ranks) != sorted(experts.holders):
-        wrong.append(
-            f"are on {name_ranks(experts.holders)}, and DDP is on {name_ranks(ranks)}: all gradients must be averaged "
-            "over the same ranks. Where experts have replicas, call `fully_shard(layer.experts, mesh=mesh['dp'])` "
-            "before, over the other dimension of their mesh, and give DDP the group of all of them"
-        )
+    if elsewhere := why_elsewhere(experts, "DDP is on", ranks):
+        wrong.append(f"{elsewhere}, and give DDP the group of all of them")
     if wrong:
         raise ValueError(f"DistributedDataParallel: the experts `{name}` {'. They '.join(wrong)}")
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
+def why_elsewhere(experts: Experts, others: str, ranks: Sequence[int]) -> str | None:
+    """Return why gradients of experts do not come from the ranks that all others come from, and what would do, but for
+    the group that belongs to it; None: they do.
+
+    Args:
+        experts: The experts.
+        others: Whose ranks these are, as a sentence has it before them.
+        ranks: The ranks, numbered as in the world.
+    """
+    if sorted(ranks) == sorted(experts.holders):
+        return None
+    return (
+        f"are on {_name_ranks(experts.holders)}, and {others} {_name_ranks(ranks)}: all gradients must come from the "
+        "same ranks, or replicas of experts would drift apart. Where experts have replicas, call "
+        "`fully_shard(layer.experts, mesh=mesh['dp'])` before, over the other dimension of their mesh"
+    )
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
     """How many ranks, and which.
 
     Example:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .experts import Reduction, name_ranks, named_experts
+from .experts import Reduction, named_experts, why_elsewhere
 from .gate import Gate
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -122,13 +122,8 @@ def _own_parameters(module: nn.Module, group: dist.ProcessGroup, reduction: Redu
                 f"{where} have gradients of the {experts.reduction} of all ranks' losses, and `reduction` is "
                 f"{reduction!r}. Pass reduction={experts.reduction!r}"
             )
-        if sorted(ranks) != sorted(experts.holders):
-            raise ValueError(
-                f"{where} are on {name_ranks(experts.holders)}, and `group` has {name_ranks(ranks)}: all gradients "
-                "must come from the same ranks, or replicas of experts would drift apart. Where experts have replicas, "
-                "call `fully_shard(layer.experts, mesh=mesh['dp'])` before, over the other dimension of their mesh, "
-                "and pass the group of all of them"
-            )
+        if elsewhere := why_elsewhere(experts, "`group` has", ranks):
+            raise ValueError(f"{where} {elsewhere}, and pass the group of all of them")
         if reduction == "sum" and len(experts.holders) != experts.num_ranks:
             raise ValueError(
                 f"{where} have replicas, over which FSDP2 averages their gradients, and `reduction` is 'sum'. Make the "

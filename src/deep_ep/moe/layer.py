@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..buffers.checks import check_int
 from ..buffers.elastic import ElasticBuffer
 from ..buffers.legacy import Buffer
+from ..control import group_ranks
 from ..placement import Placement, even_placement, move_experts, sum_over_copies
 from . import ops
 from .expanded import combine_expanded, dispatch_expanded
@@ -400,7 +401,7 @@ def _find_buffer(group: dist.ProcessGroup | None, buffer: Buffer | None, mesh: D
 
 def _ranks_of(buffer: Buffer) -> list[int]:
     """The ranks of a buffer, numbered as in the world; without a process group the world is the buffer's ranks."""
-    return list(range(buffer.group_size)) if buffer.group is None else dist.get_process_group_ranks(buffer.group)
+    return list(group_ranks(buffer.group) or range(buffer.group_size))
 
 
 def _find_device(device: torch.device | str | None, buffer: Buffer) -> torch.device:
