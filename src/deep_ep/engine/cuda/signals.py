@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -198,23 +197,6 @@ class Signals(OpenCall):
     def num_more_rounds(self) -> int:
         """Rounds beyond the first of all calls so far, replays of graphs included, as far as the device has come."""
         return self._words[exchange.STATE_ROUNDS]
-
-    @contextmanager
-    def propagating_failure(self, operation: str) -> Iterator[None]:
-        """A context manager around a call, which reports an error on the host to the peers."""
-        self.begin()
-        try:
-            yield
-        except BaseException as error:
-            self.propagate_failure(operation, error)
-            raise
-
-    def begin(self) -> None:
-        """Begin a call. Raises if the buffer has failed."""
-        if self._failure is not None or self._failed_word.value:
-            self.require_working()
-        self.is_announced = False
-        self.is_calling = True
 
     def propagate_failure(self, operation: str, error: BaseException) -> None:
         """Report to the peers what went wrong in a call.

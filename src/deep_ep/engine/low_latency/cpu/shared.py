@@ -198,10 +198,6 @@ class Shared:
         span = self._segment.span
         return Base(span, span.start + SENT_TABLES_BYTES + offset)
 
-    def own_grain(self) -> int:
-        """A grain of this rank's own memory, which can always be read."""
-        return self.atlas.grain_of(self._segment.mapping, self._segment.span.start + SENT_TABLES_BYTES)
-
     def reach(self, rank: int, segment: Span) -> None:
         """Map a rank's low-latency memory into the atlas. This may move grains.
 
