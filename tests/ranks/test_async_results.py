@@ -184,10 +184,12 @@ def uncounted_layout(rank: int, num_ranks: int) -> list[tuple[str, str]]:
         after = EventHandle(gate)
         event = buffer.dispatch(x, *counted, num_worst_tokens=3, previous_event=after, async_finish=True)[-1]
         layout, _ = late_layout(buffer, ids, num_ranks, event)
-        gate.set_result(None)
-        if worst:
-            event = buffer.dispatch(x, *layout, num_worst_tokens=worst, async_finish=True)[-1]
-            said.append(error_of(event.current_stream_wait))
+        if worst:  # queued before any of it has run
+            queued = buffer.dispatch(x, *layout, num_worst_tokens=worst, async_finish=True)[-1]
+            gate.set_result(None)
+            said.append(error_of(queued.current_stream_wait))
+        else:
+            gate.set_result(None)
         said.append(error_of(buffer.dispatch, x, *layout, num_worst_tokens=worst))
     gate = Future()
     layout, event = late_layout(buffer, ids, num_ranks, EventHandle(gate))
