@@ -12,7 +12,8 @@ from .log import logger
 
 # In a balanced group of R ranks, each comes last in 1 / R of the waits; of two ranks one always does.
 _LEAST_SHARE, _MOST_SHARE = 0.5, 0.75
-_LEAST_TIME_SHARE = 0.05  # of the elapsed time that was waited for a rank; less is not worth a line
+# Of the elapsed time, what was spent waiting for a rank: less is not worth a line; more is, however seldom it was last.
+_LEAST_TIME_SHARE, _MOST_TIME_SHARE = 0.05, 0.25
 
 
 class Watch:
@@ -62,9 +63,12 @@ class Watch:
 
     def _judge(self) -> None:
         now = time.monotonic()
-        rank = max(range(self.num_ranks), key=self._last.__getitem__)
+        rank = max(range(self.num_ranks), key=self._secs.__getitem__)
         elapsed, share, secs = now - self._begun, self._last[rank] / self._num, self._secs[rank]
-        if share < self._share or secs < _LEAST_TIME_SHARE * elapsed:
+        # A rank that is late for every dispatch finds all rows there, and may well be the first in the combine.
+        is_often_last = share >= self._share and secs >= _LEAST_TIME_SHARE * elapsed
+        is_long_awaited = secs >= max(_MOST_TIME_SHARE * elapsed, self._share * sum(self._secs))
+        if secs == 0 or not (is_often_last or is_long_awaited):
             return
         if rank in self._told and now - self._told[rank] < self.interval_secs:
             return

@@ -142,7 +142,7 @@ def test_metrics_verdicts_and_events_of_ranks() -> None:
     results = run_ranks(measured, 3, may_die=[1])
     for rank in (0, 2):
         records = results[rank]
-        verdicts = [one for one in records if "came last" in one]
+        verdicts = [one for one in records if "rank 1 came last" in one]  # a busy machine may make another late, too
         assert len(verdicts) == 1, "the same verdict twice within an hour"
         assert re.match(r"WARNING rank 1 came last in \d+% of the last 6 waits: .* \(rank \d/3\)", verdicts[0])
         masks = [one for one in records if "From now on masked" in one]
@@ -201,6 +201,8 @@ def test_verdicts(caplog: pytest.LogCaptureFixture) -> None:
     assert verdicts(caplog, balanced * 5) == []
     assert len(verdicts(caplog, often * 10)) == 3
     assert len(verdicts(caplog, often * 10, interval_secs=3600.0)) == 1
+    [text] = verdicts(caplog, [{2: 1.0}, {1: 0.01}, {3: 0.01}] * 4)  # late for every dispatch, say
+    assert text.startswith("rank 2 came last in 40% of the last 10 waits")
     assert verdicts(caplog, [{2: 1e-9}] * 10) == []  # not worth a line
     assert verdicts(caplog, [{2: 1.0}] * 9) == []
 
