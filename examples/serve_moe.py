@@ -55,7 +55,6 @@ _SIZES = (
     ("metrics_port", "rank R serves OpenMetrics at port N + R of loopback; 0: none"),
 )
 BINS_PER_SEC = 4  # of the picture
-AHEAD_STEPS = 10  # ranks learn so many steps ahead what they will do together: they are at most one step apart
 
 
 @dataclass(frozen=True)
@@ -244,6 +243,7 @@ def serve(rank: int, options: Options, port: int, first_request: int, reports: C
     generation, step = buffer.generation, int(store.get("step").decode()) if store.check(["step"]) else 0
     while not is_due(store, "stop", step):
         if is_due(store, f"replace {generation}", step):
+            store.set("step", str(step))  # where the new process begins to count
             buffer.replace(store)
             generation = buffer.generation
         begun = time.monotonic()
@@ -281,8 +281,12 @@ def make_buffer(rank: int, options: Options, store: dist.Store) -> Buffer:
 
 
 def is_due(store: dist.Store, name: str, step: int) -> bool:
-    """Whether the launcher has asked for something, and its step has come."""
-    return store.check([name]) and step >= int(store.get(name).decode())
+    """Whether the launcher has asked for something, and its step has come, which is the same on all ranks.
+
+    The rank that sees the request first chooses the step after the one that it is about to begin. No other rank can
+    have begun that one: it would need this rank's tokens of the step before.
+    """
+    return store.check([name]) and step >= int(store.compare_set(f"{name}: step", "", str(step + 1)).decode())
 
 
 class Launcher:
@@ -331,7 +335,7 @@ class Launcher:
             self.collect(0.02)
             if time.monotonic() > deadline:
                 raise SystemExit(f"serve_moe: rank {rank} was not ready after {limit_secs:g} s")
-        self._plan(f"replace {self._generation}")
+        self._store.set(f"replace {self._generation}", "")
         self._generation += 1
         num_before = len(self.reports)
         while not any(report.rank == rank for report in self.reports[num_before:]):
@@ -342,7 +346,7 @@ class Launcher:
 
     def stop(self, limit_secs: float = 60.0) -> None:
         """Let all ranks stop at the same step, and wait for them."""
-        self._plan("stop")
+        self._store.set("stop", "")
         deadline = time.monotonic() + limit_secs
         while self._pipes:
             self.collect(0.1)
@@ -372,13 +376,6 @@ class Launcher:
             with suppress(ValueError):
                 process.kill()
                 process.join()
-
-    def _plan(self, name: str) -> None:
-        """Ask all ranks for something, at a step that none of them has reached."""
-        step = max((report.step for report in self.reports), default=0) + AHEAD_STEPS
-        if name.startswith("replace"):
-            self._store.set("step", str(step))  # where the new process begins to count
-        self._store.set(name, str(step))
 
     def _note(self, text: str) -> None:
         self.events.append((time.monotonic(), text))
