@@ -246,7 +246,7 @@ def watch(buffer: Any, num_waits: int = 1000, interval_secs: float = 60.0) -> No
     """Have the logger `deep_ep` warn of a rank that the others wait for again and again.
 
     After every `num_waits` waits of this rank there is a verdict, if one other rank came last in most of them and a
-    notable part of the time was spent waiting for it, or a large part of the time in fewer waits: "rank 2 came last in
+    notable part of the time was spent waiting for it, or half of the time in fewer waits: "rank 2 came last in
     61% of the last 1,000 waits". Local.
 
     Args:

@@ -13,7 +13,7 @@ from .log import logger
 # In a balanced group of R ranks, each comes last in 1 / R of the waits; of two ranks one always does.
 _LEAST_SHARE, _MOST_SHARE = 0.5, 0.75
 # Of the elapsed time, what was spent waiting for a rank: less is not worth a line; more is, however seldom it was last.
-_LEAST_TIME_SHARE, _MOST_TIME_SHARE = 0.05, 0.25
+_LEAST_TIME_SHARE, _MOST_TIME_SHARE = 0.05, 0.5
 
 
 class Watch:
