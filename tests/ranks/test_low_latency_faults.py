@@ -168,6 +168,7 @@ def two_kinds(rank: int, num_ranks: int) -> tuple[str, str]:
         steps = [hook, lambda: buffer.dispatch(mine.x, **layout)]
         for step in steps if rank else reversed(steps):
             step()
+    dist.barrier()  # a rank that fails ends the calls of those that are still in the one before
     error = error_of(steps[1] if rank == 0 else lambda: dispatch(buffer, mine, CASE, **FORM))
     buffer.destroy()
     return error
