@@ -170,7 +170,13 @@ def test_train_moe_says_where_it_goes_on(device: str, tmp_path: Path) -> None:
 def test_train_moe_interrupted(device: str, tmp_path: Path) -> None:
     command = [sys.executable, "examples/train_moe.py", "--ranks", "1", "--steps", "9999", "--state", str(tmp_path)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     ) as process:
         assert process.stdout is not None
         assert "step    1/9999" in process.stdout.readline()
