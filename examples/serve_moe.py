@@ -87,7 +87,6 @@ class Report(NamedTuple):
     """What a rank tells the launcher after every step."""
 
     rank: int
-    step: int
     time: float
     num_tokens: int
     is_degraded: bool
@@ -250,7 +249,7 @@ def serve(rank: int, options: Options, port: int, first_request: int, reports: C
         answers, is_degraded = server.step()
         step += 1
         time.sleep(max(0.0, begun + 1e-3 * options.step_ms - time.monotonic()))
-        reports.send(Report(rank, step, time.monotonic(), options.requests, is_degraded, answers))
+        reports.send(Report(rank, time.monotonic(), options.requests, is_degraded, answers))
     buffer.destroy()
     reports.close()
 
