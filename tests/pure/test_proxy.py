@@ -415,6 +415,18 @@ def test_a_failure_is_told_with_its_record_and_stays_the_cause(pair: tuple[Rank,
     assert one.failure(1) == gone(1, 0)
 
 
+def test_a_failure_brings_the_header_of_its_call(pair: tuple[Rank, Rank]) -> None:
+    one, other = pair
+    header = one.post(1, 9)  # written, signalled and failed before the proxy looks: only the failure is sent
+    one.step(1, 9, ANNOUNCED)
+    one.fail(1, [2, 9, 2, 1 << 1, 0, 0, 0])
+    one.start()
+    other.start()
+    wait_until(lambda: other.failure(0)[0] == 1)
+    assert other.header(0, 9) == header
+    assert other.progress(0) == 0
+
+
 def break_off(rank: Rank, remote: int) -> None:
     """As a network that fails: both ends see the end."""
     rank.links[remote]._socket.shutdown(socket.SHUT_RDWR)

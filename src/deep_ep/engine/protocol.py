@@ -228,7 +228,7 @@ def _differences(mine: Agreement, theirs: Agreement) -> str:
         return f"{theirs.operation}, not {mine.operation}"
     items, operation = _telling(mine, theirs), mine.operation
     named = [_difference(item, getattr(mine, item), getattr(theirs, item), operation) for item in items]
-    return ", ".join(named) or "nothing (it saw another difference)"
+    return ", ".join(named) or "another call (what differs is in the output of the rank that saw it)"
 
 
 def disagreement(where: str, me: str, clashes: Sequence[tuple[str, Agreement, Agreement]]) -> EPError:

@@ -29,7 +29,8 @@ from .window import Failure
 
 # Topics of frames: the announcement of a call, whether its rows fit, rows; the last words of a rank; low-latency calls.
 ANNOUNCE, VERDICT, ROWS, FAILED, BYE, SENT = 1, 2, 3, 4, 5, 6
-# Of proxies, beside rows: a header with the progress that it belongs to, the line of a failure, what rows come next.
+# Of proxies, beside rows: a header with the progress that it belongs to, the line of a failure with one, what rows come
+# next.
 HEADER, RECORD, DOORBELL = 7, 8, 9
 REFUSED = 10  # a call that the rank does not make, with the number of times that it has refused it
 ALIVE = 11  # the rank is there, and waits for another one
@@ -47,8 +48,8 @@ _MOST_BYTES = {
     FAILED: MOST_TEXT_BYTES,
     BYE: 0,
     SENT: MOST_PAYLOAD_BYTES,
-    HEADER: MOST_PAYLOAD_BYTES,  # `ReceivePages` limits the length of headers
-    RECORD: _MOST_NUMBERS_BYTES,
+    HEADER: MOST_PAYLOAD_BYTES,  # `ReceivePages` limits the length of headers, as of those with a record
+    RECORD: MOST_PAYLOAD_BYTES,
     DOORBELL: _MOST_NUMBERS_BYTES,
     REFUSED: MOST_TEXT_BYTES,
     ALIVE: 0,

@@ -3,7 +3,8 @@
 Frames of a proxy, beside `BYE`. Each direction of a link is read in the order in which it was written.
 
     HEADER   tag:   progress          payload: the header of that call, then to be followed by the progress
-    RECORD                            payload: the line of a failure. What was queued before it may be missing
+    RECORD                            payload: the line of a failure, and the header of its call. What was queued
+                                      before it may be missing
     DOORBELL tag:   chunk             payload: piece, and for each section its target offset and bytes
     ROWS     tag:   chunk             payload: one section that has bytes, behind its DOORBELL, in order
 """
@@ -118,7 +119,11 @@ class ToRemoteRank:
         self._send_header(progress)
 
     def tell_failure(self, word: int) -> None:
-        """Send the line of this rank's failure, once, in place of what is queued; or that of a call that it refuses."""
+        """Send the line of this rank's failure, once, in place of what is queued; or that of a call that it refuses.
+
+        The header of the call goes with it: it may not have been sent yet, or be dropped here, and the remote rank
+        names by it in what two calls differ.
+        """
         if not word or not self.is_listening:
             return
         self._has_failed = word == HAS_FAILED
@@ -126,7 +131,8 @@ class ToRemoteRank:
             self._link.drop_queued()
             self.let_go()  # this rank's kernels pack nothing any more
         line = self._words.read(self._shadow_board + self._words.layout.failure(self._me), LINE_WORDS)
-        self._send(RECORD, 0, 0, memoryview(word.to_bytes(8, "little") + line[8:]))
+        header = self._read_header(_epoch_of(line))
+        self._send(RECORD, 0, 0, memoryview(word.to_bytes(8, "little") + line[8:] + header))
 
     def tell_rows(self, chunk: int, doorbell: int, epoch: int) -> None:
         """Send a chunk of rows, straight from their memory.
@@ -210,8 +216,8 @@ class FromRemoteRank:
         self._rows = rows
         self._progress = words.word(words.layout.progress(rank))
         self._coming = (0, 0)  # call and chunk of the rows that are due
-        header_bytes = 8 * words.layout.header_words
-        link.allocator = self._pages = ReceivePages(max(header_bytes, 8 * LINE_WORDS, _DOORBELL_IN_FRAME.size))
+        self._record_bytes = 8 * (LINE_WORDS + words.layout.header_words)
+        link.allocator = self._pages = ReceivePages(max(self._record_bytes, _DOORBELL_IN_FRAME.size))
 
     def read(self) -> None:
         """Read what is there.
@@ -228,9 +234,8 @@ class FromRemoteRank:
 
     def _take(self, frame: Frame) -> None:
         if frame.topic == RECORD:  # in place of whatever was due
-            self._require(frame.page.num_bytes == 8 * LINE_WORDS, frame)
-            line = frame.page.view()
-            self._words.write_failure(self._rank, line[8:], int.from_bytes(line[:8], "little"))
+            self._require(frame.page.num_bytes == self._record_bytes, frame)
+            self._take_record(frame.page.view())
         elif frame.topic == ROWS:
             self._require(self._pages.was_due(frame.page) and (frame.epoch, frame.tag) == self._coming, frame)
             self._mark_arrived()
@@ -243,6 +248,11 @@ class FromRemoteRank:
 
     def _is_amid_rows(self, page: Page) -> bool:
         return bool(self._pages.due) or self._pages.was_due(page)
+
+    def _take_record(self, data: memoryview) -> None:
+        line, header = data[: 8 * LINE_WORDS], data[8 * LINE_WORDS :]
+        self._words.write(self._words.layout.header(_epoch_of(line), self._rank), header)
+        self._words.write_failure(self._rank, line[8:], int.from_bytes(line[:8], "little"))
 
     def _take_header(self, frame: Frame) -> None:
         layout = self._words.layout
@@ -271,3 +281,8 @@ class FromRemoteRank:
                 f"proxy: rank {self._rank} must send what can follow, seen topic {frame.topic}, call {frame.epoch}, "
                 f"tag {frame.tag}, {frame.page.num_bytes} bytes"
             )
+
+
+def _epoch_of(line: bytes | memoryview) -> int:
+    """Return the call of the line of a failure: its word, what happened, the call, and so on."""
+    return int.from_bytes(line[16:24], "little")
