@@ -79,6 +79,8 @@ class TwoHopOps:
         self.node = relay_sums.Node(topology.node, context.table[:, self.router.local], self.plan, context.state)
         self.aimed = replace(context, table=torch.zeros_like(context.table))
         self.own = replace(context, rank=0, num_ranks=1, num_nodes=1)  # for a count of this rank alone
+        # A rank of this node may itself wait for its rail, up to the limit: it must be the one to name who is silent.
+        self.patient = replace(context, limit_ns=context.limit_ns + context.limit_ns // 4)
         self.counts = context.state.new_empty(context.num_ranks, dtype=torch.int32)
         self.guessed_forwarded = 0
         self._point_to_remote()
@@ -143,7 +145,7 @@ class TwoHopDispatch(DeviceDispatch):
         self._shape, rows = ops.shapes.for_put(signature.num_sms), rows_of(signature)
         # Records and slots are `route`'s; `put` moves rows and scales along the slots that it has found.
         self._put = Put(ops.aimed, self._shape, rows._replace(has_records=False, num_topk=0, idx_dtype=torch.int32))
-        self._finish = Finish(context, READY, self._terms.operation)
+        self._finish = Finish(ops.patient, READY, self._terms.operation)
         self._unpack = Unpack(context, self._shape.num_blocks, num_topk, rows.idx_dtype, has_ends=True)
 
     def route(self, scope: CudaScope, routing: Routing, num_channels: int, num_rows: int) -> TwoHopRoutes:
@@ -295,7 +297,7 @@ class TwoHopCombine(DeviceCombine):
         self._copy_shape = ops.shapes.for_copy(signature.num_sms)
         hidden, dtype, num_topk = signature.hidden, signature.dtype, signature.num_topk
         self._widths = [hidden * dtype.itemsize, 4 * num_topk][: 2 if num_topk else 1]
-        self._finish = Finish(ops.signals.context, TAKEN, self._terms.operation)
+        self._finish = Finish(ops.patient, TAKEN, self._terms.operation)
 
     def _rows_from(self, handle: RailHandle) -> None:
         """Return None: a handle across nodes does not have the rows from each rank."""
