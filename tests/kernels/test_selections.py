@@ -60,9 +60,10 @@ def draw_ids(num_tokens: Sequence[int], num_topk: int, num_experts: int, dtype: 
     """
     generator = torch.Generator().manual_seed(num_topk)
     ids = [torch.randint(-1, num_experts + 1, (count, num_topk), generator=generator) for count in num_tokens]
-    outside = (1 << 32) + 1 if dtype == torch.int64 else (1 << 31) - 1
+    outside = ((1 << 32) + 1, -(1 << 32) + 1) if dtype == torch.int64 else ((1 << 31) - 1, -(1 << 31))
     for one in ids:
-        one[torch.rand(one.shape, generator=generator) < 0.1] = outside
+        for other in outside:
+            one[torch.rand(one.shape, generator=generator) < 0.1] = other
         one[1:2] = num_experts - 1
         one[2:3] = -1
     return [one.to(dtype) for one in ids]

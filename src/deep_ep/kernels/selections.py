@@ -373,7 +373,8 @@ def _count_before(
         token, column = tile * TOKENS + others // TOPK, others % TOPK
         is_other = (token < num_tokens) & (column < num_topk)
         given = tl.load(topk_idx + token.to(tl.int64) * num_topk + column, mask=is_other, other=-1)
-        other = tl.where(given < num_experts, given, -1).to(tl.int32)  # before any bits are cut off
+        is_given = (given >= 0) & (given < num_experts)
+        other = tl.where(is_given, given, -1).to(tl.int32)  # before any bits are cut off
         is_same = (experts[:, None] == other[None, :]) & (others[None, :] < positions[:, None])
         before += tl.sum(is_same.to(tl.int32), 1)
     return tl.reshape(before, [TOKENS, TOPK])
