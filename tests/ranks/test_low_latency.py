@@ -77,6 +77,7 @@ SHAPES = [
     Case(hidden=33, topk=9, experts_per_rank=1),
     Case(num_tokens=0),
     Case(kind="nothing"),
+    Case(topk=0),
     Case(max_tokens=40, num_tokens=3),
     Case(max_tokens=100, hidden=16, experts_per_rank=20),
 ]

@@ -272,7 +272,8 @@ class Summer:
             ranges: [grains, 2 * G] BF16, the ranges of the rows, which are LogFMT; None: they are BF16.
         """
         (num_tokens, hidden), num_topk = out.shape, grains.size(1)
-        if out.numel() == 0:
+        if out.numel() == 0 or num_topk == 0:
+            out.zero_()
             return
         tile = min(num_tokens, max(1, _SUM_TILE_BYTES // (4 * hidden * num_topk)))
         bags = _Bags.of(grains, weights, is_skipped, tile)
