@@ -17,7 +17,7 @@ from deep_ep import env, topology, transport
 from deep_ep.errors import EPError, EPTimeout, EPTransportError, EPUnsupported
 from deep_ep.transport.arena import Arena
 from deep_ep.transport.board import HEADER, OFFER, POSTED_BYTES, Board, progress_of
-from deep_ep.transport.memory import PrivateMemory, SharedMemory, available_bytes
+from deep_ep.transport.memory import PrivateMemory, SharedMemory, available_bytes, commit_fresh
 from deep_ep.transport.spans import UNIT_BYTES, Span, SpanSet
 from deep_ep.transport.symm import RenumberingStore
 from deep_ep.transport.words import AtomicWord, Word
@@ -149,6 +149,30 @@ def test_more_memory_than_there_is_gives_an_error_with_numbers(memory_type: obje
     with pytest.raises(EPTransportError, match=rf"{span.num_bytes} bytes of memory are needed, \d+ are available"):
         memory.commit(span)
     assert Arena(memory, 0, 0, lambda _: None).allocate((needed,), torch.uint8) is None
+
+
+class Scarce(PrivateMemory):
+    """Memory that cannot be committed from some byte on."""
+
+    end = UNIT_BYTES * 3
+
+    def commit(self, span: Span) -> None:
+        if span.stop > self.end:
+            raise EPTransportError("there is no more")
+
+
+def test_what_could_not_be_committed_stays_uncommitted() -> None:
+    memory, one_unit = Scarce(), UNIT_BYTES
+    uncommitted = SpanSet(Span(0, one_unit), Span(2 * one_unit, 4 * one_unit), Span(5 * one_unit, 6 * one_unit))
+    with pytest.raises(EPTransportError):
+        commit_fresh(memory, uncommitted, Span(1, 6 * one_unit))
+    assert list(uncommitted) == [Span(2 * one_unit, 4 * one_unit), Span(5 * one_unit, 6 * one_unit)]
+    memory.end = 6 * one_unit
+    assert commit_fresh(memory, uncommitted, Span(3 * one_unit, 6 * one_unit)) == [
+        Span(3 * one_unit, 4 * one_unit),
+        Span(5 * one_unit, 6 * one_unit),
+    ]
+    assert list(uncommitted) == [Span(2 * one_unit, 3 * one_unit)]
 
 
 def test_a_board_carries_posts_by_parity() -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import EPTransportError
-from .memory import Mapping, Memory, ordinary_tensor
+from .memory import Mapping, Memory, commit_fresh, ordinary_tensor
 from .spans import UNIT_BYTES, Span, SpanSet, whole_units
 
 GROWTH_BYTES = 2 << 20  # segments are multiples of this
@@ -54,13 +54,7 @@ class Segment:
         Raises:
             EPTransportError: There is too little.
         """
-        span = Span(span.start // UNIT_BYTES * UNIT_BYTES, whole_units(span.stop))
-        for fresh in self._uncommitted.remove(span):
-            try:
-                self.memory.commit(fresh)
-            except EPTransportError:
-                self._uncommitted.add(fresh)
-                raise
+        for fresh in commit_fresh(self.memory, self._uncommitted, span):
             self.mapping.fault_in(fresh)  # no more than this: pages that are touched are memory that is taken
 
     def trim(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ..errors import EPTransportError
-from .spans import UNIT_BYTES, Span, whole_units
+from .spans import UNIT_BYTES, Span, SpanSet, whole_units
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: fault pages in at once instead of one by one
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9  # give pages back: of private memory, of a file
@@ -173,6 +173,31 @@ def ordinary_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raise _too_little(math.prod(shape) * dtype.itemsize, "the system refuses them") from None
 
 
+def commit_fresh(memory: Memory, uncommitted: SpanSet, span: Span) -> list[Span]:
+    """Commit the parts of a span that are not committed yet; spans of the set are whole units.
+
+    Args:
+        memory: The rank's memory.
+        uncommitted: What is not committed yet. It loses the span, but for what could not be committed.
+        span: The span.
+
+    Returns:
+        Its parts that were not committed before.
+
+    Raises:
+        EPTransportError: There is too little memory.
+    """
+    fresh = uncommitted.remove(Span(span.start // UNIT_BYTES * UNIT_BYTES, whole_units(span.stop)))
+    for index, part in enumerate(fresh):
+        try:
+            memory.commit(part)
+        except BaseException:
+            for left in fresh[index:]:
+                uncommitted.add(left)
+            raise
+    return fresh
+
+
 class SharedMemory:
     """A memfd, seen by its owner or by a peer.
 
@@ -210,9 +235,7 @@ class SharedMemory:
         Raises:
             EPTransportError: There is not enough memory.
         """
-        available = available_bytes()
-        if span.num_bytes > available:
-            raise _too_little(span.num_bytes, f"{available} are available")
+        _require_available(span)
         try:
             os.posix_fallocate(self.fd, span.start, span.num_bytes)
         except OSError as error:
@@ -248,9 +271,7 @@ class PrivateMemory:
 
     def commit(self, span: Span) -> None:
         """Check that there is enough memory for a span."""
-        available = available_bytes()
-        if span.num_bytes > available:
-            raise _too_little(span.num_bytes, f"{available} are available")
+        _require_available(span)
 
     def map(self, span: Span) -> Mapping:
         """Map a span. Each span is mapped once."""
@@ -304,6 +325,12 @@ def _read_number(path: Path, parse: Callable[[str], int]) -> int | None:
         return parse(path.read_text())
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _require_available(span: Span) -> None:
+    available = available_bytes()
+    if span.num_bytes > available:
+        raise _too_little(span.num_bytes, f"{available} are available")
 
 
 def _too_little(num_bytes: int, seen: str) -> EPTransportError:

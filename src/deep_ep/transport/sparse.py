@@ -10,8 +10,8 @@ import ctypes
 
 import torch
 
-from .memory import Mapping, Memory, PrivateMemory, bytes_tensor
-from .spans import UNIT_BYTES, Span, SpanSet, whole_units
+from .memory import Mapping, Memory, PrivateMemory, bytes_tensor, commit_fresh
+from .spans import Span, SpanSet
 
 GRAIN_BYTES = 16  # what is gathered begins at multiples of it
 
@@ -37,13 +37,7 @@ class SparseSegment:
             EPTransportError: There is too little memory.
         """
         first = self.span.start + start
-        part = Span(first // UNIT_BYTES * UNIT_BYTES, whole_units(first + num_bytes))
-        for fresh in self._uncommitted.remove(part):
-            try:
-                self._memory.commit(fresh)
-            except BaseException:
-                self._uncommitted.add(fresh)
-                raise
+        commit_fresh(self._memory, self._uncommitted, Span(first, first + num_bytes))
         return self.bytes(start, num_bytes)
 
     def bytes(self, start: int, num_bytes: int) -> torch.Tensor:
