@@ -69,14 +69,14 @@ class Record:
                 "have each token name an expert once. The buffer is closed: make a new one"
             )
         if self.code == exchange.DISAGREE:
-            differing, theirs = _bits(self.subject), header(self.origin)
+            differing, theirs = _ranks_of(self.subject, num_ranks), header(self.origin)
             said = {one: (header(one) if one in differing else theirs).words() for one in range(num_ranks)}
             clashes = clashes_among(said, theirs.words())
             if not clashes:  # what differs is not in the headers
                 clashes = [(f"rank {one}", theirs, header(one)) for one in differing]
             return disagreement(where, f"{_by(self.origin, rank)}{me}", clashes)
         if self.code == exchange.TIMEOUT:
-            silent = named(_bits(self.subject))
+            silent = named(_ranks_of(self.subject, num_ranks))
             step = f" ({step_name(self.seen)})" if self.seen else ""  # low-latency calls have no steps
             return EPTimeout(
                 f"{where}: no signal{step} from {silent} after {limit_secs:g} s "
@@ -84,14 +84,16 @@ class Record:
             )
         if self.code == exchange.DESYNC:
             return EPError(
-                f"{where}: a rank is more than one call ahead ({_by(self.origin, rank)}{me}). Report this bug"
+                f"{where}: {named(_ranks_of(self.subject, num_ranks))} went on without the others "
+                f"({_by(self.origin, rank)}{me}). Report this bug"
             )
         if self.code == exchange.REFUSED:
             cause = f"refused this call, of which nothing was sent: {reason() or 'look at its output'}"
             return EPPeerFailed(self.origin, cause, where, me)
         if self.code == exchange.GONE:
+            gone = named(_ranks_of(self.subject, num_ranks))
             return EPError(
-                f"{named(_bits(self.subject))} closed the connection: the process has ended, or the network has failed "
+                f"{gone} closed the connection: the process has ended, or the network has failed "
                 f"({_by(self.origin, rank)}{me}). Look at its output, and make a new buffer"
             )
         if self.code == exchange.REMOTE_OVERFLOW:
@@ -107,8 +109,9 @@ class Record:
         return EPPeerFailed(self.origin, "failed, as its output will say", where, me)
 
 
-def _bits(mask: int) -> list[int]:
-    return [index for index in range(63) if mask >> index & 1]
+def _ranks_of(mask: int, num_ranks: int) -> list[int]:
+    """Return the ranks that a mask of `exchange.mask_of` may stand for: those from 62 on share a bit."""
+    return [rank for rank in range(num_ranks) if mask >> min(rank, 62) & 1]
 
 
 def _by(origin: int, rank: int) -> str:
