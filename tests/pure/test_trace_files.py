@@ -52,6 +52,20 @@ def test_a_file_without_events_is_closed(tmp_path):
     assert events_of(tmp_path / "a.json") == []
 
 
+def test_a_full_disk_stops_nothing():
+    file = TraceFile(Path("/dev/full"))
+    file.add({"ph": "X", "name": "one"})
+    file.flush()
+    file.add({"ph": "X", "name": "two"})
+    file.close()
+
+
+def test_a_disk_that_is_full_at_the_end_stops_nothing():
+    file = TraceFile(Path("/dev/full"))
+    file.add({"ph": "X", "name": "one"})
+    file.close()
+
+
 def test_what_was_flushed_only_lacks_the_bracket(tmp_path):
     file = TraceFile(tmp_path / "a.json")
     for name in ("one", "two", "three"):

@@ -53,8 +53,12 @@ class TraceFile:
         with self._lock:
             if self._fd >= 0:
                 self._write("\n]\n")
-                os.close(self._fd)
-                self._fd = -1
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def _write(self, end: str = "") -> None:
         lines, self._pending = self._pending, []
@@ -67,17 +71,13 @@ class TraceFile:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError:
-            # A full disk must not stop the communication that it was to tell of.
-            os.close(self._fd)
-            self._fd = -1
+            self._close()  # a full disk must not stop the communication that it was to tell of
 
     def _forget(self) -> None:
         """In a forked child, which is not the rank that the file tells of: let go of it."""
         self._lock = threading.Lock()  # a thread of the parent may have held it
         self._pending.clear()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._close()
 
 
 _files: weakref.WeakSet[TraceFile] = weakref.WeakSet()
