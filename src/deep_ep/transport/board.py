@@ -1,7 +1,7 @@
 """The board: the words by which a rank publishes its progress to its peers. `docs/protocol.md` has the state table.
 
-A board is the first part of a rank's memory. Only its owner writes it. All values are absolute and none is ever
-cleared.
+A board is the first part of a rank's memory. Only its owner writes it. All values are absolute, and none is ever
+cleared but `waiting` and `joining`, which are 1 while their owner does so, and the call of a verdict that is replaced.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _MEETING = _REFUSAL_TEXTS + 2 * _REFUSAL_TEXT_BYTES  # lines of words: `attempt`
 _VERDICTS = _MEETING + 4 * LINE_BYTES  # `NUM_SENT_POSTS` of `_VERDICT_BYTES` each
 _VERDICT_BYTES = 512
 _ECHOES = _VERDICTS + NUM_SENT_POSTS * _VERDICT_BYTES  # a word for each rank
-MOST_LOW_LATENCY_RANKS = (_SENT_POST_BYTES // 8 - 16) // 2 * 32  # that a post has two bits for, 32 to a word
+MOST_WORDS_BEFORE_MASKS = 18  # of such a post
+MOST_LOW_LATENCY_RANKS = (_SENT_POST_BYTES // 8 - MOST_WORDS_BEFORE_MASKS) // 2 * 32  # two bits for each, 32 to a word
 _TIMES_BITS = 16  # of a word of refusals; the others are the call's number
 
 
@@ -176,8 +177,8 @@ class Board:
         """Write the words of a low-latency call. Peers see them with the next release of `sent`."""
         self._sent_posts[number % NUM_SENT_POSTS][: len(words)] = memoryview(array("q", words))
 
-    def read_sent(self, number: int, num_words: int | None = None) -> list[int]:
-        """Return the first words of a low-latency call; by default as many as a post can hold."""
+    def read_sent(self, number: int, num_words: int) -> list[int]:
+        """Return the first words of a low-latency call."""
         return self._sent_posts[number % NUM_SENT_POSTS][:num_words].tolist()
 
     def post_verdict(self, number: int, words: Sequence[int]) -> None:

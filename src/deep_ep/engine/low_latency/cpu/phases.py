@@ -15,9 +15,9 @@ import torch
 from ....errors import EPError, EPTimeout
 from ....log import warn
 from ....trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
-from ....transport import LOW_LATENCY as REFUSED
+from ....transport import LOW_LATENCY as LOW_LATENCY_CALLS
 from ....transport import Base
-from ....transport.board import HEADER, NUM_SENT_POSTS, STEP_BITS
+from ....transport.board import HEADER, MOST_WORDS_BEFORE_MASKS, NUM_SENT_POSTS, STEP_BITS
 from ....transport.senders import told, wait_sent
 from ....transport.window import Where
 from ...cpu.call import Call
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # it needs sockets that other systems do not have
 
 
 _NUM_POST_WORDS = 1 + 3 + 1  # behind what must agree: the rows and the base of a `LocalPost`, the number of the call
+assert len(Agreement._fields) + _NUM_POST_WORDS <= MOST_WORDS_BEFORE_MASKS
 
 
 class LocalPost(NamedTuple):
@@ -94,7 +95,7 @@ class LowLatencyCall(ABC):
         self.shared = shared
         self.plan = plan
         self._wait_stats = wait_stats
-        self._own_refusal = shared.window.refusals[REFUSED]  # at the time of the call
+        self._own_refusal = shared.window.refusals[LOW_LATENCY_CALLS]  # at the time of the call
 
     @property
     def operation(self) -> str:
