@@ -509,9 +509,9 @@ class CudaLowLatency(LowLatencyEngine):
             return
         self._told = newest
         calls, size = self._host[:-1].tolist(), self._host.numel() - 1
-        self._host[:-1] = 0
         for rank, word in enumerate(calls):
             if word:
+                self._host[rank] = 0  # no other: a kernel may be writing one that has not been read yet
                 call, reason = word >> words.REASON_BITS, word & ((1 << words.REASON_BITS) - 1)
                 text = (
                     f"low latency (call {call}): rank {rank} {_REASONS[reason]}, and is masked from now on "
