@@ -299,6 +299,7 @@ class SelectionDispatch:
                 return make_sections((wide.x, wide.scales, records, num_rows, 0, bases, num_expanded))
             if wide is not None and wide.x is not None:
                 memory.give_up(wide.x)
+            wide = None  # before compact rows are allocated, for which its memory may be needed
         sections = memory.sections(columns, num_rows)
         return None if sections is None else sections._replace(expanded_rows=-limit)
 
