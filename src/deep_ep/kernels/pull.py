@@ -83,18 +83,15 @@ class Pull:
         num_topk: int,
         end: End,
     ):
-        vector = VECTOR_BYTES if is_aligned else dtype.itemsize
-        block = min(shape.words * 4 // dtype.itemsize, next_power_of_2(hidden))
-        self._num_pieces = -(-hidden // block)
+        vector, block, self._num_pieces, num_warps = shape.cut(hidden, dtype.itemsize, is_aligned)
         self._most_blocks = shape.num_blocks
-        num_warps = shape.warps_for(block * dtype.itemsize, vector)
         constants = {
             "NUM_BIASES": num_biases,
             "BLOCK": block,
             "AT_ONCE": min(_MOST_AT_ONCE, next_power_of_2(context.num_ranks)),
             "LANES": next_power_of_2(context.num_ranks),
             "VECTOR": vector,
-            "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
+            "WIDE": wide_type(dtype),
             "TOPK": next_power_of_2(num_topk) if num_topk else 0,
             "POLLERS": num_lanes(context, num_warps),
             "NUM_WARPS": num_warps,
@@ -132,6 +129,11 @@ class Pull:
             (out, first, second, slots if weights is None else weights, slots, prefix, source_idx),
             (num_tokens, rows.shape[0], rows.data_ptr(), given_at),
         )
+
+
+def wide_type(dtype: torch.dtype) -> tl.dtype:
+    """Return what rows of a type are summed in."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 @jit

@@ -68,6 +68,14 @@ class LaunchShape:
         """Return the warps for a piece of so many bytes: as many as have a vector of it for each thread."""
         return max(1, min(self.num_warps, num_bytes // (_WARP * vector)))
 
+    def cut(self, num_elements: int, element_bytes: int, is_aligned: bool) -> tuple[int, int, int, int]:
+        """Return how rows of so many elements are moved: the bytes of a vector, the elements of a piece, the pieces of
+        a row, and the warps of a block.
+        """
+        vector = VECTOR_BYTES if is_aligned else element_bytes
+        block = min(self.words * 4 // element_bytes, next_power_of_2(num_elements))
+        return vector, block, -(-num_elements // block), self.warps_for(block * element_bytes, vector)
+
 
 def record_words(num_topk: int, has_rows: bool = False) -> int:
     """Return the number of 4-byte words of a record. Those of selections also have a row for each of them."""
@@ -175,12 +183,10 @@ class Put:
         self._nothing = context.state  # a dummy for arguments that are not used
         word_bytes = rows.word.itemsize
         row_words = rows.row_bytes // word_bytes
-        vector = VECTOR_BYTES if rows.is_aligned else word_bytes
-        block = min(shape.words * 4 // word_bytes, next_power_of_2(row_words))
-        most_warps = _MOST_RECORD_WARPS if rows.has_records else shape.num_warps
-        num_warps = min(most_warps, shape.warps_for(block * word_bytes, vector))
+        vector, block, self._num_pieces, num_warps = shape.cut(row_words, word_bytes, rows.is_aligned)
+        if rows.has_records:
+            num_warps = min(_MOST_RECORD_WARPS, num_warps)
         scale_bytes, topk = rows.scale_bytes or 4, next_power_of_2(rows.num_topk)
-        self._num_pieces = -(-row_words // block)
         self._most_blocks = shape.num_blocks
         constants = {
             "WORD_BYTES": word_bytes,

@@ -29,14 +29,13 @@ from .exchange import (
     PLAN_IN_START,
     PLAN_NUM_IN,
     PLAN_WORDS,
-    STATE_FAILED,
-    STATE_HELD,
     TABLE_CAPACITIES,
     Context,
+    may_move,
 )
-from .put import VECTOR_BYTES, LaunchShape, load_slots, put_topk, record_words, widest_word, write_row
+from .put import LaunchShape, load_slots, put_topk, record_words, widest_word, write_row
 
-_FAILED, _HELD, _CAPACITIES = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(TABLE_CAPACITIES)
+_CAPACITIES = tl.constexpr(TABLE_CAPACITIES)
 _NUM_IN, _IN_START = tl.constexpr(PLAN_NUM_IN), tl.constexpr(PLAN_IN_START)
 _BACK_START, _PLAN_WORDS = tl.constexpr(PLAN_BACK_START), tl.constexpr(PLAN_WORDS)
 
@@ -95,14 +94,13 @@ def forward(
         return
     begin = recv_buffer.data_ptr() if sources is None else 0
     word, is_aligned = widest_word(row_bytes, begin)
-    vector = VECTOR_BYTES if is_aligned else word.itemsize
     row_words = row_bytes // word.itemsize
-    block = min(shape.words * 4 // word.itemsize, next_power_of_2(row_words))
+    vector, block, num_pieces, num_warps = shape.cut(row_words, word.itemsize, is_aligned)
     scale_word, _ = widest_word(scale_bytes, begin)
     num_topk = num_topk if has_records else 0
     launch(
         _forward_kernel,
-        max(1, min(shape.num_blocks, slots.size(0) * -(-row_words // block))),
+        max(1, min(shape.num_blocks, slots.size(0) * num_pieces)),
         (
             plan,
             slots,
@@ -126,7 +124,7 @@ def forward(
             chunk,
             num_chunks,
         ),
-        num_warps=shape.warps_for(block * word.itemsize, vector),
+        num_warps=num_warps,
         num_registers=shape.num_registers,
         WORD=_kernel_type(word),
         VECTOR=vector,
@@ -139,7 +137,7 @@ def forward(
         TOPK=next_power_of_2(num_topk),
         IS_FETCHED=sources is not None,
         LANES=next_power_of_2(ranks_per_node),
-        IS_WHOLE=row_words <= block,
+        IS_WHOLE=num_pieces == 1,
     )
 
 
@@ -245,7 +243,7 @@ def _forward_kernel(
     buffer on, and its record says `[7, 5, -1]`: the row goes to row 5 of rank 0, `slots[4]` is `[5, -1]`, the source
     index is 7.
     """
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+    if may_move(state):
         WORD_BYTES: tl.constexpr = WORD.primitive_bitwidth // 8
         SCALE_BYTES: tl.constexpr = SCALE_WORD.primitive_bitwidth // 8
         lanes = tl.arange(0, LANES)

@@ -21,16 +21,15 @@ from .exchange import (
     PLAN_OUT_START,
     PLAN_TARGET_START,
     PLAN_WORDS,
-    STATE_FAILED,
-    STATE_HELD,
     TABLE_CAPACITIES,
+    may_move,
 )
 from .primitives import rounded, widened
-from .pull import add_biases
-from .put import VECTOR_BYTES, LaunchShape, load_slots, word_of
+from .pull import add_biases, wide_type
+from .put import LaunchShape, load_slots, word_of
 from .relay import chunk_of, share_start
 
-_FAILED, _HELD, _CAPACITIES = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(TABLE_CAPACITIES)
+_CAPACITIES = tl.constexpr(TABLE_CAPACITIES)
 _IN_START, _PLAN_WORDS, _NUM_OUT = tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_WORDS), tl.constexpr(PLAN_NUM_OUT)
 _OUT_START, _TARGET_START = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_TARGET_START)
 _MOST_AT_ONCE = 4  # rows of ranks that a block loads before it adds the first
@@ -90,10 +89,10 @@ def sum_for_rail(
     if num_rows == 0 or hidden == 0:
         return
     ranks_per_node, num_nodes = node.table.size(1), node.plan.size(0)
-    vector, block, num_warps = _shape(shape, out)
+    vector, block, num_pieces, num_warps = shape.cut(hidden, out.element_size(), word_of(out)[1])
     launch(
         _sum_for_rail_kernel,
-        max(1, min(shape.num_blocks, num_rows * -(-hidden // block))),
+        max(1, min(shape.num_blocks, num_rows * num_pieces)),
         (
             out,
             forwarded,
@@ -117,8 +116,8 @@ def sum_for_rail(
         AT_ONCE=min(_MOST_AT_ONCE, next_power_of_2(ranks_per_node)),
         LANES=next_power_of_2(ranks_per_node),
         VECTOR=vector,
-        WIDE=_wide(out),
-        IS_WHOLE=hidden <= block,
+        WIDE=wide_type(out.dtype),
+        IS_WHOLE=num_pieces == 1,
     )
 
 
@@ -149,10 +148,10 @@ def sum_nodes(
     if out.numel() == 0:
         return
     ranks_per_node, num_nodes = node.table.size(1), node.plan.size(0)
-    vector, block, num_warps = _shape(shape, out, *biases)
+    vector, block, num_pieces, num_warps = shape.cut(hidden, out.element_size(), word_of(out, *biases)[1])
     launch(
         _sum_nodes_kernel,
-        min(shape.num_blocks, num_tokens * -(-hidden // block)),
+        min(shape.num_blocks, num_tokens * num_pieces),
         (
             out,
             *(*biases, out, out)[:2],
@@ -183,21 +182,9 @@ def sum_nodes(
         NODES=next_power_of_2(num_nodes),
         IS_FETCHED=remote.sources is not None,
         VECTOR=vector,
-        WIDE=_wide(out),
-        IS_WHOLE=hidden <= block,
+        WIDE=wide_type(out.dtype),
+        IS_WHOLE=num_pieces == 1,
     )
-
-
-def _shape(shape: LaunchShape, out: torch.Tensor, *more: torch.Tensor) -> tuple[int, int, int]:
-    """Bytes of a vector, elements of a block, and warps."""
-    _, is_aligned = word_of(out, *more)
-    block = min(shape.words * 4 // out.element_size(), next_power_of_2(out.size(1)))
-    vector = VECTOR_BYTES if is_aligned else out.element_size()
-    return vector, block, shape.warps_for(block * out.element_size(), vector)
-
-
-def _wide(out: torch.Tensor) -> tl.dtype:
-    return tl.float64 if out.dtype == torch.float64 else tl.float32
 
 
 @jit
@@ -228,7 +215,7 @@ def _sum_for_rail_kernel(
     Example: two nodes of two ranks, this is node 0; node 1 has 1 row, row 4 of those forwarded, with slots `[2, 5]`:
     row 4 of `out` is row 2 of rank 0 plus row 5 of rank 1.
     """
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+    if may_move(state):
         ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
         hidden = row_vectors * (VECTOR // ELEMENT_BYTES)  # so the compiler knows that vectors of elements are whole
         lanes = tl.arange(0, LANES)
@@ -300,7 +287,7 @@ def _sum_nodes_kernel(
     Example: two nodes of one rank, this is node 1; token 0 has node slots `[3, 2]` and its own begin at row 4 of those
     forwarded: out is row 3 of node 0's sums, plus row `forwarded[6, 0]` of this rank.
     """
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+    if may_move(state):
         ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
         hidden = row_vectors * (VECTOR // ELEMENT_BYTES)
         lanes, nodes = tl.arange(0, LANES), tl.arange(0, NODES)

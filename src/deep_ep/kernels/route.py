@@ -23,16 +23,14 @@ from .exchange import (
     PLAN_NUM_OUT,
     PLAN_OUT_START,
     PLAN_WORDS,
-    STATE_FAILED,
-    STATE_HELD,
     TABLE_CAPACITIES,
     TABLE_STARTS,
     Context,
+    may_move,
 )
 from .put import record_words
 from .relay import relay_record_words
 
-_FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
 _CAPACITIES, _STARTS, _RECORDS = tl.constexpr(TABLE_CAPACITIES), tl.constexpr(TABLE_STARTS), tl.constexpr(2)
 _IN_START, _NUM_OUT = tl.constexpr(PLAN_IN_START), tl.constexpr(PLAN_NUM_OUT)
 _OUT_START, _PLAN_WORDS = tl.constexpr(PLAN_OUT_START), tl.constexpr(PLAN_WORDS)
@@ -230,7 +228,7 @@ def _route_tokens_kernel(
     Example: two nodes of two ranks, this is rank 1; token 5 is the 4th for rank 0, where this rank's rows begin at row
     10, and the 3rd for node 1. Its slots are `[3, -1, -1, 2]`; its record in row 13 of rank 0 says that it is token 5.
     """
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+    if may_move(state):
         ranks = tl.arange(0, LANES)
         is_rank = ranks < num_ranks
         node = rank // ranks_per_node

@@ -41,9 +41,8 @@ from .exchange import (
 )
 from .finish import signal_and_wait
 from .primitives import rounded, widened
-from .pull import add_biases, add_weights
+from .pull import add_biases, add_weights, wide_type
 from .put import (
-    VECTOR_BYTES,
     End,
     LaunchShape,
     RowSpec,
@@ -395,10 +394,7 @@ class PutSelections:
         self._nothing = context.state  # a dummy for arguments that are not used
         word_bytes = rows.word.itemsize
         row_words = rows.row_bytes // word_bytes
-        vector = VECTOR_BYTES if rows.is_aligned else word_bytes
-        block = min(shape.words * 4 // word_bytes, next_power_of_2(row_words))
-        num_warps = shape.warps_for(block * word_bytes, vector)
-        self._num_pieces = -(-row_words // block)
+        vector, block, self._num_pieces, num_warps = shape.cut(row_words, word_bytes, rows.is_aligned)
         self._most_blocks = shape.num_blocks
         constants = {
             "WORD_BYTES": word_bytes,
@@ -995,11 +991,8 @@ class PullSelections:
         end: End | None = None,
     ):
         self._nothing = context.state
-        vector = VECTOR_BYTES if is_aligned else dtype.itemsize
-        block = min(shape.words * 4 // dtype.itemsize, next_power_of_2(hidden))
-        self._num_pieces = -(-hidden // block)
+        vector, block, self._num_pieces, num_warps = shape.cut(hidden, dtype.itemsize, is_aligned)
         self._most_blocks = shape.num_blocks
-        num_warps = shape.warps_for(block * dtype.itemsize, vector)
         constants = {
             "NUM_BIASES": num_biases,
             "BLOCK": block,
@@ -1007,7 +1000,7 @@ class PullSelections:
             "AT_ONCE": min(_FOLDED if end is None else _UNROLLED.value, next_power_of_2(num_topk)),
             "LANES": next_power_of_2(context.num_ranks),
             "VECTOR": vector,
-            "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
+            "WIDE": wide_type(dtype),
             "IS_GROUPED": is_grouped,
             "HAS_WEIGHTS": num_weights > 0,
             "ENDS": end is not None,

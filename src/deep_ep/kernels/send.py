@@ -16,7 +16,7 @@ import torch
 
 from ._nvshmem import DEVICE_LIBRARY, fence, put, put_then_set, quiet, set_word
 from ._triton import jit, launch, next_power_of_2, prepare, tl, triton
-from .exchange import NUM_SECTIONS, STATE_FAILED, STATE_HELD
+from .exchange import NUM_SECTIONS, STATE_FAILED, may_move
 from .primitives import words_at
 
 MOST_SLICE_BYTES = 256 << 10
@@ -29,7 +29,7 @@ _DOORBELL_EPOCH, _DOORBELL_SECTIONS = tl.constexpr(DOORBELL_EPOCH), tl.constexpr
 
 _LINE = tl.constexpr(8)
 _NUM_SECTIONS = tl.constexpr(NUM_SECTIONS)
-_FAILED, _HELD = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD)
+_FAILED = tl.constexpr(STATE_FAILED)
 _MOST, _LEAST = tl.constexpr(MOST_SLICE_BYTES), tl.constexpr(LEAST_SLICE_BYTES)
 
 
@@ -186,7 +186,7 @@ def _send_rows_kernel(
     """
     epoch = tl.load(state)
     node = rank // ranks_per_node
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+    if may_move(state):
         num_done = tl.zeros((), tl.int64)
         for other in range(num_ranks // ranks_per_node):
             doorbell = words_at(doorbells) + other * doorbell_step
@@ -232,7 +232,7 @@ def _signal_rows_kernel(
     Example: two nodes of two ranks, rank 1, epoch 5: the word at rank 3 becomes 5. A lane for each node; those that
     have none, and this node's own, set the next one's word again, to the same.
     """
-    if (tl.load(state + _FAILED) == 0) & (tl.load(state + _HELD) == 0):
+    if may_move(state):
         epoch = tl.load(state)
         num_nodes = num_ranks // ranks_per_node
         node = rank // ranks_per_node

@@ -24,7 +24,19 @@ from typing import NamedTuple
 import torch
 
 from .._triton import Launch, Variant, jit, next_power_of_2, prepare, tl, triton
-from ..exchange import LOW_LATENCY, STATE_FAILED, Context, fail, mask_of, must_stop, propagate_failure, refuse
+from ..exchange import (
+    DESYNC,
+    DISAGREE,
+    LOW_LATENCY,
+    STATE_FAILED,
+    TIMEOUT,
+    Context,
+    fail,
+    mask_of,
+    must_stop,
+    propagate_failure,
+    refuse,
+)
 from ..primitives import clock_ns, load_acquire, store_release, tell_host, words_at
 
 NUM_KEPT = 8  # calls whose posts and tables are kept
@@ -43,7 +55,7 @@ MASKED, LOST = 1, 3
 SILENT, GONE_ON, TOLD = 0, 1, 2
 REASON_BITS = 2
 
-_DESYNC, _DISAGREE, _TIMEOUT = tl.constexpr(5), tl.constexpr(2), tl.constexpr(1)
+_DESYNC, _DISAGREE, _TIMEOUT = tl.constexpr(DESYNC), tl.constexpr(DISAGREE), tl.constexpr(TIMEOUT)
 _FAILED = tl.constexpr(STATE_FAILED)
 _LINE = tl.constexpr(8)
 _KEPT, _POST = tl.constexpr(NUM_KEPT), tl.constexpr(POST_WORDS)
