@@ -401,11 +401,8 @@ class Unfold:
             assert layout.row_sources is not None
             rows = expanded_rows(ids, layout.num_per_expert, starts)
             layout.sources[:, 2:] = rows
-            # One element more than there are rows: it takes the columns that select nothing.
-            found = layout.row_sources.new_full((layout.num_expanded + 1,), -1)
-            target = torch.where(rows >= 0, rows, layout.num_expanded).long()
-            found.scatter_(0, target.flatten(), row_idx[:, None].expand_as(rows).reshape(-1))
-            layout.row_sources.copy_(found[:-1])
+            nothing = layout.row_sources.new_full((layout.num_expanded + 1,), -1)
+            layout.row_sources.copy_(_by_row(nothing, rows, row_idx[:, None].expand_as(rows)))
 
     def _fill_slots(self, layout: Layout, send_head: torch.Tensor) -> None:
         """Fill the slots of this rank's tokens: at each column's rank, in the highest column of that rank."""
@@ -478,11 +475,16 @@ class Unfold:
 
     def _unfold_weights(self, layout: Layout, weights: torch.Tensor, out: torch.Tensor) -> None:
         """The weight of each expanded row is that of its selection."""
-        rows = layout.sources[:, 2:]
-        target = torch.where(rows >= 0, rows, layout.num_expanded).long()
-        found = out.new_zeros(layout.num_expanded + 1)
-        found.scatter_(0, target.flatten(), weights.reshape(-1))
-        out.copy_(found[:-1])
+        out.copy_(_by_row(out.new_zeros(layout.num_expanded + 1), layout.sources[:, 2:], weights))
+
+
+def _by_row(found: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Write [n, K] values at their expanded rows, which are those of [n, K]; -1: none. Returns [X].
+
+    `found` has one element more, which takes the values without a row.
+    """
+    target = torch.where(rows >= 0, rows, found.shape[0] - 1).long()
+    return found.scatter_(0, target.flatten(), values.reshape(-1))[:-1]
 
 
 def _as_integers(rows: torch.Tensor) -> torch.Tensor:

@@ -11,14 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..event import EventHandle
 from .payload import DispatchResult, Payload, Routing
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,6 @@ class CallOrder:
     def is_due(self) -> bool:
         """Whether there is nothing to wait for any more."""
         return self.after is None or self.after.query()
-
-    def begin(self, work: Callable[[], T]) -> T:
-        """Do the work on the comm stream, after waiting for `after`."""
-        if self.after is not None:
-            self.after.current_stream_wait()
-        return work()
 
 
 class Counts(NamedTuple):

@@ -14,9 +14,7 @@ import torch
 from .. import env
 from ..errors import EPError
 from ..log import warn
-from ..transport import (
-    Base,
-)
+from ..transport import Base
 
 # Steps of a call, in order. Those of round j are `READY + 2j` and `TAKEN + 2j`.
 ANNOUNCED, OFFERED, READY, TAKEN = 1, 2, 3, 4

@@ -126,6 +126,13 @@ class Call:
         return rows
 
 
+def recycled(results: Arena, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised tensor: in an arena of results if it is large, else in ordinary memory."""
+    is_large = math.prod(shape) * dtype.itemsize >= _LEAST_RECYCLED_BYTES
+    region = results.allocate(shape, dtype) if is_large else None
+    return region if region is not None else ordinary_tensor(shape, dtype)
+
+
 class Chain(OpenCall):
     """The calls of a buffer, one after the other. Only the comm stream advances it.
 
@@ -217,9 +224,7 @@ class Chain(OpenCall):
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor in private memory. Memory of large tensors is recycled."""
-        large = math.prod(shape) * dtype.itemsize >= _LEAST_RECYCLED_BYTES
-        region = self.results.allocate(shape, dtype) if large else None
-        return region if region is not None else ordinary_tensor(shape, dtype)
+        return recycled(self.results, shape, dtype)
 
     def warn_staged(self, operation: str) -> None:
         """Warn, once for each buffer, that rows go through staging, which is slower."""

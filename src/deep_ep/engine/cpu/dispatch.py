@@ -334,7 +334,7 @@ class CpuDispatch:
 
     def _local_expert_counts(self, call: Call) -> list[int]:
         assert self._routing is not None
-        num_ranks = len(self._window.peers)
+        num_ranks = self._window.group_ranks.num_ranks  # across nodes more than there are peers
         num_local = self._routing.num_experts // num_ranks
         start = num_ranks + self._window.rank * num_local
         counts = [peer.board.read_values(call.epoch, start, start + num_local) for peer in self._window.peers]
@@ -370,8 +370,12 @@ class CpuDispatch:
         else:
             base_of = self._window.arena.base_of
             bases = tuple(base_of(part) if part.numel() else None for part in sections.parts())
-            scope.call.post_offer(Offer(sections.num_rows, False, bases))
+            scope.call.post_offer(Offer(sections.num_rows, False, bases, self._is_straight()))
         scope.call.signal(OFFERED)
+
+    def _is_straight(self) -> bool:
+        """Return whether peers are to put rows straight into an expanded result."""
+        return False
 
     def _fetch_rows(self, call: Call, blocks: Blocks, sections: Sections) -> None:
         """Fetch the rows that the ranks posted for this rank, by source rank.
@@ -438,12 +442,17 @@ class CpuDispatch:
             for part, staged in zip(parts, staging.sections, strict=True):
                 as_bytes(part)[first:last] = staged[source * per_source : source * per_source + last - first]
 
+    def _num_received(self) -> int:
+        """Return the number of rows that have come to this rank."""
+        return self._ends[-1][self._window.rank]
+
     def _unpack(self, scope: CpuScope, sections: Sections) -> None:
         """Fill the handle's source indices, ids and weights."""
         assert self._routing is not None
         assert self._unpacked is not None
-        rank, num_local = self._window.rank, self._routing.num_experts // len(self._window.peers)
-        num_rows, keeps_weights = self._ends[-1][rank], self._routing.keeps_weights
+        ranks = self._window.group_ranks
+        rank, num_local = ranks.first_rank + self._window.rank, self._routing.num_experts // ranks.num_ranks
+        num_rows, keeps_weights = self._num_received(), self._routing.keeps_weights
         if self._is_posted:
             make_local(self._unpacked, num_rows, rank, num_local, keeps_weights)
         elif sections.records is not None:

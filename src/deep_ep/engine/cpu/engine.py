@@ -242,17 +242,16 @@ def count_layout(
 ) -> tuple[layout.DispatchLayout, EventHandle | None]:
     """Compute the layout now, or, if the event before it is not yet complete, on the comm stream (if there is one)."""
     sizes = (num_experts, num_ranks, num_ranks // num_nodes)
-    if stream is not None and order.is_async and not order.is_due():
+    if stream is not None and order.is_async and order.after is not None and not order.after.query():
+        after = order.after
         counts = layout.uncounted_layout(topk_idx, *sizes)
         written = layout.DispatchLayout(*apart(counts))
 
-        def fill() -> None:
-            for target, source in zip(written, layout.dispatch_layout(topk_idx, *sizes), strict=True):
-                target.copy_(source)
-
         def count() -> None:
             try:
-                order.begin(fill)
+                after.current_stream_wait()
+                for target, source in zip(written, layout.dispatch_layout(topk_idx, *sizes), strict=True):
+                    target.copy_(source)
             except EPOverflow:  # the caller has the layout already, and need not look at its event
                 layout.mark_refused(written)
                 raise

@@ -16,7 +16,7 @@ from ...kernels.rows import Section, SlotRange, put_blocks, put_rows, row_bytes
 from ...sizing import align
 from ..ops import Sections
 from ..payload import Expansion, Payload, Routing, SendPlan
-from ..protocol import OFFERED, Agreement, Header, Offer
+from ..protocol import Agreement, Header, Offer
 from ..staging import Blocks
 from .call import Call, Chain
 from .dispatch import CpuDispatch
@@ -90,14 +90,8 @@ class ExpandedDispatch(CpuDispatch):
 
     # On the comm stream ----------------------------------------------------------------------------------------------
 
-    def _offer(self, scope: CpuScope, sections: Sections) -> None:
-        if not self._expansion.is_straight:
-            super()._offer(scope, sections)
-            return
-        base_of = self._window.arena.base_of
-        bases = tuple(base_of(part) if part.numel() else None for part in sections.parts())
-        scope.call.post_offer(Offer(sections.num_rows, False, bases, is_expanded=True))
-        scope.call.signal(OFFERED)
+    def _is_straight(self) -> bool:
+        return self._expansion.is_straight
 
     def _fetch_rows(self, call: Call, blocks: Blocks, sections: Sections) -> None:
         super()._fetch_rows(call, blocks, sections)

@@ -56,7 +56,6 @@ class CpuNodesCombine(CpuCombine):
         self._rails = chain
         self._topology = chain.topology
         self._config = config
-
         self._routes: CpuNodesRoutes | None = None
 
     def _check_rows(self, handle: Any) -> None:
@@ -95,14 +94,7 @@ class CpuNodesCombine(CpuCombine):
         self._chain.stats.count("combine", source.path, max(1, rounds), routes.rows_got, routes.rows_put, bytes_each)
 
     def _agreement(self) -> Agreement:
-        weights = self._topk_weights
-        return Agreement(
-            "combine",
-            num_topk=weights.size(1) if weights is not None else 0,
-            hidden=self._x.size(1),
-            dtype=self._x.dtype,
-            handle=int(self._handle.recv_rdma_channel_prefix_matrix[0, 0]),
-        )
+        return super()._agreement()._replace(handle=int(self._handle.recv_rdma_channel_prefix_matrix[0, 0]))
 
     def _collect(
         self, call: Call, routes: CpuNodesRoutes, staging: Staging | None
@@ -113,7 +105,7 @@ class CpuNodesCombine(CpuCombine):
             The tables, and the number of rounds.
         """
         offers, sections, rank = call.offers(), self._sections(), self._window.rank
-        tables = [call.peer_rows(offers, index, part.size(1), part.dtype) for index, part in enumerate(sections)]
+        tables = self._tables(call, offers)
         is_staged = [offer.is_staged for offer in offers]
         if not any(is_staged):
             return tables, 0

@@ -19,7 +19,7 @@ from ....kernels.rows import Section, SlotRange, put_rows, row_bytes, rows_as, w
 from ....trace import RECEIVE, SEND
 from ....transport.links import VERDICT, Pieces
 from ...ops import Counts, Sections
-from ...payload import Payload, Routing, Unpacked, agreement_of, outgoing_parts, section_columns, unpack_records
+from ...payload import Payload, Routing, Unpacked, agreement_of, outgoing_parts, section_columns
 from ...protocol import ANNOUNCED, OFFERED, READY, TAKEN, Header, Offer
 from ..call import Call
 from ..dispatch import CpuDispatch
@@ -223,13 +223,6 @@ class CpuNodesDispatch(CpuDispatch):
         counts = counts.to(torch.int32).view(size, -1, size).transpose(0, 1)
         return layout.rank_prefix_matrix(counts.reshape(num_ranks, size))
 
-    def _local_expert_counts(self, call: Call) -> list[int]:
-        assert self._routing is not None
-        num_local = self._routing.num_experts // self._topology.num_ranks
-        start = self._topology.num_ranks + self._window.rank * num_local
-        counts = [peer.board.read_values(call.epoch, start, start + num_local) for peer in self._window.peers]
-        return list(map(sum, zip(*counts, strict=True)))
-
     def _agreed_counts(self, call: Call) -> torch.Tensor:
         """Return the counts of a worst-case dispatch, if the rows fit on every rank.
 
@@ -253,6 +246,7 @@ class CpuNodesDispatch(CpuDispatch):
                 raise spoiled(call, rail, node, f"a verdict of {frame.page.num_bytes} bytes")
             if frame.page.num_bytes:
                 seen.append(_OVERFLOW.unpack(frame.page.view()))
+            rail.pool.give(frame.page)
         if seen:
             self._mark_refused()
             rank, num_rows, limit = min(seen)
@@ -386,20 +380,8 @@ class CpuNodesDispatch(CpuDispatch):
         size = self._topology.ranks_per_node
         return counts.view(-1, size, size).sum(0).tolist()
 
-    def _unpack(self, scope: CpuScope, sections: Sections) -> None:
-        """Fill the handle's source indices, ids and weights."""
-        assert self._routing is not None
-        assert self._unpacked is not None
-        assert sections.records is not None
-        topology, handle = self._topology, self._handle
-        num_rows, num_local = (
-            handle.recv_gbl_rank_prefix_sum.tolist()[-1],
-            self._routing.num_experts // topology.num_ranks,
-        )
-        with scope.call.slice("unpack", RECEIVE):
-            source_idx = handle.recv_src_idx
-            unpack_records(sections.records, num_rows, source_idx, self._unpacked, topology.rank, num_local)
-        self._count(sections)
+    def _num_received(self) -> int:
+        return self._handle.recv_gbl_rank_prefix_sum.tolist()[-1]
 
     def _count(self, sections: Sections) -> None:
         """Count the finished call."""

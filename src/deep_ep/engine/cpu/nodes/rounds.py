@@ -19,7 +19,7 @@ from ...protocol import Offer
 from ...staging import Staging
 from ..call import Call
 
-Counts = list[list[int]]  # `[i][d]` rows that local rank i forwards to local rank d
+ForwardedCounts = list[list[int]]  # `[i][d]` rows that local rank i forwards to local rank d
 
 
 def forwarded(handle: RailHandle) -> torch.Tensor:
@@ -27,13 +27,13 @@ def forwarded(handle: RailHandle) -> torch.Tensor:
     return (handle.forwarded_slots >= 0).sum(0, dtype=torch.int32)
 
 
-def read_forwarded(call: Call) -> Counts:
+def read_forwarded(call: Call) -> ForwardedCounts:
     """Return what every rank of the node has posted as `forwarded`."""
     peers = call.window.peers
     return [peer.board.read_values(call.epoch, 0, len(peers)) for peer in peers]
 
 
-def num_rounds(counts: Counts, offers: Sequence[Offer]) -> int:
+def num_rounds(counts: ForwardedCounts, offers: Sequence[Offer]) -> int:
     """Return the rounds of a call; 0 if no rank is staged. All ranks of a node compute the same number."""
     rounds = 0
     for local, offer in enumerate(offers):

@@ -6,7 +6,6 @@ Ranks of other nodes are sent their part, and fetch it where it has arrived (`re
 from __future__ import annotations
 
 import logging
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +13,11 @@ import torch
 from ....errors import named
 from ....log import log_event
 from ....stream import CommStream
-from ....transport import LOW_LATENCY as REFUSED
+from ....transport import LOW_LATENCY as LOW_LATENCY_CALLS
 from ....transport import Arena, ordinary_tensor
 from ....transport.sparse import GRAIN_BYTES, HollowMemory
 from ....transport.window import SENT_TABLES_BYTES
-from ...cpu.call import Chain
+from ...cpu.call import Chain, recycled
 from ...cpu.scope import CpuScope
 from ...ops import CallOrder
 from ...payload import apart
@@ -34,7 +33,6 @@ from .shared import Shared
 if TYPE_CHECKING:  # it needs sockets that other systems do not have
     from ....transport.mesh import Mesh
 
-_LEAST_RECYCLED_BYTES = 1 << 20  # below, torch's own allocation is as good
 _NO_PLAN = SetPlan(GRAIN_BYTES, False)  # of a call without rows
 
 
@@ -174,7 +172,7 @@ class CpuLowLatency(LowLatencyEngine):
         number = self._in_flight.next_number
 
         def post() -> None:
-            refusal = window.refuse(REFUSED, number, reason)
+            refusal = window.refuse(LOW_LATENCY_CALLS, number, reason)
             if mesh is not None:
                 mesh.refuse(refusal)
 
@@ -202,9 +200,7 @@ class CpuLowLatency(LowLatencyEngine):
 
     def _result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor, most of which is never touched. Memory of large ones is recycled."""
-        large = math.prod(shape) * dtype.itemsize >= _LEAST_RECYCLED_BYTES
-        region = self._results.allocate(shape, dtype) if large else None
-        return region if region is not None else ordinary_tensor(shape, dtype)
+        return recycled(self._results, shape, dtype)
 
 
 def _check_layout(layout_range: torch.Tensor, geometry: Geometry) -> None:
