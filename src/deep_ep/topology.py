@@ -46,6 +46,11 @@ class Topology:
         """This rank's index inside its node, which is its rail."""
         return self.rank % self.ranks_per_node
 
+    @property
+    def remote_ranks(self) -> list[int]:
+        """The ranks of other nodes."""
+        return [rank for rank in range(self.num_ranks) if rank // self.ranks_per_node != self.node]
+
 
 def host_id() -> str:
     """A name that two processes share just if they run on one host."""

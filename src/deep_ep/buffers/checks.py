@@ -273,6 +273,22 @@ def check_biases(where: str, bias: Any, like: torch.Tensor, num_tokens: int) -> 
     ]
 
 
+def check_combine_rows(
+    where: str, hidden: Any, dtype: torch.dtype | None, last_rows: tuple[int, torch.dtype] | None
+) -> tuple[int, torch.dtype]:
+    """Check hidden size and dtype of rows that will be combined; None: those of the last dispatch, if combine takes
+    them.
+    """
+    if hidden is None and last_rows is None:
+        raise ValueError(f"{where}: `hidden` must be given where no dispatch came before")
+    last_hidden, last_dtype = last_rows or (0, torch.bfloat16)
+    hidden = last_hidden if hidden is None else check_int(where, "hidden", hidden, 1, MOST_ROWS)
+    dtype = dtype or (last_dtype if last_dtype in COMBINE_DTYPES else torch.bfloat16)
+    if dtype not in COMBINE_DTYPES:
+        raise ValueError(f"{where}: `dtype` must be one that combine takes, got {dtype}")
+    return hidden, dtype
+
+
 def check_config(where: str, config: Any) -> Config | None:
     """Check the `config` argument."""
     if config is not None and not isinstance(config, Config):

@@ -480,13 +480,7 @@ class ElasticBuffer(UnsupportedFamilies):
         """
         where = "get_combine_buffer"
         self._check_handle(where, handle)
-        if hidden is None and self._last_rows is None:
-            raise ValueError(f"{where}: `hidden` must be given where no dispatch came before")
-        last_hidden, last_dtype = self._last_rows or (0, torch.bfloat16)
-        hidden = last_hidden if hidden is None else checks.check_int(where, "hidden", hidden, 1, checks.MOST_ROWS)
-        dtype = dtype or (last_dtype if last_dtype in checks.COMBINE_DTYPES else torch.bfloat16)
-        if dtype not in checks.COMBINE_DTYPES:
-            raise ValueError(f"{where}: `dtype` must be one that combine takes, got {dtype}")
+        hidden, dtype = checks.check_combine_rows(where, hidden, dtype, self._last_rows)
         num_rows = handle.num_expanded_tokens if handle.do_expand else handle.recv_src_metadata.shape[0]
         with self._lock:
             return self._buffer._require_engine(where).allocate((num_rows, hidden), dtype)

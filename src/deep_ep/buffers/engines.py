@@ -68,8 +68,8 @@ def make_engine(
     device: torch.device,
     sizes: WindowSizes,
     device_limit_secs: float,
+    topology: Topology,
     enable_shrink: bool = False,
-    topology: Topology | None = None,
 ) -> tuple[Engine, str]:
     """Make the engine of a buffer, and a line that describes how it reaches its peers.
 
@@ -81,13 +81,13 @@ def make_engine(
         device: Where tensors live.
         sizes: Of the window.
         device_limit_secs: Seconds that a wait on a GPU may take.
+        topology: Where this rank stands.
         enable_shrink: Low-latency calls mask ranks that stay silent.
-        topology: Where this rank stands; None: all ranks are one node.
 
     Returns:
         The engine, and the line.
     """
-    if topology is not None and topology.num_nodes > 1:
+    if topology.num_nodes > 1:
         if device.type == "cuda":
             if control.generation:
                 raise EPUnsupported(

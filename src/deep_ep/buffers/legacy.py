@@ -206,7 +206,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         )
         group = None if control.generation else self.group  # of a generation the group may have dead members
         limit_secs, shrinks = self._gpu_limit_secs, self.enable_shrink
-        return make_engine(control, group, self.device, sizes, limit_secs, shrinks, topology)
+        return make_engine(control, group, self.device, sizes, limit_secs, topology, shrinks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         """The same buffer: a copy of a model, such as one of averaged weights, shares it with the model."""
@@ -600,13 +600,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         with self._lock:
             engine = self._require_engine(where)
             parsed = self._parse(handle, where)
-            if hidden is None and self._last_rows is None:
-                raise ValueError(f"{where}: `hidden` must be given where no dispatch came before")
-            last_hidden, last_dtype = self._last_rows or (0, torch.bfloat16)
-            hidden = last_hidden if hidden is None else checks.check_int(where, "hidden", hidden, 1, checks.MOST_ROWS)
-            dtype = dtype or (last_dtype if last_dtype in checks.COMBINE_DTYPES else torch.bfloat16)
-            if dtype not in checks.COMBINE_DTYPES:
-                raise ValueError(f"{where}: `dtype` must be one that combine takes, got {dtype}")
+            hidden, dtype = checks.check_combine_rows(where, hidden, dtype, self._last_rows)
             return engine.allocate((parsed.num_rows, hidden), dtype)
 
     def get_local_buffer_tensor(
@@ -618,8 +612,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
     ) -> torch.Tensor:
         """A view of the raw buffer, which is free for the caller between calls. It holds no result and no signal.
 
-        Memory is taken only for what the view shows. On a GPU two views show the same memory if the later one lies
-        within what the earlier one shows; one that reaches beyond begins with a copy of it.
+        All views show the same memory. On the CPU it is taken only for what a view shows; on a GPU the first view takes
+        all of it.
 
         Args:
             dtype: Of the view.

@@ -245,6 +245,7 @@ class Link:
         inbox: Frames that were received and not yet taken.
         failure: Why the peer has failed, as it has sent it; None: it has not failed.
         refusal: The last call that the peer has refused, if nothing has come since; None: there is none.
+        meeting: What the peer has last sent in an attempt to rejoin.
         has_left: The peer has sent that it leaves.
         ending: Why nothing more will come; None: more may.
         bytes_received: Bytes that were read, including heads.
@@ -374,7 +375,7 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _next_target(self) -> None:
-        """Return where the next bytes go: after a head its payload, after a payload the next head."""
+        """Set where the next bytes go: after a head its payload, after a payload, which is handed on, the next head."""
         if self._coming is None:
             topic, epoch, tag, num_bytes = _HEAD.unpack(self._head)
             if num_bytes > _MOST_BYTES.get(topic, -1):

@@ -65,7 +65,7 @@ class _ArrivedFrame(NamedTuple):
 class RemoteSender:
     """A rank of another node, and what it has sent.
 
-    The mesh's thread writes, the comm stream reads. Each word is written once for a frame, the slot before `latest`.
+    The mesh's thread writes, the comm stream reads. A frame is put into its slot before `latest` names its call.
 
     Args:
         rank: Its rank in the group.
@@ -282,8 +282,7 @@ def make_mesh(control: Control, topology: Topology) -> Mesh:
     Raises:
         EPTransportError: A pair of ranks could not be connected. All ranks raise.
     """
-    size = topology.ranks_per_node
-    remote = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
+    remote = topology.remote_ranks
     # a call has a page for each, and the next may already be made
     pool, receive_arena = Pool(2 * len(remote)), ReceiveArena()
     connections = connect(control, remote, is_low_latency=True)

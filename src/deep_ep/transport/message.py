@@ -147,7 +147,17 @@ class Rail:
                 if link.ending is None and not link.num_queued:
                     link.send(ALIVE, 0, 0, Pieces([]))
         self.turn(0)
-        self.waiting(where, 0, lambda: None, lambda _: None).require_working()
+        self.raise_if_failed(where)
+
+    def raise_if_failed(self, where: str) -> None:
+        """Raise if a rank of the rail has reported a failure."""
+        failure = self.last_words()
+        if failure is not None:
+            raise EPPeerFailed(*failure, where, self.me())
+
+    def me(self) -> str:
+        """The name of this rank in messages."""
+        return f"rank {self.topology.rank}/{self.topology.num_ranks}"
 
     def refusal_by(self, node: int, epoch: int) -> Refusal | None:
         """Return the refusal of a node's rank to make a call, if this rank must raise because of it."""
@@ -253,36 +263,30 @@ class Wait:
             if waiting.look() > self._timeout_secs:
                 raise EPTimeout(
                     f"{self.where}: no message from {self._names(nodes)} after {self._limit_secs:g} s "
-                    f"({self._me()}). It exited, hangs, or called in another order; look at its output"
+                    f"({self._rail.me()}). It exited, hangs, or called in another order; look at its output"
                 )
 
     def require_working(self, nodes: Iterable[int] = ()) -> None:
         """Raise if a rank has failed, or if one of the nodes that are waited for is gone."""
-        failure = self._rail.last_words()
-        if failure is not None:
-            raise EPPeerFailed(*failure, self.where, self._me())
+        self._rail.raise_if_failed(self.where)
         self._look()
         for node in nodes:
             link, refusal = self._rail.links[node], self._rail.refusal_by(node, self._epoch)
             if refusal is not None:
-                raise refused_by(self._rail.rank_of(node), refusal, self.where, self._me())
+                raise refused_by(self._rail.rank_of(node), refusal, self.where, self._rail.me())
             if link.has_left and not link.inbox:
                 raise EPError(
-                    f"{self.where}: {self._rail.name(node)} has destroyed its buffer ({self._me()}). "
+                    f"{self.where}: {self._rail.name(node)} has destroyed its buffer ({self._rail.me()}). "
                     "All ranks of a buffer must make the same calls"
                 )
             if link.ending is not None and not link.inbox:
                 raise EPError(
-                    f"{self.where}: {self._rail.name(node)} {link.ending} ({self._me()}). "
+                    f"{self.where}: {self._rail.name(node)} {link.ending} ({self._rail.me()}). "
                     "Look at its output, and make a new buffer over the ranks that live"
                 )
 
     def _names(self, nodes: Collection[int]) -> str:
         return ", ".join(self._rail.name(node) for node in nodes)
-
-    def _me(self) -> str:
-        topology = self._rail.topology
-        return f"rank {topology.rank}/{topology.num_ranks}"
 
 
 def make_rail(control: Control, topology: Topology) -> Rail:

@@ -195,9 +195,7 @@ def make_proxy(control: Control, topology: Topology, layout: RemoteLayout, words
     Raises:
         EPTransportError: A pair of ranks could not be connected. All ranks raise.
     """
-    size = topology.ranks_per_node
-    remote = [rank for rank in range(topology.num_ranks) if rank // size != topology.node]
-    connections = connect(control, remote)
+    connections = connect(control, topology.remote_ranks)
     links = {rank: Link(connection, Pool()) for rank, connection in connections.items()}
     proxy = MessageProxy(links, topology, layout, words)
     control.undo(proxy.close)

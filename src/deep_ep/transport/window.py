@@ -161,7 +161,7 @@ class Window:
         memory: This rank's memory, with its board already mapped.
         sizes: How large to make it.
         limit_secs: Seconds that a wait may take.
-        group_ranks: Where the peers stand in the group; None: they are the group.
+        group_ranks: Where the peers stand in the group.
 
     Attributes:
         is_scratch_shown: The caller has, or had, a view of the scratch: inputs of calls may lie there.
@@ -184,11 +184,11 @@ class Window:
         memory: Memory,
         sizes: WindowSizes,
         limit_secs: float,
-        group_ranks: GroupRanks | None = None,
+        group_ranks: GroupRanks,
     ):
         self.rank = rank
         self.peers = peers
-        self.group_ranks = group_ranks or GroupRanks(0, len(peers))
+        self.group_ranks = group_ranks
         self.board = peers[rank].board
         self.limit_secs = limit_secs
         self.failure: Failure | None = None
