@@ -109,7 +109,7 @@ class ColumnHandle(NamedTuple):
 class RailHandle(NamedTuple):
     """The handle of a dispatch across nodes.
 
-    T tokens sent, n rows received, R ranks on N nodes of P, C channels, F tokens that this rank passes on inside its
+    T tokens sent, n rows received, R ranks on N nodes of P, C channels, F tokens that this rank forwards inside its
     node: those that the ranks of its rail, itself included, send to the node, by node and then by token.
 
     Attributes:
@@ -118,12 +118,12 @@ class RailHandle(NamedTuple):
             channels, so it is as if all went through channel 0.
         gbl_channel_prefix_matrix: [R, C] int32; zeros, kept for its shape.
         recv_rdma_channel_prefix_matrix: [N, C] int32, all the same number, which tells dispatches apart.
-        recv_rdma_rank_prefix_sum: [N] int32, rows passed on from nodes 0..b.
-        recv_gbl_channel_prefix_matrix: [R, C] int32; likewise.
+        recv_rdma_rank_prefix_sum: [N] int32, rows forwarded from nodes 0..b.
+        recv_gbl_channel_prefix_matrix: [R, C] int32; zeros, kept for its shape.
         recv_gbl_rank_prefix_sum: [R] int32, rows received from ranks 0..s.
         recv_src_meta: [n, 8] uint8, source rank and token index there of each received row, both int32.
-        send_rdma_head: [T, N] int32, the place of each token among those that go to a node; -1: it does not.
-        send_nvl_head: [F, P] int32, the row that each token passed on takes at each rank of the node; -1: none. With
+        send_rdma_head: [T, N] int32, the position of each token among those that go to a node; -1: it does not.
+        send_nvl_head: [F, P] int32, the row that each forwarded token takes at each rank of the node; -1: none. With
             `num_worst_tokens` it has as many rows as F may be; those beyond F are -1.
     """
 
@@ -324,7 +324,7 @@ def check_rail_rows(handle: RailHandle, where: str) -> None:
     _check_ascending(where, "recv_gbl_rank_prefix_sum", [[count] for count in rows])
     _check_ascending(where, "recv_rdma_rank_prefix_sum", [[count] for count in forwarded])
     _check_count(where, "received rows", rows[-1], "recv_src_meta", handle.num_rows)
-    _check_count(where, "rows passed on", forwarded[-1], "send_nvl_head", handle.send_nvl_head.size(0))
+    _check_count(where, "rows to forward", forwarded[-1], "send_nvl_head", handle.send_nvl_head.size(0))
 
 
 def _check_ascending(where: str, name: str, rows: Sequence[Sequence[int]]) -> None:

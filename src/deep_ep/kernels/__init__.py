@@ -1,5 +1,5 @@
-"""Primitives: small operations on rows of bytes, each a launcher over a plain-torch twin and, on CUDA, a Triton kernel.
+"""What moves and sums rows: Triton's kernels on a GPU, loops of torch's operators on the CPU.
 
-They take tensors and tables of peers' rows, never a process group. The twin is the CPU product and the kernel's
-reference.
+They take tensors and tables of peers' rows, never a process group. Of the CPU are `rows.py`, `reduce.py`, `blocks.py`,
+`script.py` and `low_latency/rows.py`; everything else is of a GPU, and runs in Triton's interpreter, too.
 """

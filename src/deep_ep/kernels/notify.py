@@ -123,7 +123,8 @@ class Post(NamedTuple):
     Attributes:
         num_rows: Rows it offers.
         rows_per_source: If they are offered by way of staging, how many rows of a source fit there at once; else 0.
-        num_tokens: Tokens of this rank. Cached and worst-case dispatches do not post it.
+        num_tokens: Tokens of this rank; in V2's dispatches with routing the M that it gives. V1's cached and worst-case
+            dispatches do not post it.
         free_bytes: The largest region that it could still take.
         bases: Where its sections are; -1: nothing there.
         remote_rows: Rows that fit in remote memory.

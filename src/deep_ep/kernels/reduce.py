@@ -46,16 +46,6 @@ def reduce_rows(
         One token, slots `[[2, -1]]`, shifts `[-2, 0]`, peer 0's row 0 is `[1, 2]`, bias `[[10, 10]]`: out is `[[11,
         12]]`.
     """
-    _reduce_rows_torch(out, peers, slots, shifts, biases)
-
-
-def _reduce_rows_torch(
-    out: torch.Tensor,
-    peers: Sequence[torch.Tensor],
-    slots: torch.Tensor,
-    shifts: Sequence[int],
-    biases: Sequence[torch.Tensor],
-) -> None:
     if out.numel():
         RowSums(peers, slots, shifts).sum(out, 0, biases)
 

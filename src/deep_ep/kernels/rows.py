@@ -1,8 +1,8 @@
-"""Putting rows into the peers' slots.
+"""Putting rows into the peers' slots, on the CPU.
 
 Shape letters: T tokens, R ranks. A *section* is one matrix with a row per token (payload, scales, records), in
-elements of any type; all sections of a call follow the same slots. Nothing is signalled here: a put is complete when
-the launcher returns (on a stream: in stream order), and the signal is the caller's.
+elements of any type; all sections of a call follow the same slots. A put is complete when the function returns; the
+caller signals.
 """
 
 from __future__ import annotations
@@ -66,7 +66,11 @@ def put_rows(sections: Sequence[Section], slots: torch.Tensor, ranges: Sequence[
         Slots `[[5, 7], [-1, 8]]` and ranges `(5, 6, 0), (8, 9, -8)`: token 0 goes to row 5 of peer 0, token 1 to row 0
         of peer 1.
     """
-    _put_rows_torch(sections, slots, ranges, first_peer)
+    token_idx = _tokens_of_ranges(slots, ranges)
+    order = [(first_peer + step) % len(ranges) for step in range(len(ranges))]
+    order = [peer for peer in order if ranges[peer].end > ranges[peer].begin]
+    for section in sections:
+        _put_section(section, order, ranges, token_idx)
 
 
 def put_blocks(rows: torch.Tensor, targets: Sequence[torch.Tensor], token_idx: Sequence[torch.Tensor]) -> None:
@@ -112,16 +116,6 @@ def lay_rows(
     _require_due(counts, columns.sum(1).tolist())
     token_idx = columns.nonzero()[:, 1]
     return [torch.index_select(as_bytes(part.contiguous()), 0, token_idx) for part in parts]
-
-
-def _put_rows_torch(
-    sections: Sequence[Section], slots: torch.Tensor, ranges: Sequence[SlotRange], first_peer: int
-) -> None:
-    token_idx = _tokens_of_ranges(slots, ranges)
-    order = [(first_peer + step) % len(ranges) for step in range(len(ranges))]
-    order = [peer for peer in order if ranges[peer].end > ranges[peer].begin]
-    for section in sections:
-        _put_section(section, order, ranges, token_idx)
 
 
 def _tokens_of_ranges(slots: torch.Tensor, ranges: Sequence[SlotRange]) -> list[torch.Tensor]:
