@@ -74,6 +74,21 @@ def test_a_refusal_counts_only_if_this_rank_has_not_refused_as_often(
     assert boards.record(0)[0] == (exchange.TIMEOUT if own >= other else exchange.REFUSED)
 
 
+@pytest.mark.parametrize("refuser", [0, 1])
+def test_a_rank_that_makes_a_call_after_it_alone_refused_it_makes_another_one(
+    device: str, refuser: int, is_numbered: bool
+) -> None:
+    boards = Boards(2, device)
+    announce = announce_of(2, device, is_numbered)
+    announce(replace(boards.contexts[1], limit_ns=1))  # it is in call 1 when rank 0 looks, and has not failed
+    boards.contexts[1].state.zero_()
+    boards.boards[0][8 * 3] = 0
+    refuse(boards.contexts[refuser], "a wrong 'x'", device)
+    announce(boards.contexts[0])
+    assert boards.record(0)[:4] == [exchange.REFUSED, 1, 3 if refuser else 0, refuser]
+    assert boards.contexts[0].note(boards.boards[0], 1, refuser) == "a wrong 'x'"
+
+
 def test_a_refusal_of_an_earlier_call_is_past(device: str, is_numbered: bool) -> None:
     boards = Boards(2, device)
     refuse(boards.contexts[1], "but then it comes", device)

@@ -793,13 +793,45 @@ def test_who_waits_for_a_rank_that_refuses_fails_at_once_or_masks_it(device: str
     note = exchange.note_words("a wrong argument", context.state.device)
     for _ in range(2):
         exchange.refuse(context.buffer, 3, exchange.LOW_LATENCY, context.state, words.REFUSALS, note)
-    if can_mask:  # it is as silent as any other, so the limit is that of a test
-        words.wait_for(group.patient(0, 1), call, 0, WaitOptions(None, True))
+    if can_mask:
+        words.wait_for(group.patient(0, 3600 * 10**9), call, 0, WaitOptions(None, True))
         assert group.boards.record(0) is None
         assert group.contexts[0].mask.tolist() == [0, words.LOST, 0]
+        assert group.contexts[0].host.tolist() == [0, 1 << words.REASON_BITS | words.HAS_REFUSED, 0, 1]
         return
     words.wait_for(group.patient(0, 3600 * 10**9), call, 0, WaitOptions())
     assert group.boards.record(0) == [exchange.REFUSED, 1, 3, 1, 0, 1, 1]
+
+
+def test_others_are_waited_for_beside_a_rank_that_refuses_and_is_masked(device: str) -> None:
+    group = Group(WAITS, device)
+    call = signals(group, (0,))
+    context, stats = group.contexts[1], torch.zeros(3, dtype=torch.int64, device=device)
+    note = exchange.note_words("a wrong argument", context.state.device)
+    exchange.refuse(context.buffer, 3, exchange.LOW_LATENCY, context.state, words.REFUSALS, note)
+    words.wait_for(group.patient(0, SHORT_NS), call, 0, WaitOptions(stats, True))
+    assert group.contexts[0].mask.tolist() == [0, words.LOST, words.LOST]
+    assert stats[2] >= SHORT_NS
+
+
+@pytest.mark.parametrize("can_mask", [True, False])
+@pytest.mark.parametrize("refuser", [0, 1])
+def test_a_rank_that_makes_a_call_after_it_alone_refused_it_makes_another_one(
+    device: str, refuser: int, can_mask: bool
+) -> None:
+    group = Group(WAITS, device)
+    context = group.contexts[refuser]
+    note = exchange.note_words("a wrong argument", context.state.device)
+    exchange.refuse(context.buffer, 3, exchange.LOW_LATENCY, context.state, words.REFUSALS, note)
+    call = signals(group, (0, 1, 2))
+    words.wait_for(group.contexts[0], call, 0, WaitOptions(None, can_mask))
+    if not can_mask:
+        assert group.boards.record(0)[:4] == [exchange.REFUSED, 1, OPERATION if refuser == 0 else 3, refuser]
+        assert group.contexts[0].buffer.note(group.boards.boards[0], 1, refuser) == "a wrong argument"
+        return
+    assert group.boards.record(0) is None
+    masks = {0: [0, words.MASKED, words.MASKED], 1: [0, words.LOST, 0]}
+    assert group.contexts[0].mask.tolist() == masks[refuser]
 
 
 def test_a_refusal_counts_as_often_also_if_later_calls_were_refused(device: str) -> None:
@@ -810,9 +842,9 @@ def test_a_refusal_counts_as_often_also_if_later_calls_were_refused(device: str)
         context = group.contexts[rank]
         exchange.refuse(context.buffer, 3, exchange.LOW_LATENCY, context.state, words.REFUSALS, note)
 
-    refuse(0)
-    refuse(1)
-    call = signals(group, (0, 2))  # rank 0 has corrected call 1; rank 1 will
+    for rank in range(3):
+        refuse(rank)
+    call = signals(group, (0, 2))  # ranks 0 and 2 have corrected call 1; rank 1 will
     refuse(0)
     words.wait_for(group.patient(0, 1), call, 0, WaitOptions())
     assert group.boards.record(0) == [exchange.TIMEOUT, 1, OPERATION, 0b010, 0, 0, 0]

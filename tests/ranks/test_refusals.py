@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -215,6 +216,97 @@ def test_a_rank_that_refuses_is_masked_where_ranks_are_masked(device: str) -> No
     results = run_ranks(masked_refuser, 3)
     assert results[1] == ("ValueError", [0, 0, 0])
     assert results[0] == results[2] == ("none", [0, 1, 0])
+
+
+def go_on_alone(rank: int, num_ranks: int, is_low_latency: bool, shrinks: bool) -> list[tuple[str, str, list[int]]]:
+    """Rank 0 refuses its second step, and goes on with the third before the others look. Returns what comes of each
+    step: an error, and which steps of the ranks the rows that came are of; 0: none came.
+    """
+    buffer = make_buffer(num_ranks, low_latency_mode=is_low_latency, enable_shrink=shrinks)
+    ids = torch.arange(num_ranks).repeat(TOKENS, 1)
+    results = []
+    for step in range(1, 5):
+        x = torch.full((TOKENS, HIDDEN), float(step), dtype=torch.bfloat16)
+        is_wrong = rank == 0 and step == 2
+        if rank and step == 2:
+            time.sleep(0.3)
+        steps: list[int] = []
+        with error_kept() as error:
+            if is_low_latency:
+                rows, _, handle, _, _ = buffer.low_latency_dispatch(
+                    x, ids, 1 if is_wrong else TOKENS, num_ranks, use_fp8=False
+                )
+                buffer.check()
+                ranges = [(one >> 32, one & 0xFFFFFFFF) for one in handle[1][0].tolist()]
+                steps = [int(rows[0, start, 0]) if count else 0 for start, count in ranges]
+            else:
+                layout = buffer.get_dispatch_layout(ids, num_ranks)[:4]
+                per_rank, per_node, per_expert, mask = layout
+                rows, *_ = buffer.dispatch(
+                    x[1:] if is_wrong else x, None, per_rank, per_node, mask, per_expert, ids, torch.ones(ids.shape)
+                )
+                buffer.check()
+                steps = rows.view(num_ranks, TOKENS, HIDDEN)[:, 0, 0].int().tolist()
+        results.append((*error, steps))
+    return results
+
+
+@contextlib.contextmanager
+def error_kept() -> Iterator[list[str]]:
+    """A block that may fail: the kind and the text of its error."""
+    kept = ["none", ""]
+    try:
+        yield kept
+    except Exception as error:
+        kept[:] = [type(error).__name__, str(error)]
+
+
+@worlds(ONE_NODE, NODES)
+@pytest.mark.parametrize("is_low_latency", [False, True], ids=["normal", "low latency"])
+def test_a_rank_that_goes_on_after_a_mistake_of_its_own_is_not_taken_for_in_step(
+    device: str, is_low_latency: bool, num_ranks: int, env: dict
+) -> None:
+    if is_low_latency:
+        require_low_latency(device, env)
+    check_go_on_alone(is_low_latency, num_ranks, env)
+
+
+@pytest.mark.cpu_only
+@worlds(KERNELS)
+@pytest.mark.parametrize("is_low_latency", [False, True], ids=["normal", "low latency"])
+def test_kernels_do_not_take_it_for_in_step_either(
+    device: str, is_low_latency: bool, num_ranks: int, env: dict
+) -> None:
+    if is_low_latency and "DEEP_EP_RANKS_PER_NODE" in env:
+        pytest.skip("low latency across nodes needs NVSHMEM there")
+    check_go_on_alone(is_low_latency, num_ranks, env)
+
+
+def check_go_on_alone(is_low_latency: bool, num_ranks: int, env: dict) -> None:
+    for rank, results in enumerate(run_ranks(go_on_alone, num_ranks, is_low_latency, False, env=env)):
+        (first, *_), *others = results
+        assert first == "none"
+        kinds = [kind for kind, *_ in others]
+        assert kinds == (
+            ["ValueError", "EPPeerFailed", "EPClosed"] if rank == 0 else ["EPPeerFailed"] + 2 * ["EPClosed"]
+        )
+        assert all("rank 0 refused this call, of which nothing was sent" in text for _, text, _ in others[rank == 0 :])
+
+
+@pytest.mark.filterwarnings("ignore")
+@worlds(ONE_NODE[1:], NODES, KERNELS[:1])
+def test_ranks_mask_each_other_where_one_goes_on_after_a_mistake_of_its_own(
+    device: str, num_ranks: int, env: dict
+) -> None:
+    require_low_latency(device, env)
+    if device == "cuda" and "DEEP_EP_TRANSPORT" in env:
+        pytest.skip("kernels run there anyway")
+    alone, *others = run_ranks(go_on_alone, num_ranks, True, True, env=env)
+    assert [kind for kind, *_ in alone] == ["none", "ValueError", "none", "none"]
+    assert [steps for *_, steps in alone[2:]] == [[step] + [0] * (num_ranks - 1) for step in (3, 4)]
+    for results in others:
+        assert [kind for kind, *_ in results] == ["none"] * 4
+        assert [steps for *_, steps in results[1:]] == [[0] + [step] * (num_ranks - 1) for step in (2, 3, 4)]
 
 
 def other_counts(rank: int, num_ranks: int) -> None:

@@ -325,7 +325,8 @@ def must_stop(failed, refused, number, kind):
     """Return which ranks a wait for call `number` need not wait for any more, by the first words of their failures.
 
     A rank has failed, or has refused that very call, and more often than this rank has: a rank that has made the same
-    mistake as often has corrected it, and the other is expected to do so, too.
+    mistake as often has corrected it, and the other is expected to do so, too. If the other has made a call after all,
+    it is another one than this rank's.
 
     Args:
         failed: [LANES] int64, the words.
@@ -334,8 +335,32 @@ def must_stop(failed, refused, number, kind):
         kind: `NORMAL` or `LOW_LATENCY`.
     """
     call = (number << 1) + kind
-    times = tl.where(refused >> _TIMES_BITS == call, refused & 0xFFFF, 0)
-    return (failed == 1) | ((failed >> _TIMES_BITS == call) & ((failed & 0xFFFF) > times))
+    return (failed == 1) | ((failed >> _TIMES_BITS == call) & ((failed & 0xFFFF) > _times_of(refused, call)))
+
+
+@triton.jit
+def falls_behind(failed, refused, number, kind):
+    """Return which ranks, of those that have entered call `number`, had refused it less often than this rank: this rank
+    has corrected a mistake of its own alone, and what it calls now is not what the others call.
+
+    Refusals of one kind of calls overwrite those of the other, and later ones earlier ones: then nothing is known.
+
+    Args:
+        failed: See `must_stop`, also for the others.
+        refused: Likewise.
+        number: Likewise.
+        kind: Likewise.
+    """
+    call = (number << 1) + kind
+    theirs = failed >> _TIMES_BITS
+    is_known = (failed == 0) | ((theirs <= call) & ((theirs & 1) == kind) & (failed != 1))
+    return is_known & (_times_of(failed, call) < _times_of(refused, call))
+
+
+@triton.jit
+def _times_of(word, call):
+    """Return how often a call was refused, by the word of a rank's last refusal."""
+    return tl.where(word >> _TIMES_BITS == call, word & 0xFFFF, 0)
 
 
 @triton.jit
@@ -372,7 +397,7 @@ def wait(context, first, count, epoch, step, operation, LANES: tl.constexpr, NUM
     progress = load_acquire(lines)
     failed = load_acquire(lines + num_ranks * _LINE)
     num_missing = tl.sum((is_peer & (progress < target)).to(tl.int32))
-    has_failed = _has_failed(failed, refused, progress, epoch, is_rank)
+    has_failed = is_rank & must_stop(failed, refused, epoch, _NORMAL)
     num_failed = tl.sum(has_failed.to(tl.int32))
     # The condition is one value for all lanes, else the lanes of a warp could diverge.
     elapsed = tl.max(clock_ns(lanes)) - begin
@@ -380,7 +405,7 @@ def wait(context, first, count, epoch, step, operation, LANES: tl.constexpr, NUM
         progress = load_acquire(lines)
         failed = load_acquire(lines + num_ranks * _LINE)
         num_missing = tl.sum((is_peer & (progress < target)).to(tl.int32))
-        has_failed = _has_failed(failed, refused, progress, epoch, is_rank)
+        has_failed = is_rank & must_stop(failed, refused, epoch, _NORMAL)
         num_failed = tl.sum(has_failed.to(tl.int32))
         elapsed = tl.max(clock_ns(lanes)) - begin
     tl.debug_barrier()  # what one thread acquired, all may read
@@ -391,15 +416,19 @@ def wait(context, first, count, epoch, step, operation, LANES: tl.constexpr, NUM
         progress = tl.load(state + _SAW + lanes, mask=is_rank, other=0, volatile=True)
         failed = tl.load(state + _SAW + num_ranks + lanes, mask=is_rank, other=0, volatile=True)
         num_missing = tl.sum((is_peer & (progress < target)).to(tl.int32))
-        has_failed = _has_failed(failed, refused, progress, epoch, is_rank)
+        has_failed = is_rank & must_stop(failed, refused, epoch, _NORMAL)
         num_failed = tl.sum(has_failed.to(tl.int32))
     is_desync = is_peer & (progress >= ((epoch + 2) << _STEP_BITS))
-    is_well = (num_missing == 0) & (num_failed == 0) & (tl.sum(is_desync.to(tl.int32)) == 0)
+    is_behind = is_peer & (lanes != rank) & falls_behind(failed, refused, epoch, _NORMAL)
+    num_astray = tl.sum((is_desync | is_behind).to(tl.int32))
+    is_well = (num_missing == 0) & (num_failed == 0) & (num_astray == 0)
     if num_failed > 0:
         propagate_failure(context, tl.min(tl.where(has_failed, lanes, LANES)), LANES)
     elif num_missing > 0:
         subject = mask_of(is_peer & (progress < target), lanes)
         fail(context, _TIMEOUT, epoch, operation, subject, step, 0, rank, LANES)
+    elif tl.sum(is_behind.to(tl.int32)) > 0:
+        fail(context, _REFUSAL, epoch, operation, rank, 0, epoch, rank, LANES)
     elif not is_well:
         fail(context, _DESYNC, epoch, operation, mask_of(is_desync, lanes), 0, 0, rank, LANES)
     return is_well
@@ -424,16 +453,6 @@ def is_last_block(ended, WRITES_PEERS: tl.constexpr = False):
     if is_last:
         tl.store(ended, 0)
     return is_last
-
-
-@triton.jit
-def _has_failed(failed, refused, progress, epoch, is_rank):
-    """Return which ranks have failed, or do not make call `epoch`.
-
-    A rank that has entered the call has corrected its mistake.
-    """
-    has_entered = progress > epoch << _STEP_BITS
-    return is_rank & must_stop(failed, refused, epoch, _NORMAL) & ((failed == 1) | ~has_entered)
 
 
 @triton.jit

@@ -75,7 +75,19 @@ class Refusal(NamedTuple):
             number: The number of the call.
             own: The last refusal of the rank that waits.
         """
-        return self.number == number and self.times > (own.times if own.number == number else 0)
+        return self.times_of(number) > own.times_of(number)
+
+    def times_of(self, number: int) -> int:
+        """Return how often the rank has refused call `number`, if it has refused no other one since."""
+        return self.times if self.number == number else 0
+
+    def falls_behind(self, number: int, own: Refusal) -> bool:
+        """Return whether this is the last refusal of a rank that makes call `number` after fewer refusals of it than
+        the rank that asks, which has corrected a mistake of its own alone.
+
+        A rank that has refused a later call may have refused this one before.
+        """
+        return own.times_of(number) > self.times_of(number) and self.number <= number
 
 
 NO_REFUSAL = Refusal(0, 0, "")

@@ -23,7 +23,7 @@ import torch
 
 from ..errors import MOST_TEXT_BYTES, EPTransportError
 from ..sizing import align
-from .board import Meeting, Refusal
+from .board import NO_REFUSAL, Meeting, Refusal
 from .inherited import close_in_children
 from .window import Failure
 
@@ -244,7 +244,7 @@ class Link:
         allocator: See the argument. It may be replaced only before anything is read.
         inbox: Frames that were received and not yet taken.
         failure: Why the peer has failed, as it has sent it; None: it has not failed.
-        refusal: The last call that the peer has refused, if nothing has come since; None: there is none.
+        refusal: The last call that the peer has refused.
         meeting: What the peer has last sent in an attempt to rejoin.
         has_left: The peer has sent that it leaves.
         ending: Why nothing more will come; None: more may.
@@ -272,7 +272,7 @@ class Link:
         self._page: Page | None = None
         self.inbox: deque[Frame] = deque()
         self.failure: Failure | None = None
-        self.refusal: Refusal | None = None
+        self.refusal = NO_REFUSAL
         self.meeting = Meeting()
         self.has_left = False
         self.ending: str | None = None
@@ -400,8 +400,6 @@ class Link:
         elif frame.topic == BYE:
             self.has_left = True
         elif frame.topic != ALIVE:  # it has no content
-            if self.refusal is not None and frame.epoch >= self.refusal.number:
-                self.refusal = None  # it makes the call after all
             self.inbox.append(frame)
         self._coming, self._page = None, None
         self._target = memoryview(self._head)

@@ -107,10 +107,9 @@ class RemoteSender:
         """Return why it has failed; None: it has not."""
         return self.link.failure
 
-    def refusal(self, number: int) -> Refusal | None:
-        """Return its refusal to make call `number`; None: it has not refused it."""
-        refusal = self.link.refusal
-        return refusal if refusal is not None and refusal.number == number else None
+    def refusal(self) -> Refusal:
+        """Return its last refusal to make a call."""
+        return self.link.refusal
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
         """Return why call `number` will not come; None: it may."""

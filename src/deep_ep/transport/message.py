@@ -159,10 +159,23 @@ class Rail:
         """The name of this rank in messages."""
         return f"rank {self.topology.rank}/{self.topology.num_ranks}"
 
-    def refusal_by(self, node: int, epoch: int) -> Refusal | None:
-        """Return the refusal of a node's rank to make a call, if this rank must raise because of it."""
-        refusal = self.links[node].refusal
-        return refusal if refusal is not None and refusal.follows(epoch, self._own_refusal) else None
+    def require_same_refusals(self, node: int, epoch: int, where: str, *, has_come: bool) -> None:
+        """Raise if a node's rank refuses to make a call, or has made it after more, or fewer, refusals than this rank.
+
+        A mistake of one rank alone is followed by another call of that rank in the place of the one that the others
+        make. Refusals come before the frames of a call.
+
+        Args:
+            node: The node.
+            epoch: The call.
+            where: Its name, for errors.
+            has_come: A frame of the call has come from the rank.
+        """
+        refusal, own = self.links[node].refusal, self._own_refusal
+        if refusal.follows(epoch, own):
+            raise refused_by(self.rank_of(node), refusal, where, self.me())
+        if has_come and refusal.falls_behind(epoch, own):
+            raise refused_by(self.topology.rank, own, where, self.me())
 
     def last_words(self) -> Failure | None:
         """Return why a rank of the rail has failed, as it has reported it; None: none has."""
@@ -271,9 +284,8 @@ class Wait:
         self._rail.raise_if_failed(self.where)
         self._look()
         for node in nodes:
-            link, refusal = self._rail.links[node], self._rail.refusal_by(node, self._epoch)
-            if refusal is not None:
-                raise refused_by(self._rail.rank_of(node), refusal, self.where, self._rail.me())
+            link = self._rail.links[node]
+            self._rail.require_same_refusals(node, self._epoch, self.where, has_come=bool(link.inbox))
             if link.has_left and not link.inbox:
                 raise EPError(
                     f"{self.where}: {self._rail.name(node)} has destroyed its buffer ({self._rail.me()}). "

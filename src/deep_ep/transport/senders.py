@@ -30,8 +30,8 @@ class Sender(Protocol):
         """Return why it has failed; None: it has not."""
         ...
 
-    def refusal(self, number: int) -> Refusal | None:
-        """Return its refusal to make call `number`; None: it has not refused it."""
+    def refusal(self) -> Refusal:
+        """Return its last refusal to make a call."""
         ...
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
@@ -83,10 +83,9 @@ class LocalSender:
         """Return why it has failed; None: it has not."""
         return self._peer.failure()
 
-    def refusal(self, number: int) -> Refusal | None:
-        """Return its refusal to make call `number`; None: it has not refused it."""
-        board = self._peer.board
-        return board.read_refusal(LOW_LATENCY) if board.refused(LOW_LATENCY) == number else None
+    def refusal(self) -> Refusal:
+        """Return its last refusal to make a call."""
+        return self._peer.board.read_refusal(LOW_LATENCY)
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
         """Return why call `number` will not come; None: it may."""
@@ -130,7 +129,7 @@ class Arrivals(NamedTuple):
 
     Attributes:
         waited_ns: By rank, the nanoseconds waited for it.
-        lost: The ranks that did not come, and why.
+        lost: The ranks that did not come, or came with another call than this rank, and why.
     """
 
     waited_ns: dict[int, int]
@@ -189,12 +188,12 @@ def wait_sent(
         looks_at_process = secs - pulse > PULSE_SECS
         pulse = secs if looks_at_process else pulse
         reasons = {sender.rank: sender.why_not(number, looks_at_process) for sender in pending}
-        refusals = {sender.rank: sender.refusal(number) for sender in pending}
+        refusals = {sender.rank: sender.refusal() for sender in pending}
         pending = [sender for sender in pending if not sender.has_sent(number)]
         gone = {}
         for sender in pending:
             reason, refusal = reasons[sender.rank], refusals[sender.rank]
-            if refusal is not None and refusal.follows(number, own_refusal):
+            if refusal.follows(number, own_refusal):
                 if not may_lose:
                     raise refused_by(sender.rank, refusal, str(where), me)
                 reason = f", which refused the call: {refusal.reason}"
@@ -211,6 +210,12 @@ def wait_sent(
     for sender in senders:
         sender.count_wait(waited_ns.get(sender.rank, 0) * 1e-9)
     raise_if_failed(senders, where, me, may_lose=may_lose)
+    for sender in senders:  # one that has sent the call after it had refused it, which this rank has not
+        refusal = sender.refusal()
+        if sender.rank not in lost and refusal.follows(number, own_refusal):
+            if not may_lose:
+                raise refused_by(sender.rank, refusal, str(where), me)
+            lost[sender.rank] = f", which had refused the call before: {refusal.reason}"
     return Arrivals(waited_ns, lost)
 
 

@@ -284,6 +284,7 @@ class Window:
         # A peer that failed may have let its caller overwrite what this rank has just read: progress alone proves
         # nothing.
         self._raise_if_failed(where)
+        self._require_same_refusals(where)
         self._raise_if_desynced(where)
         if self.watch is not None:
             self.watch.note(waited, self.group_ranks.first_rank)
@@ -359,11 +360,23 @@ class Window:
         for peer in pending:
             if peer.board.refused(NORMAL) != where.epoch:
                 continue
-            # The refusal first, progress second: a peer may have corrected its mistake.
             refusal = peer.board.read_refusal(NORMAL)
-            has_entered = peer.board.progress.load_acquire() > progress_of(where.epoch, 0)
-            if refusal.follows(where.epoch, own) and not has_entered:
+            if refusal.follows(where.epoch, own):
                 raise refused_by(self.group_ranks.first_rank + peer.rank, refusal, str(where), self.me())
+
+    def _require_same_refusals(self, where: Where) -> None:
+        """Raise if a peer makes the call after more, or fewer, refusals of it than this rank. A mistake of one rank
+        alone is followed by another call of that rank in the place of the one that the others make.
+        """
+        own, number = self.refusals[NORMAL], where.epoch
+        for peer in self._others:
+            if number not in (own.number, peer.board.refused(NORMAL)):
+                continue
+            refusal = peer.board.read_refusal(NORMAL)
+            if refusal.follows(number, own):
+                raise refused_by(self.group_ranks.first_rank + peer.rank, refusal, str(where), self.me())
+            if refusal.falls_behind(number, own):
+                raise refused_by(self.group_ranks.first_rank + self.rank, own, str(where), self.me())
 
     def _raise_if_closed(self, where: Where, pending: list[Peer], target: int) -> None:
         for peer in pending:

@@ -28,10 +28,12 @@ from ..exchange import (
     DESYNC,
     DISAGREE,
     LOW_LATENCY,
+    REFUSED,
     STATE_FAILED,
     TIMEOUT,
     Context,
     fail,
+    falls_behind,
     mask_of,
     must_stop,
     propagate_failure,
@@ -52,10 +54,11 @@ REFUSALS = range(STATE_REFUSED, STATE_REFUSED + NUM_KEPT)
 # What a mask is for: the caller, or this rank by itself, masks a rank; or it is lost, and then for all ranks.
 MASKED, LOST = 1, 3
 # Why a kernel has masked a rank, for the host: it was silent; it goes on without this rank; another rank has lost it.
-SILENT, GONE_ON, TOLD = 0, 1, 2
+SILENT, GONE_ON, TOLD, HAS_REFUSED = 0, 1, 2, 3
 REASON_BITS = 2
 
 _DESYNC, _DISAGREE, _TIMEOUT = tl.constexpr(DESYNC), tl.constexpr(DISAGREE), tl.constexpr(TIMEOUT)
+_REFUSAL = tl.constexpr(REFUSED)
 _FAILED = tl.constexpr(STATE_FAILED)
 _LINE = tl.constexpr(8)
 _KEPT, _POST = tl.constexpr(NUM_KEPT), tl.constexpr(POST_WORDS)
@@ -69,7 +72,8 @@ _ATTEMPT, _NEXT, _ECHO = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _A, _B, _TOKENS, _NUMBER, _BASE = (tl.constexpr(word) for word in range(5))
 _MASKS, _BITS = tl.constexpr(_FIRST_MASK), tl.constexpr(_MASK_BITS)
 _MASKED, _LOST = tl.constexpr(MASKED), tl.constexpr(LOST)
-_SILENT, _GONE_ON, _TOLD, _REASON_BITS = (tl.constexpr(word) for word in (SILENT, GONE_ON, TOLD, REASON_BITS))
+_SILENT, _GONE_ON, _TOLD, _HAS_REFUSED = (tl.constexpr(word) for word in (SILENT, GONE_ON, TOLD, HAS_REFUSED))
+_REASON_BITS = tl.constexpr(REASON_BITS)
 # As in `engine/low_latency/geometry.py`.
 _NUM_SLOTS, _NUM_SETS = tl.constexpr(3), tl.constexpr(4)
 
@@ -494,8 +498,10 @@ def await_all(
         waited = tl.where(sent < number, elapsed, waited)
         failed = load_acquire(failures)
         sent = load_acquire(words)
-        num_missing = tl.sum((is_awaited & (sent < number)).to(tl.int32))
-        has_failed = is_awaited & must_stop(failed, refused, number, _LOW_LATENCY) & ((failed == 1) | (sent < number))
+        has_refused = must_stop(failed, refused, number, _LOW_LATENCY) & (failed != 1)
+        # If ranks may be masked, one that has refused this call is waited for no longer, but all others are.
+        num_missing = tl.sum((is_awaited & (sent < number) & ((has_refused == 0) | (can_mask == 0))).to(tl.int32))
+        has_failed = is_awaited & ((failed == 1) | (has_refused & (can_mask == 0)))
         num_failed = tl.sum(has_failed.to(tl.int32))
     # A satisfied wait checks the failures, too.
     failed = load_acquire(failures)
@@ -516,14 +522,15 @@ def await_all(
     said_number = tl.load(posts + _NUMBER, mask=is_here, other=0)
     said_masks = tl.load(posts + _MASKS + 2 * (rank // _BITS), mask=is_here, other=0)
     has_gone_on = (sent >= number + _NUM_SETS) | (said_number != number) | ((said_masks >> (rank % _BITS)) & 1 != 0)
-    has_gone_on = is_here & has_gone_on & (lanes != rank)
+    is_behind = is_here & falls_behind(failed, refused, number, _LOW_LATENCY) & (lanes != rank)
+    has_gone_on = (is_here & has_gone_on & (lanes != rank)) | is_behind
     is_silent = is_awaited & (sent < number)
     is_told = is_awaited & _is_told(posts, is_here & (has_gone_on == 0), LANES) & (lanes != rank)
-    is_lost = is_silent | has_gone_on | is_told
-    differs = is_here & (is_lost == 0) & ((posted_a != word_a) | (posted_b != word_b))
     # A rank that has refused this call is masked like a silent one, if ranks may be masked.
-    has_refused = must_stop(failed, refused, number, _LOW_LATENCY) & (sent < number) & (can_mask == 0)
-    has_failed = is_awaited & ((failed == 1) | has_refused)
+    has_refused = is_awaited & must_stop(failed, refused, number, _LOW_LATENCY) & (failed != 1)
+    is_lost = is_silent | has_gone_on | is_told | has_refused
+    differs = is_here & (is_lost == 0) & ((posted_a != word_a) | (posted_b != word_b))
+    has_failed = is_awaited & ((failed == 1) | (has_refused & (can_mask == 0)))
     # As `exchange.open_context` returns it. Its words come one by one, so that no load of them waits for another.
     context = (boards, own_boards, state, state, host, num_ranks, rank, 1, 0, limit_ns)
     if tl.sum(has_failed.to(tl.int32)) > 0:
@@ -542,8 +549,11 @@ def await_all(
         if can_mask != 0:
             tl.store(ranks_mask + lanes, tl.where(has_gone_on, _MASKED, _LOST), mask=is_lost)
             reason = tl.where(is_silent, _SILENT, tl.where(has_gone_on, _GONE_ON, _TOLD))
+            reason = tl.where(has_refused, _HAS_REFUSED, reason)
             tl.store(ll_host + lanes, (number << _REASON_BITS) | reason, mask=is_lost)
             tell_host(ll_host + num_ranks, number)
+        elif tl.sum(is_behind.to(tl.int32)) > 0:
+            fail(context, _REFUSAL, number, operation, rank, 0, tl.load(state) + 1, rank, LANES)
         else:
             code = tl.where(tl.sum(is_silent.to(tl.int32)) > 0, _TIMEOUT, _DESYNC)
             subject = mask_of(is_lost, lanes)

@@ -80,6 +80,7 @@ def receive_announcements(
     mine = call.header.agreement
     for node in rail.nodes:
         frame = rail.receive(node, wait)
+        rail.require_same_refusals(node, call.epoch, str(call), has_come=True)
         require_topic(call, rail, node, frame, ANNOUNCE)
         if frame.page.num_bytes < _WORDS.size:
             raise spoiled(call, rail, node, f"an announcement of {frame.page.num_bytes} bytes")

@@ -17,9 +17,9 @@ from ....log import warn
 from ....trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
 from ....transport import LOW_LATENCY as LOW_LATENCY_CALLS
 from ....transport import Base
-from ....transport.board import HEADER, MOST_WORDS_BEFORE_MASKS, NUM_SENT_POSTS, STEP_BITS
+from ....transport.board import HEADER, MOST_WORDS_BEFORE_MASKS, NO_REFUSAL, NUM_SENT_POSTS, STEP_BITS
 from ....transport.senders import told, wait_sent
-from ....transport.window import Where
+from ....transport.window import Where, refused_by
 from ...cpu.call import Call
 from ...protocol import LOW_LATENCY, Agreement, Header, clashes_among, disagreement
 from ..calls import BARRIER
@@ -89,13 +89,13 @@ class LowLatencyCall(ABC):
     wide_bytes = number = age = 0
     slot: int | None = None
     _last_call = 0  # that used the slot
+    _own_refusal = NO_REFUSAL  # the last one of this rank, at the time of the call
     _moved: tuple[list[int], list[int], int] | None = None  # rows to and from each rank, and their bytes
 
     def __init__(self, shared: Shared, plan: SetPlan, wait_stats: torch.Tensor | None):
         self.shared = shared
         self.plan = plan
         self._wait_stats = wait_stats
-        self._own_refusal = shared.window.refusals[LOW_LATENCY_CALLS]  # at the time of the call
 
     @property
     def operation(self) -> str:
@@ -138,6 +138,7 @@ class LowLatencyCall(ABC):
 
     def _send(self) -> None:
         window, operation = self.shared.window, self.operation
+        self._own_refusal = window.refusals[LOW_LATENCY_CALLS]
         self.shared.spend(self._newest_spent())
         with self._slice("publish", SEND):
             num_rows, base = self._publish()
@@ -258,12 +259,16 @@ class LowLatencyCall(ABC):
             limits = (window.limit_secs, own, self._look)
             arrivals = wait_sent(senders, self.number, operation, me, *limits, may_lose=may_lose, told_lost=told_lost)
             waiting.waited({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items() if ns})
+        behind = [sender.rank for sender in senders if self._falls_behind(sender.rank)]
+        if behind and not may_lose:
+            raise refused_by(shared.rank, own, str(self.name), me)
         if self._wait_stats is not None:
             waited_ns = [arrivals.waited_ns.get(rank, 0) for rank in range(window.group_ranks.num_ranks)]
             self._wait_stats.add_(torch.tensor(waited_ns, device="cpu"))
         if window.watch is not None:
             window.watch.note({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items()})
-        return arrivals.lost
+        out_of_step = ", which made the call that this rank had refused: they are out of step"
+        return {**arrivals.lost, **dict.fromkeys(behind, out_of_step)}
 
     def _look(self, where: object) -> None:
         """Raise if this rank has given the call up, or if a rank of this node will not send it: it is in a call of
@@ -289,9 +294,16 @@ class LowLatencyCall(ABC):
         return Verdict(self.shared, self.number, lambda: window.raise_if_given_up(where))
 
     def _has_gone_on(self, rank: int) -> bool:
-        """Return whether a rank of another node has sent a later call without having sent this one."""
+        """Return whether a rank makes its calls without this one: a rank of another node that has sent a later call
+        and not this one, or a rank that did not refuse what this rank has refused alone.
+        """
         remote = self.shared.remote(self.number).get(rank)
-        return remote is not None and remote.latest > self.number
+        return (remote is not None and remote.latest > self.number) or self._falls_behind(rank)
+
+    def _falls_behind(self, rank: int) -> bool:
+        """See `Refusal.falls_behind`."""
+        sender = self.shared.senders[rank]
+        return sender.refusal().falls_behind(self.number, self._own_refusal) and sender.has_sent(self.number)
 
     def _hear(self) -> bool:
         """Check whether all ranks that have sent the call include this rank, and which ranks they have lost.

@@ -100,6 +100,7 @@ _REASONS = {
     words.SILENT: "was silent past the limit",
     words.GONE_ON: "goes on without this rank, which is out of step or masked there",
     words.TOLD: "was silent past the limit of another rank",
+    words.HAS_REFUSED: "refused this call, as its output says",
 }
 _Tensors = tuple[torch.Tensor, ...]
 
