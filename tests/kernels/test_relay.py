@@ -53,9 +53,7 @@ def test_forward_worked_example(device: str) -> None:
     recv_buffer[32 + 4 * 32 :].view(torch.int32)[:5] = int32([7, 5, -1, 2, bits(0.5)], device)
     slots = int32([[-9, -9]] * 6, device)
     plan = plan_in([4, 1], device)
-    relay.forward(
-        context, SHAPE, plan, recv_buffer, [0, 0, 32], 4, 0, slots, context.table, 0, 2, 0, True, 1, 3, 0, 1
-    )  # fmt: skip
+    relay.forward(context, SHAPE, plan, recv_buffer, [0, 0, 32], 4, 0, slots, True, 1, 3, 0, 1)
     assert window[0].tolist() == [[0], [0], [0], [0], [0], [2.5]]
     assert records[0].tolist() == [[0] * 4] * 5 + [[7, 2, bits(0.5), 0]]
     assert slots.tolist() == [[-9, -9]] * 4 + [[5, -1], [-9, -9]]
@@ -186,8 +184,7 @@ def pass_on(
     sources: torch.Tensor | None = None,
 ) -> None:
     relay.forward(
-        node.context, case.shape, plan, recv_buffer, offsets, *case.widths[:2], slots, node.context.table,
-        case.node * case.ranks_per_node, case.ranks_per_node, case.node, case.has_records, case.num_topk,
+        node.context, case.shape, plan, recv_buffer, offsets, *case.widths[:2], slots, case.has_records, case.num_topk,
         case.experts_per_rank, chunk, case.num_chunks, sources,
     )  # fmt: skip
 

@@ -210,8 +210,7 @@ def test_a_relayed_row_is_the_row_that_a_put_would_have_written(device: str) -> 
     slots = int32([[UNTOUCHED] * 2] * num_rows, device)
     for chunk in range(2):
         relay.forward(
-            there, SHAPE, plan, outbox, offsets, *widths[:2], slots, there.table, 2, 2, 1, True, 3, case.num_local,
-            chunk, 2,
+            there, SHAPE, plan, outbox, offsets, *widths[:2], slots, True, 3, case.num_local, chunk, 2,
         )  # fmt: skip
     local = make_context(1, 4, device)
     offer(local, as_sections(direct), [num_rows] * 4, starts)

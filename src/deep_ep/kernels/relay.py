@@ -54,10 +54,6 @@ def forward(
     row_bytes: int,
     scale_bytes: int,
     slots: torch.Tensor,
-    table: torch.Tensor,
-    first_rank: int,
-    ranks_per_node: int,
-    node: int,
     has_records: bool,
     num_topk: int,
     num_local_experts: int,
@@ -69,7 +65,7 @@ def forward(
     destination.
 
     Args:
-        context: For this rank's number, and whether the buffer has failed.
+        context: Of the buffer, whose table has been filled: addresses of the sections, and rows offered.
         shape: How to launch.
         plan: [N, PLAN_WORDS] int64.
         recv_buffer: Bytes, uint8.
@@ -78,10 +74,6 @@ def forward(
         scale_bytes: Of a row of the scales; 0: there are none.
         slots: [F, P] int32 contiguous, the slots of each row at the ranks of the node; written from the records if
             they travel, otherwise those of a handle.
-        table: [TABLE_ROWS, R] int64, `context.table` or one like it: addresses of the sections, and rows offered.
-        first_rank: Of this node.
-        ranks_per_node: P.
-        node: This rank's node.
         has_records: Records travel.
         num_topk: K; 0: no ids travel.
         num_local_experts: L.
@@ -92,6 +84,9 @@ def forward(
     """
     if plan.size(0) == 1:
         return
+    num_nodes = plan.size(0)
+    ranks_per_node = context.num_ranks // num_nodes
+    node = context.rank // ranks_per_node
     begin = recv_buffer.data_ptr() if sources is None else 0
     word, is_aligned = widest_word(row_bytes, begin)
     row_words = row_bytes // word.itemsize
@@ -104,7 +99,7 @@ def forward(
         (
             plan,
             slots,
-            table,
+            context.table,
             context.state,
             sources if sources is not None else plan,
             *(begin + offset for offset in (*offsets, 0, 0)[:3]),
@@ -115,9 +110,9 @@ def forward(
             num_local_experts,
             context.num_ranks,
             context.rank,
-            first_rank,
+            node * ranks_per_node,
             ranks_per_node,
-            plan.size(0),
+            num_nodes,
             node,
             relay_record_words(ranks_per_node, num_topk),
             record_words(num_topk),

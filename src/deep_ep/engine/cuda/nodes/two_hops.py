@@ -223,7 +223,7 @@ class TwoHopDispatch(DeviceDispatch):
         records. There is no staging across nodes.
         """
         ops, widths = self._ops, self._widths
-        signals, topology, proxy, outbox = ops.signals, ops.topology, ops.remote.proxy, ops.remote.memory
+        signals, proxy, outbox = ops.signals, ops.remote.proxy, ops.remote.memory
         context, plan, shape, token_routes = signals.context, ops.plan, self._shape, routes.token_routes
         index, num_local = self._terms.operation, self._terms.num_local
         topk_idx = routing.topk_idx if routing is not None else None
@@ -247,8 +247,8 @@ class TwoHopDispatch(DeviceDispatch):
                 scope.reach("forward")
             relay.forward(
                 context, shape, plan, outbox[rows.recv_offset :], rows.offsets, widths[0], widths[1],
-                token_routes.forwarded, context.table, ops.router.local.start, topology.ranks_per_node, topology.node,
-                routing is not None, self._num_topk, num_local, chunk, proxy.num_chunks, proxy.sources,
+                token_routes.forwarded, routing is not None, self._num_topk, num_local, chunk, proxy.num_chunks,
+                proxy.sources,
             )  # fmt: skip
         if scope.reach is not None:
             scope.reach("finish")
