@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..errors import EPTransportError
+from ..errors import EPClosed, EPTransportError
 from .spans import UNIT_BYTES, Span, SpanSet, whole_units
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: fault pages in at once instead of one by one
@@ -233,9 +233,12 @@ class SharedMemory:
         """Commit memory for a span, so that touching it cannot fail.
 
         Raises:
+            EPClosed: Another thread has closed the buffer: the process ends in the middle of a call.
             EPTransportError: There is not enough memory.
         """
         _require_available(span)
+        if self.fd < 0:
+            raise EPClosed("window: the buffer was closed during the call, since its process ends")
         try:
             os.posix_fallocate(self.fd, span.start, span.num_bytes)
         except OSError as error:
