@@ -256,6 +256,45 @@ def experts_that_look_away(
     return combined.detach(), x.grad
 
 
+def expanded_mistakes(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    buffer = new_buffer()
+    elastic = deep_ep.ElasticBuffer.from_buffer(buffer)
+    x, ids, weights = torch.ones(4, H, dtype=torch.float64), torch.arange(2).repeat(4, 1), torch.ones(4, 2)
+    received = moe.dispatch_expanded(elastic, x, ids, weights, num_ranks)
+    return [
+        error_of(moe.dispatch_expanded, buffer, x, ids, weights, num_ranks),
+        error_of(moe.dispatch_expanded, elastic, x, ids, None, num_ranks),
+        error_of(moe.dispatch_expanded, elastic, x.int(), ids, weights, num_ranks),
+        error_of(moe.dispatch_expanded, elastic, x[0], ids, weights, num_ranks),
+        error_of(moe.dispatch_expanded, elastic, x, ids, weights[:, :1], num_ranks),
+        error_of(moe.combine_expanded, buffer, received.x, received),
+        error_of(moe.combine_expanded, elastic, received.x[:-1], received),
+        error_of(moe.combine_expanded, elastic, received.x, received.handle),
+        error_of(lambda: MoELayer(H, INNER, 2 * num_ranks, K, buffer=buffer, expanded=True, num_worst_tokens=1)),
+    ]
+
+
+def test_mistakes_around_expanded_rows_are_named(device: str) -> None:
+    kinds = ["TypeError"] * 3 + ["ValueError"] * 2 + ["TypeError", "ValueError", "TypeError", "ValueError"]
+    for seen in run_ranks(expanded_mistakes, 2):
+        assert [kind for kind, _ in seen] == kinds, seen
+        assert "ElasticBuffer.from_buffer" in seen[0][1]
+        assert "[4, 2], it has [4, 1]" in seen[4][1]
+
+
+def too_many_tokens(rank: int, num_ranks: int) -> tuple[str, str]:
+    layer = MoELayer(H, INNER, 2 * num_ranks, K, buffer=new_buffer(), expanded=True, num_worst_tokens=4 * num_ranks)
+    return error_of(layer, torch.randn(4 + rank, H))
+
+
+@pytest.mark.cpu_only
+def test_peers_are_told_of_more_tokens_than_there_may_be() -> None:
+    (told, text), (kind, _) = run_ranks(too_many_tokens, 2)
+    assert kind == "ValueError"
+    assert told == "EPPeerFailed"
+    assert "of a MoELayer its num_worst_tokens" in text
+
+
 @pytest.mark.parametrize("is_expanded", [False, True])
 def test_backward_is_made_by_all_ranks(device: str, is_expanded: bool) -> None:
     for rank, (combined, grad) in enumerate(run_ranks(experts_that_look_away, 3, is_expanded)):

@@ -17,8 +17,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..buffers.elastic import ElasticBuffer, EPHandle
+from ..buffers.legacy import Buffer
 from .exchange import opaque
-from .ops import untraced
+from .ops import check_tensors, untraced
 
 _untraced = functools.partial(
     untraced,
@@ -66,6 +67,9 @@ def dispatch_expanded(
         max_tokens: Most tokens of a rank, the same on all ranks: the result has rows for the worst case, and the host
             waits for no counts. 0: as many rows as come.
     """
+    where = "moe.dispatch_expanded"
+    _check_buffer(where, buffer)
+    check_tensors(where, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     call = _Call(buffer, topk_idx, num_experts, max_tokens)
     # Something that requires gradients among the inputs makes the outputs do so, on all ranks alike.
     anchor = x.new_empty(0).requires_grad_(torch.is_grad_enabled())
@@ -90,7 +94,23 @@ def combine_expanded(buffer: ElasticBuffer, y: torch.Tensor, received: ExpandedR
     Returns:
         [T, H].
     """
+    where = "moe.combine_expanded"
+    _check_buffer(where, buffer)
+    check_tensors(where, y=y)
+    if not isinstance(received, ExpandedRows):
+        raise TypeError(f"{where}: `received` must be what `dispatch_expanded` returned, got {type(received).__name__}")
+    if y.dim() != 2 or y.shape[0] != received.x.shape[0]:
+        raise ValueError(
+            f"{where}: `y` must have shape [{received.x.shape[0]}, hidden], a row for each of `received.x`, it has "
+            f"{list(y.shape)}"
+        )
     return _Combine.apply(received.tie, y, buffer, received.handle)
+
+
+def _check_buffer(where: str, buffer: Any) -> None:
+    if not isinstance(buffer, ElasticBuffer):
+        made = "ElasticBuffer.from_buffer(buffer) makes one" if isinstance(buffer, Buffer) else "Make one"
+        raise TypeError(f"{where}: `buffer` must be an ElasticBuffer, got {type(buffer).__name__}. {made}")
 
 
 class _Call:
@@ -107,7 +127,7 @@ class _Call:
             self.topk_idx,
             weights,
             num_experts=self.num_experts,
-            num_max_tokens_per_rank=self.max_tokens or max(1, x.size(0)),
+            num_max_tokens_per_rank=self.max_tokens or max(1, x.shape[0] if x.dim() else 0),
             do_cpu_sync=not self.max_tokens,
             do_expand=True,
         )
@@ -122,8 +142,10 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, call: _Call
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.call, ctx.hidden, ctx.num_topk = call, x.size(1), weights.size(1)
-        if x.dtype != torch.float64:
+        is_whole = x.dim() == 2 and weights.shape == call.topk_idx.shape  # else the buffer says what is wrong
+        ctx.call, ctx.hidden, ctx.num_topk = call, x.shape[-1] if x.dim() else 0, call.topk_idx.shape[-1]
+        if x.dtype != torch.float64 or not is_whole:
+            weights = weights.float()
             rows, row_weights = call.send(x.detach().contiguous(), weights.detach().contiguous())
             assert row_weights is not None
         else:

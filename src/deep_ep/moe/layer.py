@@ -117,6 +117,11 @@ class MoELayer(nn.Module):
         self.buffer = buffer = _find_buffer(group, buffer, mesh)
         if expanded and is_fp8:
             raise ValueError("MoELayer: `expanded` and `is_fp8` exclude each other. Pass one of them")
+        if expanded and 0 < num_worst_tokens < buffer.group_size:
+            raise ValueError(
+                f"MoELayer: with `expanded`, `num_worst_tokens` must be at least the {buffer.group_size} ranks, which "
+                f"share them, got {num_worst_tokens}"
+            )
         self._elastic = ElasticBuffer.from_buffer(buffer) if expanded else None
         if placement is None and num_experts % buffer.group_size:
             raise ValueError(
@@ -258,12 +263,7 @@ class MoELayer(nn.Module):
 
     def _exchange_expanded(self, buffer: ElasticBuffer, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
         """The same with rows that come grouped by expert: the experts take them as they are."""
-        max_tokens = self.num_worst_tokens // self.buffer.group_size
-        if max_tokens and tokens.size(0) > max_tokens:
-            raise ValueError(
-                f"MoELayer: `x` has {tokens.size(0)} tokens, and `num_worst_tokens`={self.num_worst_tokens} allows a "
-                f"rank {max_tokens} of them where rows are expanded. Make the layer with more"
-            )
+        max_tokens = self.num_worst_tokens // self.buffer.group_size  # checked by the dispatch, which tells the peers
         idx, weights = routes.topk_idx, routes.topk_weights
         received = dispatch_expanded(buffer, tokens, idx, weights, self.num_experts, max_tokens)
         outputs = self.experts(received.x, received.num_rows)

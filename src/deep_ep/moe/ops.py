@@ -79,10 +79,15 @@ def _land(land: Callable[[], Result]) -> Result:
 _land_untraced = untraced(_land)
 
 
-def _check_tensors(where: str, **tensors: Any) -> None:
+def check_tensors(where: str, **tensors: Any) -> None:
+    """Refuse anything but tensors, and rows of types that no gradient has. Shapes are for the buffer to check, which
+    reports to the peers what is wrong with them.
+    """
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{where}: `{name}` must be a tensor, got {type(value).__name__}")
+    if (x := tensors.get("x")) is not None and x.dtype not in DTYPES:
+        raise TypeError(f"{where}: `x` must be BF16, FP16, FP32 or FP64, it is {x.dtype}")
 
 
 class Received(NamedTuple):
@@ -186,9 +191,7 @@ def dispatch(
         previous_event: Wait for it first.
         async_finish: Return before the rows are there: `wait()` brings them.
     """
-    _check_tensors("moe.dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-    if x.dtype not in DTYPES:
-        raise TypeError(f"moe.dispatch: `x` must be BF16, FP16, FP32 or FP64, it is {x.dtype}")
+    check_tensors("moe.dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     weights = topk_weights.to(torch.float64 if is_wide(x, topk_weights, is_fp8) else torch.float32)
     plan, order = Plan(num_experts, num_worst_tokens, is_fp8), Order(previous_event, async_finish)
     if torch.compiler.is_compiling() and not num_worst_tokens:
@@ -337,7 +340,7 @@ def combine(
     Returns:
         [T, H].
     """
-    _check_tensors("moe.combine", y=y)
+    check_tensors("moe.combine", y=y)
     if not isinstance(received, Received):
         raise TypeError(f"moe.combine: `received` must be what `dispatch` returned, got {type(received).__name__}")
     if not torch.compiler.is_compiling() and (y.dim() != 2 or y.size(0) != received.x.size(0)):
