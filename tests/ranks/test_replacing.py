@@ -126,10 +126,14 @@ def killed_and_replaced(
     if has_normal_mode:
         normal_calls(buffer)
     files = len(os.listdir("/proc/self/fd"))
+    points: list[str] = []
+    buffer.set_fault_hook(points.append)
     for number in (2, 3, 4):  # without a new process, too
         buffer.replace(signs.store)
         assert buffer.generation == number
+        points.clear()
         assert Round(buffer, number).go() == []
+        assert points or not has_normal_mode, "hooks are of the buffer, not of a generation"
     signs.until(lambda: len(os.listdir("/proc/self/fd")) <= files, f"end of what {files} descriptors were")
     buffer.destroy()
     return [thread.name for thread in threading.enumerate() if "generation" in thread.name]

@@ -114,8 +114,10 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
     num_sms: int = 20
     _trace: Trace | None = None
     _watch: Watch | None = None  # which rank came last, see `metrics.watch`
+    _fault_hook: Callable[[str], None] | None = None  # see `set_fault_hook`
     _known_layout: tuple[ReferenceType, ...] | None = None  # to the last layout that was made here, see `usual.py`
     _known_ids: ReferenceType | None = None  # to the ids that it was made of
+    _known_version: int | None = None  # of both, see `usual.version_of`
     _known_head: ReferenceType | None = None  # to the `send_head` of the last handle, likewise
     _refusal: str | None = None  # why no method works in this process, which is a fork of the rank's
     _is_bounded = False  # whether `set_num_sms` was called: then configs made by default bound the blocks too
@@ -192,6 +194,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             self.nvshmem_qp_depth = env.QP_DEPTH.get()
         if self._watch is not None:
             self._engine.start_watch(self._watch)
+        self._engine.window.fault = self._fault_hook
         missed = f"Buffer (rank {self.rank}/{self.group_size})" if self.explicitly_destroy else None
         self._finalizer = Closing(self, functools.partial(_release, self._engine, self._trace, missed))
 
@@ -329,6 +332,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         if num_nodes == 1:
             self._known_layout = (ref(per_rank), ref(mask), ref(per_expert))
             self._known_ids = ref(topk_idx)
+            if self.device.type == "cpu":  # kernels compare neither
+                self._known_version = usual.version_of(topk_idx, per_expert)
             return per_rank, None, per_expert, mask, EventOverlap(event)
         return per_rank, per_node, per_expert, mask, EventOverlap(event)
 
@@ -434,6 +439,9 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             known, known_ids = self._known_layout, self._known_ids
             is_known = usual.is_known_layout(known, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
             routing.has_known_ids = is_known and known_ids is not None and known_ids() is topk_idx
+        if routing.has_known_ids and self.device.type == "cpu":  # they may have been written to since
+            version = usual.version_of(topk_idx, num_tokens_per_expert)
+            routing.has_known_ids = version is not None and version == self._known_version
         most, num_channels = checks.MOST_ROWS, self._num_channels(given)
         if expert_alignment != 1 or type(expert_alignment) is not int:
             expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1, most)
@@ -675,7 +683,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"set_fault_hook: `hook` must be a function or None, got {type(hook).__name__}")
-        self._require_engine("set_fault_hook").window.fault = hook
+        self._require_engine("set_fault_hook").window.fault = self._fault_hook = hook
 
     def release_graphs(self) -> None:
         """Let go of the window memory that captured CUDA graphs use. They must not be replayed any more."""

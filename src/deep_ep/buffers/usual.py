@@ -128,6 +128,11 @@ def routing(
     return Routing(per_rank, per_expert, mask, topk_idx, topk_weights, has_known_ids=is_known and has_known_ids)
 
 
+def version_of(*tensors: Any) -> int | None:
+    """Return a number that grows where torch writes to one of the tensors; None: it does not count that."""
+    return None if any(one.is_inference() for one in tensors) else sum(one._version for one in tensors)
+
+
 def is_known_layout(known: tuple[ReferenceType, ...] | None, per_rank: Any, mask: Any, per_expert: Any) -> bool:
     """Whether these are the counts and the mask of the last layout that the buffer made, see `routing`."""
     return (
