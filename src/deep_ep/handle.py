@@ -64,6 +64,7 @@ class ColumnHandle(NamedTuple):
         is_reduced_once: See `Agreement`.
         rows: [T, K] int32, the expanded row of each column at that rank; -1: none. None: the dispatch was compact.
         alignment: To which the rows of an expert are rounded up; 0: likewise.
+        plan: Of an expanded dispatch on the CPU, its `SendPlan`, whose number tells dispatches apart; else None.
     """
 
     compact: Handle
@@ -74,6 +75,7 @@ class ColumnHandle(NamedTuple):
     is_reduced_once: bool = False
     rows: torch.Tensor | None = None
     alignment: int = 0
+    plan: Any = None
 
     @property
     def given_slots(self) -> torch.Tensor:
@@ -168,15 +170,16 @@ class RailHandle(NamedTuple):
         return self.recv_src_meta.view(torch.int32)[:, 1]
 
 
-def require_same_ranks(where: str, marked: torch.Tensor, ranks: tuple[int, ...] | None) -> None:
+def require_same_ranks(where: str, marked: Any, ranks: tuple[int, ...] | None) -> None:
     """Refuse a handle of a buffer of other ranks. One of another buffer of the same ranks is as good as an own one.
 
-    A dispatch writes the ranks of its group to the attribute `_deep_ep_ranks` of one tensor of the handle. A copy of
-    that tensor has no such attribute, and neither have handles of groups whose ranks are not known: they are accepted.
+    A dispatch writes the ranks of its group to the attribute `_deep_ep_ranks` of one tensor of the handle, or of an
+    `EPHandle` itself. A copy of that tensor has no such attribute, and neither have handles of groups whose ranks are
+    not known: they are accepted.
 
     Args:
         where: The method.
-        marked: The tensor of the handle that has the attribute.
+        marked: What has the attribute.
         ranks: The ranks of the buffer's group; None: they are not known.
 
     Raises:

@@ -731,6 +731,99 @@ def test_the_largest_number_of_tokens_counts_where_the_host_waits() -> None:
         assert "21" in text
 
 
+def empty_rank(rank: int, num_ranks: int) -> tuple[int, list[int]]:
+    """Each rank gives its own number of tokens as the most, also the one that has none."""
+    buffer, num_tokens = make_buffer(CASES["plain"]), 5 * rank
+    topk_idx = torch.zeros(num_tokens, 1, dtype=torch.int64)
+    options = {"num_experts": num_ranks, "num_max_tokens_per_rank": num_tokens}
+    _, _, _, handle, _ = buffer.dispatch(torch.ones(num_tokens, 8), topk_idx, **options)
+    return handle.num_max_tokens_per_rank, handle.recv_src_metadata[:, 0].tolist()
+
+
+def test_no_tokens_at_most_on_one_rank_are_the_most_of_another() -> None:
+    assert run_ranks(empty_rank, 2) == [(5, [5, 6, 7, 8, 9]), (5, [])]
+
+
+def handles_of_other_ranks(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    case = CASES["plain"]
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [0, 2], [0, 1])]
+    sizes: dict[str, Any] = {"num_bytes": 1 << 21, "num_max_tokens_per_rank": case.tokens, "explicitly_destroy": True}
+    *buffers, same = [
+        ElasticBuffer(group, **sizes) if rank in ranks else None
+        for group, ranks in zip(groups, ((0, 1), (0, 2), (0, 1)), strict=True)
+    ]
+    buffers, mine = [one for one in buffers if one is not None], inputs_of(case, rank, 2)
+    made = [buffer.dispatch(mine.x, mine.topk_idx, num_experts=2 * case.experts_per_rank) for buffer in buffers]
+    if same is not None:
+        x, _, _, handle, _ = made[0]
+        same.combine(same.dispatch(mine.x, handle=handle)[0], handle)  # as good as an own one
+    if rank:
+        return []
+    first, (x, _, _, handle, _) = buffers[0], made[1]
+    return [
+        error_of(first.dispatch, mine.x, handle=handle),
+        error_of(first.combine, x, handle),
+        error_of(first.get_combine_buffer, handle),
+    ]
+
+
+def test_handles_of_other_ranks_are_refused() -> None:
+    seen, *_ = run_ranks(handles_of_other_ranks, 3)
+    assert len(seen) == 3
+    for kind, text in seen:
+        assert kind == "ValueError"
+        assert "was made by a buffer of ranks [0, 2], this one has ranks [0, 1]" in text
+
+
+def different_handles(rank: int, num_ranks: int, is_dispatch: bool) -> tuple[str, str, list[int]]:
+    """Two expanded dispatches with as many compact rows, and other experts: the ranks confuse them."""
+    num_tokens, hidden = 40, 64
+    buffer = ElasticBuffer(None, 1 << 21, explicitly_destroy=True)
+    x = torch.full((num_tokens, hidden), rank + 1.0)
+
+    def dispatch(second: int) -> tuple:
+        topk_idx = torch.zeros(num_tokens, 2, dtype=torch.int64)
+        topk_idx[:, 1] = second
+        options = {"num_experts": 2 * num_ranks, "num_max_tokens_per_rank": num_tokens, "do_expand": True}
+        return buffer.dispatch(x, topk_idx, **options)
+
+    one, other = dispatch(-1), dispatch(1)
+    guards = [buffer.get_combine_buffer(one[3], hidden, torch.float32).fill_(7.0) for _ in range(4)]
+    del guards[0]
+    dist.barrier()
+    rows, _, _, handle, _ = other if rank else one
+    kind, text = error_of(buffer.dispatch, x, handle=handle) if is_dispatch else error_of(buffer.combine, rows, handle)
+    dist.barrier()
+    return kind, text, [int((guard != 7.0).any(1).sum()) for guard in guards]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("is_dispatch", [True, False])
+@pytest.mark.parametrize("env", [{}, NOTHING_POSTED], ids=["posted", "put"])
+def test_handles_of_different_expanded_dispatches_are_noticed(is_dispatch: bool, env: dict[str, str]) -> None:
+    for kind, text, written in run_ranks(different_handles, 2, is_dispatch, env=env):
+        assert kind in ("EPError", "EPPeerFailed")
+        assert "Pass handles of one and the same dispatch" in text or kind == "EPPeerFailed", text
+        assert not any(written)
+
+
+@pytest.mark.cpu_only
+def test_kernels_take_many_columns() -> None:
+    run_ranks(many_columns, 1, env={"DEEP_EP_TRANSPORT": "interpreted"})
+
+
+def many_columns(rank: int, num_ranks: int) -> None:
+    buffer = ElasticBuffer(None, 1 << 21, num_max_tokens_per_rank=2, explicitly_destroy=True)
+    topk_idx = torch.arange(300).repeat(2, 1)
+    _, recv_idx, _, handle, _ = buffer.dispatch(torch.ones(2, 8), topk_idx, num_experts=300)
+    assert torch.equal(recv_idx, topk_idx)
+    assert handle.dst_buffer_slot_idx[:, -1].tolist() == [0, 1]
+    assert (handle.dst_buffer_slot_idx[:, :-1] == -1).all()
+    kind, text = error_of(buffer.dispatch, torch.ones(1, 8), torch.zeros(1, 1025, dtype=torch.int64), num_experts=1)
+    assert kind == "ValueError"
+    assert "at most 1024 columns on a GPU, it has 1025" in text
+
+
 def handle_and_pointers(rank: int, num_ranks: int) -> None:
     case = CASES["plain"]
     mine, num_experts = inputs_of(case, rank, num_ranks), case.experts_per_rank * num_ranks
@@ -816,6 +909,9 @@ def mistakes(rank: int, num_ranks: int) -> list[tuple[str, str]]:
         (buffer.dispatch, (mine.x, mine.topk_idx[:, :0]), {"num_experts": num_experts}),
         (buffer.combine, (x, handle), {"bias": (mine.x, None)}),
         (ElasticBuffer, (None, None, 1 << 21, 4, 8), {}),
+        (ElasticBuffer, (None, 1 << 21), {"num_allocated_qps": -1}),
+        (buffer.dispatch, (mine.x, mine.topk_idx), {"num_experts": num_experts, "expert_alignment": (1 << 31) - 1}),
+        (buffer.dispatch, (mine.x,), {"handle": object.__new__(EPHandle)}),
     )
     seen = [error_of(method, *args, **options) for method, args, options in calls]
     buffer.combine(x, handle)  # none of them has cost anything
@@ -828,6 +924,7 @@ def mistakes(rank: int, num_ranks: int) -> list[tuple[str, str]]:
 def test_mistakes_are_named() -> None:
     kinds = ["AssertionError"] * 3 + ["ValueError"] * 4 + ["TypeError", "AssertionError", "ValueError"]
     kinds += ["TypeError", "TypeError", "AssertionError", "ValueError", "TypeError", "ValueError"]
+    kinds += ["ValueError", "ValueError", "TypeError"]
     for seen in run_ranks(mistakes, 2):
         assert [kind for kind, _ in seen] == kinds, seen
         assert all(text for _, text in seen)

@@ -25,7 +25,7 @@ from ..engine.ops import CallOrder
 from ..engine.payload import Routing
 from ..errors import EPUnsupported
 from ..event import EventHandle, EventOverlap, event_of
-from ..handle import ColumnHandle
+from ..handle import ColumnHandle, require_same_ranks
 from ..sizing import align
 from ..topology import find_topology
 from . import checks
@@ -70,6 +70,7 @@ class EPHandle:
     """
 
     _layout: Layout
+    _deep_ep_ranks: tuple[int, ...] | None  # see `require_same_ranks`
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class EPHandle:
         self.channel_linked_list = channel_linked_list
 
     @classmethod
-    def _of(cls, layout: Layout, num_experts: int, num_sms: int) -> EPHandle:
-        """Make the handle of a dispatch."""
+    def _of(cls, layout: Layout, num_experts: int, num_sms: int, ranks: tuple[int, ...] | None) -> EPHandle:
+        """Make the handle of a dispatch by a buffer of these ranks; None: they are not known."""
         form = layout.form
         handle = cls(
             form.is_expanded,
@@ -128,6 +129,7 @@ class EPHandle:
             layout.slots,
         )
         handle._layout = layout
+        handle._deep_ep_ranks = ranks
         return handle
 
 
@@ -210,6 +212,7 @@ class ElasticBuffer(UnsupportedFamilies):
         if num_bytes is not None:
             checks.check_int(where, "num_bytes", num_bytes, 1, env.MOST_BYTES // 2)
         checks.check_int(where, "num_cpu_bytes", num_cpu_bytes, 0, num_bytes)
+        checks.check_int(where, "num_allocated_qps", num_allocated_qps, 0)
         group = self.group = _group_of(where, group)
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.deterministic = bool(deterministic)
@@ -633,7 +636,7 @@ class ElasticBuffer(UnsupportedFamilies):
         else:
             num_rows = self.num_ranks * form.max_tokens
             arrived, event = engine.worst_case_dispatch(payload, routing, num_rows, 1, order, num_sms, around)
-        made = EPHandle._of(arrived.layout, num_experts, num_sms)
+        made = EPHandle._of(arrived.layout, num_experts, num_sms, self._buffer._ranks)
         return *_results(arrived), made, EventOverlap(event)
 
     def _form(
@@ -652,12 +655,19 @@ class ElasticBuffer(UnsupportedFamilies):
         if num_tokens > max_tokens:
             raise ValueError(
                 f"{where}: `x` has {num_tokens} tokens, more than num_max_tokens_per_rank={max_tokens}. Raise it, here "
-                "or where the buffer is made; it must be the same on all ranks"
+                "or where the buffer is made (of a MoELayer its num_worst_tokens, which the ranks share); it must be "
+                "the same on all ranks"
             )
         alignment = (
             1 if alignment is None else checks.check_int(where, "expert_alignment", alignment, 1, checks.MOST_ROWS)
         )
-        return Form(num_experts // self.num_ranks, topk_idx.shape[1], max_tokens, alignment, bool(is_expanded))
+        num_local = num_experts // self.num_ranks
+        if num_local * alignment > checks.MOST_ROWS:
+            raise ValueError(
+                f"{where}: `expert_alignment` must be at most {checks.MOST_ROWS // num_local} with {num_local} experts "
+                f"of a rank, got {alignment}: rows are counted in int32"
+            )
+        return Form(num_local, topk_idx.shape[1], max_tokens, alignment, bool(is_expanded))
 
     def _check_cached(
         self,
@@ -684,12 +694,11 @@ class ElasticBuffer(UnsupportedFamilies):
                 f"{where}: `x` must have the handle's {handle.topk_idx.shape[0]} tokens, it has {num_tokens}"
             )
 
-    @staticmethod
-    def _check_handle(where: str, handle: Any) -> None:
+    def _check_handle(self, where: str, handle: Any) -> None:
         if not isinstance(handle, EPHandle) or not hasattr(handle, "_layout"):
-            raise TypeError(
-                f"{where}: `handle` must be the EPHandle that dispatch returned, got {type(handle).__name__}"
-            )
+            made = "one that a caller has made" if isinstance(handle, EPHandle) else type(handle).__name__
+            raise TypeError(f"{where}: `handle` must be the EPHandle that dispatch returned, got {made}")
+        require_same_ranks(where, handle, self._buffer._ranks)
 
     def _check_num_qps(self, where: str, num_qps: int) -> None:
         assert checks.check_int(where, "num_qps", num_qps, 0) <= self.num_allocated_qps, (
@@ -769,7 +778,7 @@ class ElasticBuffer(UnsupportedFamilies):
         num_given = sources.shape[0] if is_compact else x.shape[0]
         given = ColumnHandle(
             layout.compact, layout.owners, layout.slots, num_given, None if is_compact else sources[:, 2:],
-            is_reduced_once, layout.peer_rows, layout.form.alignment if handle.do_expand else 0,
+            is_reduced_once, layout.peer_rows, layout.form.alignment if handle.do_expand else 0, layout.plan,
         )  # fmt: skip
         is_given = is_pulled or not handle.do_expand
         give = None if is_given else partial(_give, engine, layout, sources, x, is_compact, num_sms)

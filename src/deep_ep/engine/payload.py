@@ -31,6 +31,7 @@ class SendPlan:
         num_rows: Rows of the expanded result of each rank.
         rows_to: Selections that go to each rank.
         rows_from: Selections that come from each rank.
+        number: The `checksum` of the counts of all ranks, which tells dispatches apart.
     """
 
     token_idx: list[torch.Tensor] = field(default_factory=list)
@@ -38,6 +39,7 @@ class SendPlan:
     num_rows: list[int] = field(default_factory=list)
     rows_to: list[int] = field(default_factory=list)
     rows_from: list[int] = field(default_factory=list)
+    number: int = 0
 
 
 @dataclass(slots=True)

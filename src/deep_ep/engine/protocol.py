@@ -263,9 +263,11 @@ def clashes_among(said: dict[int, list[int]], mine: list[int]) -> list[tuple[str
     ]
 
 
-def checksum(prefix: list[list[int]]) -> int:
-    """A number that tells handles of different dispatches apart, from their `rank_prefix_matrix`."""
-    return 1 + zlib.crc32(array("q", chain.from_iterable(prefix)))
+def checksum(counts: Sequence[Sequence[int]]) -> int:
+    """Return a number that tells handles of different dispatches apart: from their `rank_prefix_matrix`, and, if they
+    are expanded, from the selections of each expert by each rank.
+    """
+    return 1 + zlib.crc32(array("q", chain.from_iterable(counts)))
 
 
 class Header(NamedTuple):

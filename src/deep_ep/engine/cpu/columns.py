@@ -29,7 +29,9 @@ class ColumnCombine(CpuCombine):
         return super()._is_refused(handle.compact)
 
     def _agreement(self) -> Agreement:
-        return super()._agreement()._replace(is_reduced_once=int(self._handle.is_reduced_once))
+        agreement, plan = super()._agreement(), self._handle.plan
+        number = agreement.handle if plan is None else agreement.handle ^ plan.number
+        return agreement._replace(handle=number, is_reduced_once=int(self._handle.is_reduced_once))
 
     def _num_given(self) -> int:
         return super()._num_given() if self._handle.expanded_rows is None else self._handle.num_rows

@@ -219,7 +219,7 @@ class CpuDispatch:
         expert_counts = self._local_expert_counts(call)
         call.note(experts=expert_counts)
         assert self._routing is not None
-        max_tokens = max(header.max_tokens for header in headers) if self._routing.max_tokens else 0
+        max_tokens = max(header.max_tokens for header in headers)
         self._told = Counts(self._ends[-1], expert_counts, fits=False, max_tokens=max_tokens)  # nothing was offered
 
     def _move_rows(self, scope: CpuScope, sections: Sections) -> None:

@@ -16,7 +16,7 @@ from ...kernels.rows import Section, SlotRange, put_blocks, put_rows, row_bytes
 from ...sizing import align
 from ..ops import Sections
 from ..payload import Expansion, Payload, Routing, SendPlan
-from ..protocol import Agreement, Header, Offer
+from ..protocol import Agreement, Header, Offer, checksum
 from ..staging import Blocks
 from .call import Call, Chain
 from .dispatch import CpuDispatch
@@ -79,6 +79,8 @@ class ExpandedDispatch(CpuDispatch):
         return super()._outgoing() + ([] if weights is None else [weights])
 
     def _agreement(self, number: int) -> Agreement:
+        if self._routing is None:  # where rows go depends on more than what compact rows agree on
+            number ^= self._expansion.plan.number
         agreement, weights = super()._agreement(number), self._expansion.weights
         if weights is not None:
             agreement = agreement._replace(num_topk=weights.size(1), has_weights=1)
@@ -214,6 +216,7 @@ def fill_plan(
     plan.first_rows = first.tolist()
     plan.num_rows = by_rank.sum(1).tolist()
     plan.rows_to = each[rank].view(num_ranks, -1).sum(1).tolist()
+    plan.number = checksum(counts)
     plan.rows_from = each.view(num_ranks, num_ranks, -1)[:, rank].sum(1).tolist()
     if peer_rows is not None:
         mine, chosen = each[rank], order[:num_selected]

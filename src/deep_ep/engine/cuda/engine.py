@@ -18,6 +18,7 @@ from ...handle import ColumnHandle
 from ...kernels import counts
 from ...kernels.notify import HandshakeForm, Post, Terms
 from ...kernels.put import VECTOR_BYTES
+from ...kernels.selections import MOST_TOPK
 from ...layout import DispatchLayout
 from ...stream import LaunchStream
 from ...trace import Trace
@@ -164,7 +165,15 @@ class CudaEngine(Engine):
         return region if region is not None else torch.empty(shape, dtype=dtype, device=self.window.device)
 
     def unfold(self, request: ElasticRequest, num_sms: int | None) -> DeviceUnfold:
-        """Return a dispatch of V2."""
+        """Return a dispatch of V2.
+
+        Raises:
+            ValueError: Tokens have too many columns.
+        """
+        if request.form.num_topk > MOST_TOPK:
+            raise ValueError(
+                f"dispatch: `topk_idx` must have at most {MOST_TOPK} columns on a GPU, it has {request.form.num_topk}"
+            )
         return DeviceUnfold(self._ops.selections, request, num_sms)
 
     def fold_rows(
