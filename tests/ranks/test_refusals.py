@@ -320,6 +320,9 @@ def other_counts(rank: int, num_ranks: int) -> None:
             buffer.dispatch(x, None, per_rank, per_node, mask, per_expert + 1, *topk)
         recv_x, *_ = buffer.dispatch(x, None, per_rank, per_node, mask, per_expert, *topk)
         assert recv_x.size(0) == num_ranks * int(per_rank[rank])
+        ids[:, 0] = ids[:, 1]  # of the layout no more, in the same tensor
+        with pytest.raises(ValueError, match="selects expert 0 0 times, `num_tokens_per_expert` counts 1"):
+            buffer.dispatch(x, None, per_rank, per_node, mask, per_expert, *topk)
     buffer.destroy()
 
 

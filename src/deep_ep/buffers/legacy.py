@@ -165,6 +165,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             checks.check_int("Buffer", "num_qps_per_rank", num_qps_per_rank, 0)
             self._gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
             self.device = find_device(device)
+            self._compares_ids = self.device.type == "cpu"  # kernels do not
             self._trace_folder = trace
             made = self._make(control)
             self.number = registry.register(self)
@@ -332,7 +333,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         if num_nodes == 1:
             self._known_layout = (ref(per_rank), ref(mask), ref(per_expert))
             self._known_ids = ref(topk_idx)
-            if self.device.type == "cpu":  # kernels compare neither
+            if self._compares_ids:
                 self._known_version = usual.version_of(topk_idx, per_expert)
             return per_rank, None, per_expert, mask, EventOverlap(event)
         return per_rank, per_node, per_expert, mask, EventOverlap(event)
@@ -438,8 +439,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             )
             known, known_ids = self._known_layout, self._known_ids
             is_known = usual.is_known_layout(known, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
-            routing.has_known_ids = is_known and known_ids is not None and known_ids() is topk_idx
-        if routing.has_known_ids and self.device.type == "cpu":  # they may have been written to since
+            routing.has_known_ids = is_known and known_ids is not None and known_ids() is topk_idx is not None
+        if self._compares_ids and routing.has_known_ids:  # they may have been written to since
             version = usual.version_of(topk_idx, num_tokens_per_expert)
             routing.has_known_ids = version is not None and version == self._known_version
         most, num_channels = checks.MOST_ROWS, self._num_channels(given)

@@ -343,7 +343,8 @@ def falls_behind(failed, refused, number, kind):
     """Return which ranks, of those that have entered call `number`, had refused it less often than this rank: this rank
     has corrected a mistake of its own alone, and what it calls now is not what the others call.
 
-    Refusals of one kind of calls overwrite those of the other, and later ones earlier ones: then nothing is known.
+    Refusals of one kind of calls overwrite those of the other, and later ones earlier ones: then nothing is known. Nor
+    is it of ranks whose words do not come straight to this rank's board: a refusal may not come at all.
 
     Args:
         failed: See `must_stop`, also for the others.
@@ -391,8 +392,9 @@ def wait(context, first, count, epoch, step, operation, LANES: tl.constexpr, NUM
     target = (epoch << _STEP_BITS) + step
     # Lanes beyond the ranks load the last rank's words: a load that acquires cannot be masked.
     writers = tl.minimum(lanes, num_ranks - 1)
-    lines = words_at(tl.load(own_boards + writers)) + writers * _LINE
-    refused = tl.load(state + _REFUSED)
+    boards = tl.load(own_boards + writers)
+    lines = words_at(boards) + writers * _LINE
+    own_board, refused = tl.load(own_boards + rank), tl.load(state + _REFUSED)
     begin = tl.min(clock_ns(lanes))
     progress = load_acquire(lines)
     failed = load_acquire(lines + num_ranks * _LINE)
@@ -419,7 +421,7 @@ def wait(context, first, count, epoch, step, operation, LANES: tl.constexpr, NUM
         has_failed = is_rank & must_stop(failed, refused, epoch, _NORMAL)
         num_failed = tl.sum(has_failed.to(tl.int32))
     is_desync = is_peer & (progress >= ((epoch + 2) << _STEP_BITS))
-    is_behind = is_peer & (lanes != rank) & falls_behind(failed, refused, epoch, _NORMAL)
+    is_behind = is_peer & (lanes != rank) & (boards == own_board) & falls_behind(failed, refused, epoch, _NORMAL)
     num_astray = tl.sum((is_desync | is_behind).to(tl.int32))
     is_well = (num_missing == 0) & (num_failed == 0) & (num_astray == 0)
     if num_failed > 0:

@@ -523,6 +523,7 @@ def await_all(
     said_masks = tl.load(posts + _MASKS + 2 * (rank // _BITS), mask=is_here, other=0)
     has_gone_on = (sent >= number + _NUM_SETS) | (said_number != number) | ((said_masks >> (rank % _BITS)) & 1 != 0)
     is_behind = is_here & falls_behind(failed, refused, number, _LOW_LATENCY) & (lanes != rank)
+    is_behind = is_behind & (board == one_of(board, rank, LANES))
     has_gone_on = (is_here & has_gone_on & (lanes != rank)) | is_behind
     is_silent = is_awaited & (sent < number)
     is_told = is_awaited & _is_told(posts, is_here & (has_gone_on == 0), LANES) & (lanes != rank)
