@@ -20,9 +20,9 @@ from .. import env
 from ..control import Control, require_member
 from ..elastic_sizing import SIZE_UNIT_BYTES, Domains, Rates, elastic_buffer_bytes, theoretical_num_sms
 from ..engine.elastic import Arrived, ElasticRequest, Extras, Form, Layout, fold_weights, own_columns, require_rows
-from ..engine.engine import Around
+from ..engine.engine import Around, Engine
 from ..engine.ops import CallOrder
-from ..engine.payload import Routing
+from ..engine.payload import Payload, Routing
 from ..errors import EPUnsupported
 from ..event import EventHandle, EventOverlap, event_of
 from ..handle import ColumnHandle, require_same_ranks
@@ -615,29 +615,36 @@ class ElasticBuffer(UnsupportedFamilies):
             form, selected, self.num_ranks, self.rank_idx, topk_weights, scale_dtype, extras,
             None if handle is None else handle._layout, bool(is_synchronised), bool(do_handle_copy),
         )  # fmt: skip
+        arrived, event = self._send(engine, payload, request, order, num_sms)
+        if handle is None:
+            assert num_experts is not None
+            handle = EPHandle._of(arrived.layout, num_experts, num_sms, self._buffer._ranks)
+        return *_results(arrived), handle, EventOverlap(event)
+
+    def _send(
+        self, engine: Engine, payload: Payload, request: ElasticRequest, order: CallOrder, num_sms: int
+    ) -> tuple[Arrived, EventHandle | None]:
+        """Make the call that a request asks for."""
         unfold = engine.unfold(request, num_sms)
         unfold.attach(payload)
-        if handle is not None:
+        form, selected, topk_weights = request.form, request.topk_idx, request.topk_weights
+        if request.layout is not None:
             around = Around(
                 partial(unfold.prepare, payload=payload), lambda scope, received, _: unfold.again(scope, received)
             )
-            arrived, event = engine.cached_dispatch(payload, handle._layout.compact, order, num_sms, around)
-            return *_results(arrived), handle, EventOverlap(event)
-        assert num_experts is not None
+            return engine.cached_dispatch(payload, request.layout.compact, order, num_sms, around)
         around = Around(finish=unfold.new)
-        counts, order = engine.layout_of_selections(selected, num_experts, order)
+        counts, order = engine.layout_of_selections(selected, form.num_local * self.num_ranks, order)
         weights = topk_weights if topk_weights is not None else selected.new_empty(selected.shape, dtype=torch.float32)
         routing = Routing(
             counts.num_tokens_per_rank, counts.num_tokens_per_expert, counts.is_token_in_rank, selected, weights,
             max_tokens=form.max_tokens, has_known_ids=True, keeps_weights=True, has_weights=topk_weights is not None,
         )  # fmt: skip
-        if is_synchronised:
+        if request.is_synchronised:
             arrived, _, event = engine.dispatch(payload, routing, 1, order, num_sms, around)
-        else:
-            num_rows = self.num_ranks * form.max_tokens
-            arrived, event = engine.worst_case_dispatch(payload, routing, num_rows, 1, order, num_sms, around)
-        made = EPHandle._of(arrived.layout, num_experts, num_sms, self._buffer._ranks)
-        return *_results(arrived), made, EventOverlap(event)
+            return arrived, event
+        num_rows = self.num_ranks * form.max_tokens
+        return engine.worst_case_dispatch(payload, routing, num_rows, 1, order, num_sms, around)
 
     def _form(
         self,

@@ -20,6 +20,7 @@ from .. import env
 from ..config import Config, combine_config, dispatch_config
 from ..control import Comm, Control, group_ranks
 from ..engine.ops import CallOrder
+from ..engine.payload import Routing
 from ..errors import EPClosed, EPUnsupported, account
 from ..event import EventHandle, EventOverlap
 from ..generation import Generation
@@ -417,32 +418,10 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             received, event = engine.cached_dispatch(payload, parsed, order, num_sms)
             recv_x = received.x if received.scales is None else (received.x, received.scales)
             return recv_x, None, None, None, None, EventOverlap(event)
-        routing = None
-        if self._num_nodes == 1:
-            routing = usual.routing(
-                num_tokens, self.group_size, self.device, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert,
-                topk_idx, topk_weights, self._known_layout, self._known_ids,
-            )  # fmt: skip
-        if routing is None:
-            routing = checks.check_routing(
-                where,
-                num_tokens,
-                self.group_size,
-                num_tokens_per_rank,
-                is_token_in_rank,
-                num_tokens_per_expert,
-                topk_idx,
-                topk_weights,
-                self.device,
-                self._num_nodes,
-                num_tokens_per_rdma_rank,
-            )
-            known, known_ids = self._known_layout, self._known_ids
-            is_known = usual.is_known_layout(known, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
-            routing.has_known_ids = is_known and known_ids is not None and known_ids() is topk_idx is not None
-        if self._compares_ids and routing.has_known_ids:  # they may have been written to since
-            version = usual.version_of(topk_idx, num_tokens_per_expert)
-            routing.has_known_ids = version is not None and version == self._known_version
+        routing = self._routing(
+            where, num_tokens, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert,
+            topk_idx, topk_weights,
+        )  # fmt: skip
         most, num_channels = checks.MOST_ROWS, self._num_channels(given)
         if expert_alignment != 1 or type(expert_alignment) is not int:
             expert_alignment = checks.check_int(where, "expert_alignment", expert_alignment, 1, most)
@@ -471,6 +450,37 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             received.handle,
             EventOverlap(event),
         )
+
+    def _routing(
+        self,
+        where: str,
+        num_tokens: int,
+        per_rank: Any,
+        per_node: Any,
+        mask: Any,
+        per_expert: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+    ) -> Routing:
+        """Check where the tokens of a dispatch go. Arguments that are as usual are only recognised."""
+        known, known_ids, num_nodes = self._known_layout, self._known_ids, self._num_nodes
+        routing = None
+        if num_nodes == 1:
+            routing = usual.routing(
+                num_tokens, self.group_size, self.device, per_rank, mask, per_expert, topk_idx, topk_weights, known,
+                known_ids,
+            )  # fmt: skip
+        if routing is None:
+            routing = checks.check_routing(
+                where, num_tokens, self.group_size, per_rank, mask, per_expert, topk_idx, topk_weights, self.device,
+                num_nodes, per_node,
+            )  # fmt: skip
+            is_known = usual.is_known_layout(known, per_rank, mask, per_expert)
+            routing.has_known_ids = is_known and known_ids is not None and known_ids() is topk_idx is not None
+        if self._compares_ids and routing.has_known_ids:  # they may have been written to since
+            version = usual.version_of(topk_idx, per_expert)
+            routing.has_known_ids = version is not None and version == self._known_version
+        return routing
 
     @call
     def combine(

@@ -246,10 +246,10 @@ def add_into_window(
     Returns:
         [n, H], in the window.
     """
-    room = buffer.get_combine_buffer(handle, values.size(1), dtype)
+    memory = buffer.get_combine_buffer(handle, values.size(1), dtype)
     if values.dtype == dtype:
-        return room.zero_().index_add_(0, rows, values)
-    return room.copy_(values.new_zeros(room.shape).index_add_(0, rows, values))
+        return memory.zero_().index_add_(0, rows, values)
+    return memory.copy_(values.new_zeros(memory.shape).index_add_(0, rows, values))
 
 
 def _cast(x: torch.Tensor, is_fp8: bool) -> Any:

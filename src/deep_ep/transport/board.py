@@ -198,10 +198,10 @@ class Board:
 
         For the same call, ranks are only added.
         """
-        call, room = self._verdicts[number % NUM_SENT_POSTS]
+        call, words_there = self._verdicts[number % NUM_SENT_POSTS]
         if call.load_acquire() != number:
             call.store_before_writes(0)
-        room[: len(words)] = memoryview(array("q", words))
+        words_there[: len(words)] = memoryview(array("q", words))
         call.store_release(number)
 
     def read_verdict(self, number: int, num_words: int) -> list[int] | None:
@@ -209,10 +209,10 @@ class Board:
 
         Ranks that are being added at the same time may or may not be among them.
         """
-        call, room = self._verdicts[number % NUM_SENT_POSTS]
+        call, words_there = self._verdicts[number % NUM_SENT_POSTS]
         if call.load_acquire() != number:
             return None
-        words = room[:num_words].tolist()
+        words = words_there[:num_words].tolist()
         return words if call.load_behind_reads() == number else None
 
     def write_text(self, text: str) -> None:

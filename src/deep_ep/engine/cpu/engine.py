@@ -61,9 +61,9 @@ class CpuEngine(Engine):
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
         with self._scope("barrier", CallOrder(None, False)) as scope:
-            scope.launch(partial(self._meet, scope))
+            scope.launch(partial(self._make_barrier, scope))
 
-    def _meet(self, scope: CpuScope) -> None:
+    def _make_barrier(self, scope: CpuScope) -> None:
         """Make a call that consists of a header only. Runs on the comm stream."""
         call = scope.begin(Header(Agreement("barrier"), 0))
         call.post_header()

@@ -162,7 +162,7 @@ class LowLatencyCall(ABC):
         self.shared.fault(f"{self.agreement.operation}: before receive")
         while True:
             self._wait()
-            if self._hear():
+            if self._take_over_masks():
                 continue
             spoiled = None
             try:
@@ -305,7 +305,7 @@ class LowLatencyCall(ABC):
         sender = self.shared.senders[rank]
         return sender.refusal().falls_behind(self.number, self._own_refusal) and sender.has_sent(self.number)
 
-    def _hear(self) -> bool:
+    def _take_over_masks(self) -> bool:
         """Check whether all ranks that have sent the call include this rank, and which ranks they have lost.
 
         Returns:

@@ -336,7 +336,7 @@ class LowLatencyModel:
                     yield self._raised(ranks, rank, state, label, why)
 
     def _heard(self, ranks: list[LowLatencyRank], rank: int, state: State) -> State | Violation:
-        """Whether all count on this rank, and whom they have lost, as `_hear` finds it."""
+        """Whether all count on this rank, and whom they have lost, as `_take_over_masks` finds it."""
         me = ranks[rank]
         gone = told = 0
         for peer, one in self._others(ranks, rank):
