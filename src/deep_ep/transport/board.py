@@ -228,14 +228,11 @@ class Board:
         _write_text(self._refusal_texts[kind], refusal.reason)
         self._refused[kind].store_release(refusal.number << _TIMES_BITS | min(refusal.times, (1 << _TIMES_BITS) - 1))
 
-    def refused(self, kind: int) -> int:
-        """Return the number of the last call of a kind that the rank has refused; 0: it has refused none."""
-        return self._refused[kind].load_acquire() >> _TIMES_BITS
-
-    def read_refusal(self, kind: int) -> Refusal:
-        """Return the last refusal of the rank."""
+    def read_refusal(self, kind: int, number: int) -> Refusal:
+        """Return the last refusal of the rank; without its reason if it is not of call `number`, as most often."""
         word = self._refused[kind].load_acquire()
-        return Refusal(word >> _TIMES_BITS, word % (1 << _TIMES_BITS), _read_text(self._refusal_texts[kind]))
+        reason = _read_text(self._refusal_texts[kind]) if word >> _TIMES_BITS == number else ""
+        return Refusal(word >> _TIMES_BITS, word % (1 << _TIMES_BITS), reason)
 
 
 def _write_text(memory: memoryview, text: str) -> None:

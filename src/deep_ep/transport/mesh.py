@@ -107,8 +107,9 @@ class RemoteSender:
         """Return why it has failed; None: it has not."""
         return self.link.failure
 
-    def refusal(self) -> Refusal:
+    def refusal(self, number: int) -> Refusal:
         """Return its last refusal to make a call."""
+        del number
         return self.link.refusal
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:

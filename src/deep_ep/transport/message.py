@@ -22,7 +22,7 @@ from .link_set import LinkSet
 from .links import ALIVE, ANNOUNCE, FAILED, REFUSED, ROWS, Departure, Frame, Link, Page, Pieces, Pool
 from .rendezvous import UnreachedError, connect_rail
 from .service import mark, service_level
-from .window import Failure, Waiting, refused_by
+from .window import Failure, Waiting, require_same_refusals
 
 _LOOK_SECS = 0.02  # how often a wait looks at the node
 _FAREWELL_SECS = 0.5  # without progress, after which a rank that fails gives up its last words
@@ -160,22 +160,9 @@ class Rail:
         return f"rank {self.topology.rank}/{self.topology.num_ranks}"
 
     def require_same_refusals(self, node: int, epoch: int, where: str, *, has_come: bool) -> None:
-        """Raise if a node's rank refuses to make a call, or has made it after more, or fewer, refusals than this rank.
-
-        A mistake of one rank alone is followed by another call of that rank in the place of the one that the others
-        make. Refusals come before the frames of a call.
-
-        Args:
-            node: The node.
-            epoch: The call.
-            where: Its name, for errors.
-            has_come: A frame of the call has come from the rank.
-        """
-        refusal, own = self.links[node].refusal, self._own_refusal
-        if refusal.follows(epoch, own):
-            raise refused_by(self.rank_of(node), refusal, where, self.me())
-        if has_come and refusal.falls_behind(epoch, own):
-            raise refused_by(self.topology.rank, own, where, self.me())
+        """Do what the function does for a node's rank. Refusals come before the frames of a call."""
+        theirs, own = (self.rank_of(node), self.links[node].refusal), (self.topology.rank, self._own_refusal)
+        require_same_refusals(epoch, theirs, own, where, self.me, has_come=has_come)
 
     def last_words(self) -> Failure | None:
         """Return why a rank of the rail has failed, as it has reported it; None: none has."""

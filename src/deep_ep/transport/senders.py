@@ -30,8 +30,8 @@ class Sender(Protocol):
         """Return why it has failed; None: it has not."""
         ...
 
-    def refusal(self) -> Refusal:
-        """Return its last refusal to make a call."""
+    def refusal(self, number: int) -> Refusal:
+        """Return its last refusal to make a call; its reason counts only if it is of call `number`."""
         ...
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
@@ -83,9 +83,9 @@ class LocalSender:
         """Return why it has failed; None: it has not."""
         return self._peer.failure()
 
-    def refusal(self) -> Refusal:
+    def refusal(self, number: int) -> Refusal:
         """Return its last refusal to make a call."""
-        return self._peer.board.read_refusal(LOW_LATENCY)
+        return self._peer.board.read_refusal(LOW_LATENCY, number)
 
     def why_not(self, number: int, looks_at_process: bool) -> str | None:
         """Return why call `number` will not come; None: it may."""
@@ -188,7 +188,7 @@ def wait_sent(
         looks_at_process = secs - pulse > PULSE_SECS
         pulse = secs if looks_at_process else pulse
         reasons = {sender.rank: sender.why_not(number, looks_at_process) for sender in pending}
-        refusals = {sender.rank: sender.refusal() for sender in pending}
+        refusals = {sender.rank: sender.refusal(number) for sender in pending}
         pending = [sender for sender in pending if not sender.has_sent(number)]
         gone = {}
         for sender in pending:
@@ -211,7 +211,7 @@ def wait_sent(
         sender.count_wait(waited_ns.get(sender.rank, 0) * 1e-9)
     raise_if_failed(senders, where, me, may_lose=may_lose)
     for sender in senders:  # one that has sent the call after it had refused it, which this rank has not
-        refusal = sender.refusal()
+        refusal = sender.refusal(number)
         if sender.rank not in lost and refusal.follows(number, own_refusal):
             if not may_lose:
                 raise refused_by(sender.rank, refusal, str(where), me)

@@ -269,7 +269,7 @@ class Window:
                 pending.remove(peer)
             if pending:
                 self._raise_if_failed(where)
-                self._raise_if_refused(where, pending)
+                self._require_same_refusals(where, pending, have_come=False)
                 self._raise_if_closed(where, pending, target)
                 if secs - pulse > PULSE_SECS:
                     pulse = secs
@@ -284,7 +284,7 @@ class Window:
         # A peer that failed may have let its caller overwrite what this rank has just read: progress alone proves
         # nothing.
         self._raise_if_failed(where)
-        self._require_same_refusals(where)
+        self._require_same_refusals(where, self._others, have_come=True)
         self._raise_if_desynced(where)
         if self.watch is not None:
             self.watch.note(waited, self.group_ranks.first_rank)
@@ -338,7 +338,7 @@ class Window:
         """For waits that are not the window's: raise if a peer has failed, or does not make the call."""
         where = Where(operation, epoch)
         self._raise_if_failed(where)
-        self._raise_if_refused(where, self._others)
+        self._require_same_refusals(where, self._others, have_come=False)
 
     def close(self) -> None:
         """Publish that this rank is gone, and close what new mappings need. Tensors stay valid."""
@@ -355,28 +355,13 @@ class Window:
             if failure is not None:
                 raise EPPeerFailed(*failure, str(where), self.me())
 
-    def _raise_if_refused(self, where: Where, pending: list[Peer]) -> None:
-        own = self.refusals[NORMAL]
-        for peer in pending:
-            if peer.board.refused(NORMAL) != where.epoch:
-                continue
-            refusal = peer.board.read_refusal(NORMAL)
-            if refusal.follows(where.epoch, own):
-                raise refused_by(self.group_ranks.first_rank + peer.rank, refusal, str(where), self.me())
-
-    def _require_same_refusals(self, where: Where) -> None:
-        """Raise if a peer makes the call after more, or fewer, refusals of it than this rank. A mistake of one rank
-        alone is followed by another call of that rank in the place of the one that the others make.
-        """
-        own, number = self.refusals[NORMAL], where.epoch
-        for peer in self._others:
-            if number not in (own.number, peer.board.refused(NORMAL)):
-                continue
-            refusal = peer.board.read_refusal(NORMAL)
-            if refusal.follows(number, own):
-                raise refused_by(self.group_ranks.first_rank + peer.rank, refusal, str(where), self.me())
-            if refusal.falls_behind(number, own):
-                raise refused_by(self.group_ranks.first_rank + self.rank, own, str(where), self.me())
+    def _require_same_refusals(self, where: Where, peers: list[Peer], *, have_come: bool) -> None:
+        """See `require_same_refusals`."""
+        number, first = where.epoch, self.group_ranks.first_rank
+        own = (first + self.rank, self.refusals[NORMAL])
+        for peer in peers:
+            theirs = (first + peer.rank, peer.board.read_refusal(NORMAL, number))
+            require_same_refusals(number, theirs, own, where, self.me, has_come=have_come)
 
     def _raise_if_closed(self, where: Where, pending: list[Peer], target: int) -> None:
         for peer in pending:
@@ -410,6 +395,33 @@ class Window:
 
     def _named(self, peers: list[Peer]) -> str:
         return named([self.group_ranks.first_rank + peer.rank for peer in peers])
+
+
+def require_same_refusals(
+    number: int,
+    theirs: tuple[int, Refusal],
+    own: tuple[int, Refusal],
+    where: object,
+    me: Callable[[], str],
+    *,
+    has_come: bool,
+) -> None:
+    """Raise if a peer refuses a call, or makes it after more, or fewer, refusals of it than this rank.
+
+    A mistake of one rank alone is followed by another call of that rank in the place of the one that the others make.
+
+    Args:
+        number: The number of the call.
+        theirs: The peer, and its last refusal.
+        own: This rank, and its last refusal.
+        where: The call, for the error.
+        me: Returns the name of this rank, for the error.
+        has_come: The peer has entered the call, before which it would have refused it.
+    """
+    if theirs[1].follows(number, own[1]):
+        raise refused_by(*theirs, str(where), me())
+    if has_come and theirs[1].falls_behind(number, own[1]):
+        raise refused_by(*own, str(where), me())
 
 
 def refused_by(rank: int, refusal: Refusal, where: str, me: str) -> EPPeerFailed:

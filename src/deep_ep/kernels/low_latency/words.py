@@ -53,7 +53,8 @@ STATE_SENT, STATE_ARRIVED, STATE_REFUSED, STATE_SLOTS, STATE_ATTEMPTS, STATE_WOR
 REFUSALS = range(STATE_REFUSED, STATE_REFUSED + NUM_KEPT)
 # What a mask is for: the caller, or this rank by itself, masks a rank; or it is lost, and then for all ranks.
 MASKED, LOST = 1, 3
-# Why a kernel has masked a rank, for the host: it was silent; it goes on without this rank; another rank has lost it.
+# Why a kernel has masked a rank, for the host: it was silent; it goes on without this rank; another rank has lost it;
+# it has refused the call.
 SILENT, GONE_ON, TOLD, HAS_REFUSED = 0, 1, 2, 3
 REASON_BITS = 2
 

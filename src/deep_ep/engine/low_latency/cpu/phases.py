@@ -302,8 +302,10 @@ class LowLatencyCall(ABC):
 
     def _falls_behind(self, rank: int) -> bool:
         """See `Refusal.falls_behind`."""
-        sender = self.shared.senders[rank]
-        return sender.refusal().falls_behind(self.number, self._own_refusal) and sender.has_sent(self.number)
+        own, number, sender = self._own_refusal, self.number, self.shared.senders[rank]
+        if not own.times_of(number):  # as most often
+            return False
+        return sender.refusal(number).falls_behind(number, own) and sender.has_sent(number)
 
     def _take_over_masks(self) -> bool:
         """Check whether all ranks that have sent the call include this rank, and which ranks they have lost.
