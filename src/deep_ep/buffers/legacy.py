@@ -118,7 +118,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
     _fault_hook: Callable[[str], None] | None = None  # see `set_fault_hook`
     _known_layout: tuple[ReferenceType, ...] | None = None  # to the last layout that was made here, see `usual.py`
     _known_ids: ReferenceType | None = None  # to the ids that it was made of
-    _known_version: int | None = None  # of both, see `usual.version_of`
+    _known_version: int | None = None  # of the ids and of the counts of experts, see `usual.version_of`
     _known_head: ReferenceType | None = None  # to the `send_head` of the last handle, likewise
     _refusal: str | None = None  # why no method works in this process, which is a fork of the rank's
     _is_bounded = False  # whether `set_num_sms` was called: then configs made by default bound the blocks too
@@ -166,7 +166,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             checks.check_int("Buffer", "num_qps_per_rank", num_qps_per_rank, 0)
             self._gpu_limit_secs = checks.check_secs("Buffer", "num_gpu_timeout_secs", num_gpu_timeout_secs)
             self.device = find_device(device)
-            self._compares_ids = self.device.type == "cpu"  # kernels do not
+            self._compares_ids = self.device.type == "cpu"  # with the counts of experts; kernels do not
             self._trace_folder = trace
             made = self._make(control)
             self.number = registry.register(self)

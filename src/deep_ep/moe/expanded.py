@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from ..buffers.elastic import ElasticBuffer, EPHandle
 from ..buffers.legacy import Buffer
 from .exchange import opaque
-from .ops import check_tensors, untraced
+from .ops import check_outputs, check_tensors, untraced
 
 _untraced = functools.partial(
     untraced,
@@ -99,11 +99,7 @@ def combine_expanded(buffer: ElasticBuffer, y: torch.Tensor, received: ExpandedR
     check_tensors(where, y=y)
     if not isinstance(received, ExpandedRows):
         raise TypeError(f"{where}: `received` must be what `dispatch_expanded` returned, got {type(received).__name__}")
-    if y.dim() != 2 or y.shape[0] != received.x.shape[0]:
-        raise ValueError(
-            f"{where}: `y` must have shape [{received.x.shape[0]}, hidden], a row for each of `received.x`, it has "
-            f"{list(y.shape)}"
-        )
+    check_outputs(where, y, received.x)
     return _Combine.apply(received.tie, y, buffer, received.handle)
 
 

@@ -90,6 +90,15 @@ def check_tensors(where: str, **tensors: Any) -> None:
         raise TypeError(f"{where}: `x` must be BF16, FP16, FP32 or FP64, it is {x.dtype}")
 
 
+def check_outputs(where: str, y: torch.Tensor, x: torch.Tensor) -> None:
+    """Check that there is a row of outputs for each received row."""
+    if y.dim() != 2 or y.size(0) != x.size(0):
+        raise ValueError(
+            f"{where}: `y` must have shape [{x.size(0)}, hidden], a row for each of `received.x`, it has "
+            f"{list(y.shape)}"
+        )
+
+
 class Received(NamedTuple):
     """What `dispatch` brings.
 
@@ -343,11 +352,8 @@ def combine(
     check_tensors("moe.combine", y=y)
     if not isinstance(received, Received):
         raise TypeError(f"moe.combine: `received` must be what `dispatch` returned, got {type(received).__name__}")
-    if not torch.compiler.is_compiling() and (y.dim() != 2 or y.size(0) != received.x.size(0)):
-        raise ValueError(
-            f"moe.combine: `y` must have shape [{received.x.size(0)}, hidden], a row for each of `received.x`, it has "
-            f"{list(y.shape)}"
-        )
+    if not torch.compiler.is_compiling():
+        check_outputs("moe.combine", y, received.x)
     order = Order(previous_event, async_finish)
     if torch.compiler.is_compiling() and not received.is_fixed:
         return _combine_untraced(buffer, y, received, is_fp8, order)

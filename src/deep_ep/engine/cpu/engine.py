@@ -242,8 +242,8 @@ def count_layout(
 ) -> tuple[layout.DispatchLayout, EventHandle | None]:
     """Compute the layout now, or, if the event before it is not yet complete, on the comm stream (if there is one)."""
     sizes = (num_experts, num_ranks, num_ranks // num_nodes)
-    if stream is not None and order.is_async and order.after is not None and not order.after.query():
-        after = order.after
+    after = order.after
+    if stream is not None and order.is_async and after is not None and not order.is_due():
         counts = layout.uncounted_layout(topk_idx, *sizes)
         written = layout.DispatchLayout(*apart(counts))
 

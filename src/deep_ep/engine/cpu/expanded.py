@@ -216,8 +216,8 @@ def fill_plan(
     plan.first_rows = first.tolist()
     plan.num_rows = by_rank.sum(1).tolist()
     plan.rows_to = each[rank].view(num_ranks, -1).sum(1).tolist()
-    plan.number = checksum(counts)
     plan.rows_from = each.view(num_ranks, num_ranks, -1)[:, rank].sum(1).tolist()
+    plan.number = checksum(counts)
     if peer_rows is not None:
         mine, chosen = each[rank], order[:num_selected]
         experts = keys[chosen]
