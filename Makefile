@@ -4,6 +4,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 WORKERS ?= 2
+PART ?= 1/1
 RESULTS ?= benchmarks/results
 TABLES := docs/performance.md
 
@@ -31,8 +32,8 @@ test: $(READY)  ## the suite on the CPU, but what is long and rarely the first t
 test-all: $(READY)  ## the whole suite, on the CPU
 	$(RUN) -m pytest tests --numprocesses $(WORKERS)
 
-test-gpu:  ## the whole suite on this machine's GPU, with the python that is there
-	PYTHONPATH=src $(PYTHON) -m pytest tests --device cuda
+test-gpu:  ## the whole suite on this machine's GPU, with the python that is there; PART=2/8: the second of eight parts
+	PYTHONPATH=src $(PYTHON) -m pytest tests --device cuda --part $(PART)
 
 lint: $(READY)  ## format, ruff, types, import layers
 	$(VENV)/bin/ruff format --check .

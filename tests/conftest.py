@@ -28,6 +28,14 @@ FEW_BLOCKS = HERE / "few_blocks.json"  # the interpreter spends time on each, al
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks' tensors live")
+    parser.addoption("--part", type=_part, default=(1, 1), metavar="K/N", help="only the K-th of N equal parts")
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, _, num_parts = text.partition("/")
+    if not 1 <= int(part) <= int(num_parts):
+        raise ValueError(text)
+    return int(part), int(num_parts)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,6 +86,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=alone.is_alone)  # last: else workers would wait for each other again and again
+    part, num_parts = config.getoption("--part")
+    if num_parts > 1:
+        # Every N-th test, so that slow files are spread over all parts.
+        left_out = [item for number, item in enumerate(items) if number % num_parts != part - 1]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = items[part - 1 :: num_parts]
     on_cuda = config.getoption("--device") == "cuda"
     for item in items:
         if on_cuda and item.get_closest_marker("cpu_only"):
