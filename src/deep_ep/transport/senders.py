@@ -4,13 +4,12 @@ ranks by message.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..errors import EPPeerFailed, EPTimeout
 from .board import LOW_LATENCY, Meeting, Refusal
-from .window import PULSE_SECS, SHORTEST_PAUSE_SECS, Failure, Peer, Waiting, Where, next_pause, refused_by
+from .window import Failure, Peer, Waiting, Where, refused_by
 
 
 class Sender(Protocol):
@@ -174,19 +173,15 @@ def wait_sent(
     """
     where, waited_ns, lost = Where(operation, number), {}, {}
     pending = [sender for sender in senders if not sender.has_sent(number)]
-    waiting, pulse = Waiting(), 0.0
-    pause = SHORTEST_PAUSE_SECS
+    waiting = Waiting()
     while pending:
-        time.sleep(pause)
-        secs = waiting.look()
-        pause = next_pause(pause, secs)
+        secs = waiting.sleep()
         for sender in pending:
             waited_ns[sender.rank] = int(secs * 1e9)
         look(where)
         raise_if_failed(senders, where, me, may_lose=may_lose)
         # Reasons first, words second: a peer may have sent and then left.
-        looks_at_process = secs - pulse > PULSE_SECS
-        pulse = secs if looks_at_process else pulse
+        looks_at_process = waiting.is_pulse()
         reasons = {sender.rank: sender.why_not(number, looks_at_process) for sender in pending}
         refusals = {sender.rank: sender.refusal(number) for sender in pending}
         pending = [sender for sender in pending if not sender.has_sent(number)]

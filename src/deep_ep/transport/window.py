@@ -31,7 +31,7 @@ from .sparse import SparseSegment
 
 # Between two looks of a wait. A small call is over in a few milliseconds, and long pauses would be most of it; a rank
 # that waits longer than that polls less often.
-SHORTEST_PAUSE_SECS, _SHORT_PAUSE_SECS, _LONGEST_PAUSE_SECS = 20e-6, 80e-6, 1e-3
+_SHORTEST_PAUSE_SECS, _SHORT_PAUSE_SECS, _LONGEST_PAUSE_SECS = 20e-6, 80e-6, 1e-3
 _SHORT_WAIT_SECS = 4e-3
 SENT_TABLE_BYTES = 8 * MAX_EXPERTS  # of a low-latency call: a number for each expert
 SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the low-latency memory
@@ -39,12 +39,12 @@ SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the
 # How much longer a wait takes for a peer that waits on its rail; longer than the grace of a rail's own waits.
 _GRACE_SHARE, _MOST_GRACE_SECS = 0.5, 5.0
 _MOST_STEP_SECS = 0.5  # between two looks of a wait, also on a machine that is busy with other things
-PULSE_SECS = 0.02  # how often a wait checks whether the peers' processes are alive
+_PULSE_SECS = 0.02  # how often a wait checks whether the peers' processes are alive
 GONE_ON = "has gone on in"  # how the cause begins of a rank that has left for a later generation of the buffer
 
 
 class Waiting:
-    """How long a wait has lasted.
+    """How long a wait has lasted, and how it is paced.
 
     Time in which this process did not run (it was stopped, or its machine was asleep) does not count: a process that
     resumes has not seen what its peers wrote meanwhile, and must not blame them for its own absence.
@@ -52,6 +52,8 @@ class Waiting:
 
     def __init__(self) -> None:
         self._last = time.monotonic()
+        self._pause = _SHORTEST_PAUSE_SECS
+        self._pulse = 0.0
         self.secs = 0.0
 
     def look(self) -> float:
@@ -61,12 +63,22 @@ class Waiting:
         self._last = now
         return self.secs
 
+    def sleep(self) -> float:
+        """Sleep until the next look, and return the seconds so far.
 
-def next_pause(pause: float, waited_secs: float) -> float:
-    """Return how long a wait sleeps next: twice as long as before, up to what suits the time that it has waited
-    already.
-    """
-    return min(2 * pause, _SHORT_PAUSE_SECS if waited_secs < _SHORT_WAIT_SECS else _LONGEST_PAUSE_SECS)
+        Each time sleeps twice as long as the one before, up to what suits the time that the wait has lasted already.
+        """
+        time.sleep(self._pause)
+        secs = self.look()
+        self._pause = min(2 * self._pause, _SHORT_PAUSE_SECS if secs < _SHORT_WAIT_SECS else _LONGEST_PAUSE_SECS)
+        return secs
+
+    def is_pulse(self) -> bool:
+        """Return whether this look also checks the peers' processes, which costs more. To be asked once a look."""
+        if self.secs - self._pulse <= _PULSE_SECS:
+            return False
+        self._pulse = self.secs
+        return True
 
 
 class Peer:
@@ -256,12 +268,9 @@ class Window:
         target, where = progress_of(epoch, step), Where(operation, epoch)
         pending = [peer for peer in self._others if peer.board.progress.load_acquire() < target]
         waited: dict[int, float] = {}
-        waiting, pulse = Waiting(), 0.0
-        pause = SHORTEST_PAUSE_SECS
+        waiting = Waiting()
         while pending:
-            time.sleep(pause)
-            secs = waiting.look()
-            pause = next_pause(pause, secs)
+            secs = waiting.sleep()
             arrived = [peer for peer in pending if peer.board.progress.load_acquire() >= target]
             for peer in arrived:
                 waited[peer.rank] = secs
@@ -271,8 +280,7 @@ class Window:
                 self._raise_if_failed(where)
                 self._require_same_refusals(where, pending, have_come=False)
                 self._raise_if_closed(where, pending, target)
-                if secs - pulse > PULSE_SECS:
-                    pulse = secs
+                if waiting.is_pulse():
                     self._raise_if_dead(where, pending, target)
                     if self.look is not None:
                         self.look(str(where), secs)

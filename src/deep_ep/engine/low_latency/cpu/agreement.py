@@ -15,10 +15,9 @@ A verdict only grows. `docs/low-latency.md` has the state table.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
-from ....transport.window import PULSE_SECS, SHORTEST_PAUSE_SECS, Waiting, next_pause
+from ....transport.window import Waiting
 from .shared import Done, Shared
 
 
@@ -70,7 +69,7 @@ class Verdict:
             call on.
         """
         shared, lost, number = self._shared, dict(lost), self._first_missed()
-        waiting, pause, pulse = Waiting(), SHORTEST_PAUSE_SECS, 0.0
+        waiting = Waiting()
         self._say(number, lost)
         while True:
             if number == self._number and self._first_missed() < number:
@@ -88,12 +87,9 @@ class Verdict:
                 undecided = [rank for rank in undecided if rank not in have_done]
                 if not undecided:
                     return lost, number
-                time.sleep(pause)
-                secs = waiting.look()
-                pause = next_pause(pause, secs)
+                secs = waiting.sleep()
                 self._look()
-                looks_at_process = secs - pulse > PULSE_SECS
-                pulse = secs if looks_at_process else pulse
+                looks_at_process = waiting.is_pulse()
                 reasons = {rank: self._why_silent(rank, number, secs, looks_at_process) for rank in undecided}
                 more = {rank: reason for rank, reason in reasons.items() if reason is not None}
             if more:

@@ -11,12 +11,11 @@ what is left on a board of an earlier attempt is not taken for an answer. `docs/
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from ....transport.board import Meeting
 from ....transport.senders import Sender, raise_if_failed
-from ....transport.window import PULSE_SECS, SHORTEST_PAUSE_SECS, Waiting, Where, next_pause
+from ....transport.window import Waiting, Where
 from ..calls import BARRIER, Met
 from .shared import Shared
 
@@ -51,14 +50,12 @@ def _meet(shared: Shared, attempt: int, following: int, look: Callable[[object],
     echoes = {rank: sender.meeting().attempt for rank, sender in pending.items()}
     for rank in pending:
         _say(shared, rank, Meeting(attempt, following, echoes[rank]))
-    waiting, pause, pulse = Waiting(), SHORTEST_PAUSE_SECS, 0.0
+    waiting = Waiting()
     lost: dict[int, str] = {}
     while True:
         raise_if_failed(pending.values(), where, shared.window.me(), may_lose=True)
         # Reasons first, words second: a peer may have answered and then left.
-        secs = waiting.look()
-        looks_at_process = secs - pulse > PULSE_SECS
-        pulse = secs if looks_at_process else pulse
+        secs, looks_at_process = waiting.secs, waiting.is_pulse()
         for rank, sender in list(pending.items()):
             reason = _why_not(sender, secs, limit_secs, looks_at_process)
             theirs = sender.meeting()
@@ -73,8 +70,7 @@ def _meet(shared: Shared, attempt: int, following: int, look: Callable[[object],
                 del pending[rank]
         if not pending:
             return Met(number, lost)
-        time.sleep(pause)
-        pause = next_pause(pause, secs)
+        waiting.sleep()
         look(where)
 
 
