@@ -181,7 +181,7 @@ def wait_sent(
         look(where)
         raise_if_failed(senders, where, me, may_lose=may_lose)
         # Reasons first, words second: a peer may have sent and then left.
-        looks_at_process = waiting.is_pulse()
+        looks_at_process = waiting.begin_liveness_check()
         reasons = {sender.rank: sender.why_not(number, looks_at_process) for sender in pending}
         refusals = {sender.rank: sender.refusal(number) for sender in pending}
         pending = [sender for sender in pending if not sender.has_sent(number)]

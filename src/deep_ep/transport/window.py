@@ -39,7 +39,7 @@ SENT_TABLES_BYTES = NUM_SENT_POSTS * SENT_TABLE_BYTES  # at the beginning of the
 # How much longer a wait takes for a peer that waits on its rail; longer than the grace of a rail's own waits.
 _GRACE_SHARE, _MOST_GRACE_SECS = 0.5, 5.0
 _MOST_STEP_SECS = 0.5  # between two looks of a wait, also on a machine that is busy with other things
-_PULSE_SECS = 0.02  # how often a wait checks whether the peers' processes are alive
+_LIVENESS_SECS = 0.02  # how often a wait checks whether the peers' processes are alive
 GONE_ON = "has gone on in"  # how the cause begins of a rank that has left for a later generation of the buffer
 
 
@@ -53,7 +53,7 @@ class Waiting:
     def __init__(self) -> None:
         self._last = time.monotonic()
         self._pause = _SHORTEST_PAUSE_SECS
-        self._pulse = 0.0
+        self._checked_secs = 0.0
         self.secs = 0.0
 
     def look(self) -> float:
@@ -73,11 +73,15 @@ class Waiting:
         self._pause = min(2 * self._pause, _SHORT_PAUSE_SECS if secs < _SHORT_WAIT_SECS else _LONGEST_PAUSE_SECS)
         return secs
 
-    def is_pulse(self) -> bool:
-        """Return whether this look also checks the peers' processes, which costs more. To be asked once a look."""
-        if self.secs - self._pulse <= _PULSE_SECS:
+    def begin_liveness_check(self) -> bool:
+        """Begin a check of the peers' processes if the last one is long enough ago, since it costs more than a look.
+
+        Returns:
+            Whether one has begun: the caller makes it.
+        """
+        if self.secs - self._checked_secs <= _LIVENESS_SECS:
             return False
-        self._pulse = self.secs
+        self._checked_secs = self.secs
         return True
 
 
@@ -280,7 +284,7 @@ class Window:
                 self._raise_if_failed(where)
                 self._require_same_refusals(where, pending, have_come=False)
                 self._raise_if_closed(where, pending, target)
-                if waiting.is_pulse():
+                if waiting.begin_liveness_check():
                     self._raise_if_dead(where, pending, target)
                     if self.look is not None:
                         self.look(str(where), secs)

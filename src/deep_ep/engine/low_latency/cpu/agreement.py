@@ -89,7 +89,7 @@ class Verdict:
                     return lost, number
                 secs = waiting.sleep()
                 self._look()
-                looks_at_process = waiting.is_pulse()
+                looks_at_process = waiting.begin_liveness_check()
                 reasons = {rank: self._why_silent(rank, number, secs, looks_at_process) for rank in undecided}
                 more = {rank: reason for rank, reason in reasons.items() if reason is not None}
             if more:

@@ -55,7 +55,7 @@ def _meet(shared: Shared, attempt: int, following: int, look: Callable[[object],
     while True:
         raise_if_failed(pending.values(), where, shared.window.me(), may_lose=True)
         # Reasons first, words second: a peer may have answered and then left.
-        secs, looks_at_process = waiting.secs, waiting.is_pulse()
+        secs, looks_at_process = waiting.secs, waiting.begin_liveness_check()
         for rank, sender in list(pending.items()):
             reason = _why_not(sender, secs, limit_secs, looks_at_process)
             theirs = sender.meeting()
