@@ -19,10 +19,10 @@ from deep_ep.tools.bench.cases import CASES
 from deep_ep.tools.bench.core import FLOOR, GLOO, ONE_HOP, PRODUCT, BenchVariant, Measured, Quartiles
 from deep_ep.tools.bench.gpu import CallerClocks, EventStopwatch, script_stopwatch
 from deep_ep.tools.bench.gpu_cases import GpuMeasured, gpu_titles, join_gpu_cases
-from deep_ep.tools.bench.hop_buffers import find_sizes
+from deep_ep.tools.bench.hop_buffers import find_sizes, hop_bytes
 from deep_ep.tools.bench.hop_cases import HopMeasured, hop_titles, join_hop_cases
-from deep_ep.tools.bench.inputs import Setting, reason_to_skip, route
-from deep_ep.tools.bench.internode_gpu import variables_of
+from deep_ep.tools.bench.inputs import Setting, normal_bytes, reason_to_skip, route
+from deep_ep.tools.bench.internode import gpu_variables
 from deep_ep.tools.bench.plot import write_plot
 from deep_ep.tools.machine import find_machine
 
@@ -142,12 +142,12 @@ def test_settings_that_cannot_be_routed(sizes: dict[str, int], message: str):
 
 
 def test_reasons_to_skip():
-    assert reason_to_skip(Setting(), 4, 16 << 30) is None
-    assert reason_to_skip(Setting(), 8, None) is None
-    assert "cannot be shared by 3 ranks" in str(reason_to_skip(Setting(), 3, None))
-    assert "1.0 are available" in str(reason_to_skip(Setting(), 4, 1 << 30))
-    assert "20.0 are available" in str(reason_to_skip(Setting(device="cuda"), 8, 20 << 30))
-    assert reason_to_skip(Setting(device="cuda"), 8, 80 << 30) is None
+    assert reason_to_skip(Setting(), 4, 16 << 30, normal_bytes) is None
+    assert reason_to_skip(Setting(), 8, None, normal_bytes) is None
+    assert "cannot be shared by 3 ranks" in str(reason_to_skip(Setting(), 3, None, normal_bytes))
+    assert "1.0 are available" in str(reason_to_skip(Setting(), 4, 1 << 30, normal_bytes))
+    assert "20.0 are available" in str(reason_to_skip(Setting(device="cuda"), 8, 20 << 30, normal_bytes))
+    assert reason_to_skip(Setting(device="cuda"), 8, 80 << 30, normal_bytes) is None
 
 
 # Reports -------------------------------------------------------------------------------------------------------------
@@ -422,16 +422,16 @@ def test_buffers_of_two_hops_have_room_for_all_rows():
     assert sizes.heap == 8 << 30
     many = find_sizes(Setting(num_tokens=32768, device="cuda", num_nodes=2, transport="nvshmem"), 4)
     assert many.heap > 2 * many.nvl + many.rdma > 8 << 30
-    assert reason_to_skip(setting, 4, 139 << 30, sizes.gpu) is None
-    assert "needs about" in str(reason_to_skip(setting, 4, 32 << 30, sizes.gpu))
+    assert reason_to_skip(setting, 4, 139 << 30, hop_bytes) is None
+    assert "needs about" in str(reason_to_skip(setting, 4, 32 << 30, hop_bytes))
 
 
 def test_variables_of_ranks_that_are_nodes_on_a_gpu():
     setting = Setting(device="cuda", num_nodes=2, transport="message")
     nodes = {"DEEP_EP_RANKS_PER_NODE": "2", "DEEP_EP_TRANSPORT": "message", "GLOO_SOCKET_IFNAME": "lo"}
-    assert variables_of(setting, 4, 1) == nodes
+    assert gpu_variables(setting, 4, 1) == nodes
     setting = Setting(device="cuda", num_nodes=2, transport="nvshmem")
-    assert variables_of(setting, 4, 1) == {
+    assert gpu_variables(setting, 4, 1) == {
         "DEEP_EP_RANKS_PER_NODE": "2",
         "DEEP_EP_TRANSPORT": "nvshmem",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -440,7 +440,7 @@ def test_variables_of_ranks_that_are_nodes_on_a_gpu():
         "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
         "NVSHMEM_SYMMETRIC_SIZE": str(8 << 30),
     }
-    assert variables_of(setting, 4, 4)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "100"
+    assert gpu_variables(setting, 4, 4)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "100"
 
 
 # Results that are kept -----------------------------------------------------------------------------------------------

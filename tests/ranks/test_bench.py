@@ -15,7 +15,7 @@ from deep_ep.tools.bench import cli, layer
 from deep_ep.tools.bench.cases import Case, check_outputs
 from deep_ep.tools.bench.core import GLOO, PRODUCT, BenchVariant
 from deep_ep.tools.bench.inputs import Setting
-from deep_ep.tools.bench.normal import titles_of
+from deep_ep.tools.bench.normal import suite_of
 
 VARIANTS = {"deep_ep", "copy", "gloo_preallocated", "gloo_as_written"}
 CALLERS = {f"{variant}_{clock}" for variant in ("deep_ep", "add") for clock in ("host", "in_a_row", "from_idle")}
@@ -33,7 +33,7 @@ def run(*words: str) -> int:
 
 
 def all_cases(device: str) -> list[str]:
-    return list(titles_of(Setting(device=device, num_sms=16)))
+    return list(suite_of(Setting(device=device, num_sms=16)).titles)
 
 
 def variants_of(name: str, device: str) -> set[str]:

@@ -13,7 +13,7 @@ from deep_ep.tools.bench.cases import Note
 from deep_ep.tools.bench.core import FLOOR, ONE_HOP, PRODUCT
 from deep_ep.tools.bench.hop_cases import HOP_CASES, HopMeasured, join_hop_cases, run_hop_cases
 from deep_ep.tools.bench.inputs import Setting, draw
-from deep_ep.tools.bench.internode_gpu import variables_of
+from deep_ep.tools.bench.internode import gpu_variables
 
 NUM_TOKENS, HIDDEN, NUM_TOPK, NUM_EXPERTS = 4, 128, 2, 4
 ROW, FP8_ROW = 2 * HIDDEN, HIDDEN + 4
@@ -49,7 +49,7 @@ def setting(device: str, transport: str) -> Setting:
 
 def env(given: Setting, num_ranks: int) -> dict[str, str]:
     on_cpu = {"DEEP_EP_TRANSPORT": "interpreted", "TRITON_INTERPRET": "1"} if given.device == "cpu" else {}
-    return {**variables_of(given, num_ranks, num_gpus=1), **on_cpu}
+    return {**gpu_variables(given, num_ranks, num_gpus=1), **on_cpu}
 
 
 def tokens_to(given: Setting, source: int, num_ranks: int, ranks: range) -> int:

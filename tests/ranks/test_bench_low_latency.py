@@ -19,8 +19,8 @@ from deep_ep.tools.bench import cli, core, report
 from deep_ep.tools.bench.cases import Note
 from deep_ep.tools.bench.core import ADD, FLOOR, GLOO, GLOO_AS_WRITTEN, PRODUCT, WAITS, Measured, clock_name
 from deep_ep.tools.bench.gpu_cases import GpuMeasured, join_gpu_cases
-from deep_ep.tools.bench.inputs import Setting
-from deep_ep.tools.bench.low_latency import reason_to_skip
+from deep_ep.tools.bench.inputs import Setting, reason_to_skip
+from deep_ep.tools.bench.low_latency import rank_bytes
 from deep_ep.tools.bench.low_latency_calls import OPERATIONS, Bytes, bytes_of, of_receive, of_send
 from deep_ep.tools.bench.low_latency_cases import low_latency_titles, run_low_latency_cases
 from deep_ep.tools.bench.low_latency_work import LowLatencyWork
@@ -79,10 +79,10 @@ def test_what_cannot_be_met_is_refused_before_anything_runs(tmp_path: Path):
     (tmp_path / "README.md").write_text(MARKERS.format(name="normal"))
     with pytest.raises(ValueError, match="<!-- bench low-latency -->"):
         run("--readme", str(tmp_path / "README.md"))
-    assert "cannot be shared by 3 ranks" in str(reason_to_skip(Setting(num_tokens=128), 3, None))
-    assert "1.0 are available" in str(reason_to_skip(Setting(num_tokens=128, device="cuda"), 8, 1 << 30))
-    assert reason_to_skip(Setting(num_tokens=128, device="cuda"), 8, 139 << 30) is None
-    assert reason_to_skip(Setting(num_tokens=128), 4, 4 << 30) is None
+    assert "cannot be shared by 3 ranks" in str(reason_to_skip(Setting(num_tokens=128), 3, None, rank_bytes))
+    assert "1.0 are available" in str(reason_to_skip(Setting(num_tokens=128, device="cuda"), 8, 1 << 30, rank_bytes))
+    assert reason_to_skip(Setting(num_tokens=128, device="cuda"), 8, 139 << 30, rank_bytes) is None
+    assert reason_to_skip(Setting(num_tokens=128), 4, 4 << 30, rank_bytes) is None
 
 
 # What ranks do -------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from .inputs import Setting
 from .internode_cases import RAIL_CASES
 from .low_latency_cases import low_latency_titles
 from .plot import write_plot
+from .suite import measure
 from .tune_report import OUT, tune
 
 _SIZES = {
@@ -258,23 +259,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_bench(args: argparse.Namespace) -> None:
-    if args.mode == normal.NAME:
-        setting = find_setting(args, _ON_GPU if args.device == "cuda" else {})
-        titles, measure = normal.titles_of(setting), normal.measure
-    elif args.mode == elastic.NAME:
-        setting = find_setting(args, _ON_GPU if args.device == "cuda" else {})
-        titles, measure = elastic.titles_of(setting), elastic.measure
+    is_gpu = args.device == "cuda"
+    if args.mode == low_latency.NAME:
+        setting = find_setting(args, _LOW_LATENCY_ON_GPU if is_gpu else _LOW_LATENCY, _LOW_LATENCY_QUICK)
+        suite = low_latency.suite_of(setting)
     else:
-        base = _LOW_LATENCY_ON_GPU if args.device == "cuda" else _LOW_LATENCY
-        setting = find_setting(args, base, _LOW_LATENCY_QUICK)
-        titles, measure = low_latency_titles(args.device), low_latency.measure
+        setting = find_setting(args, _ON_GPU if is_gpu else {})
+        suite = (normal if args.mode == normal.NAME else elastic).suite_of(setting)
     args.ranks = args.ranks or [_NUM_RANKS[args.device]]
     for size in args.ranks:
         require_positive("bench", ranks=size)
-    _choose_cases(args, titles)
-    _check_files(args, reports.marker_of(args.mode, args.device == "cuda"))
+    _choose_cases(args, suite.titles)
+    _check_files(args, reports.marker_of(args.mode, is_gpu))
     words = ["--ranks", *(str(size) for size in args.ranks)]
-    _leave(measure(setting, args.ranks, args.cases, _command(args, words, list(titles))), args)
+    _leave(measure(suite, setting, args.ranks, args.cases, _command(args, words, list(suite.titles))), args)
 
 
 def _run_internode(args: argparse.Namespace) -> None:

@@ -55,6 +55,11 @@ def find_sizes(setting: Setting, num_ranks: int) -> HopSizes:
     return HopSizes(nvl, rdma, heap, CONTEXT_BYTES + shared + inputs)
 
 
+def hop_bytes(setting: Setting, num_ranks: int) -> int:
+    """About all that a rank takes on its GPU."""
+    return find_sizes(setting, num_ranks).gpu
+
+
 @contextmanager
 def making_hops(setting: Setting, num_ranks: int) -> Iterator[tuple[Buffer, Buffer]]:
     """Both buffers of this rank. The environment has its nodes; all ranks call it together.

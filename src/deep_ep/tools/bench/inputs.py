@@ -5,6 +5,7 @@ Letters as in `cases`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,41 +73,38 @@ class Setting:
 
 
 def reason_to_skip(
-    setting: Setting, num_ranks: int, available_bytes: int | None, rank_bytes: int | None = None
+    setting: Setting, num_ranks: int, free_bytes: int | None, rank_bytes: Callable[[Setting, int], int]
 ) -> str | None:
     """Why this group size cannot run here, or None.
 
     Args:
         setting: The setting.
         num_ranks: R.
-        available_bytes: Memory that is free; None if that is not known.
-        rank_bytes: What a rank needs of it; None: as normal mode does.
+        free_bytes: Memory that is free; None if that is not known.
+        rank_bytes: What a rank of a group of so many needs of it.
     """
     if num_ranks < 1:
         return f"there is no group of {num_ranks} ranks"
     if setting.num_experts % num_ranks:
         return f"{setting.num_experts} experts cannot be shared by {num_ranks} ranks"
-    if rank_bytes is None:
-        rank_bytes = _needed_bytes(setting, num_ranks) if setting.device == "cpu" else _gpu_bytes(setting, num_ranks)
-    needed = num_ranks * rank_bytes
-    if available_bytes is not None and needed > available_bytes:
-        return f"needs about {needed / 2**30:.1f} GiB of memory, {available_bytes / 2**30:.1f} are available"
+    needed = num_ranks * rank_bytes(setting, num_ranks)
+    if free_bytes is not None and needed > free_bytes:
+        return f"needs about {needed / 2**30:.1f} GiB of memory, {free_bytes / 2**30:.1f} are available"
     return None
 
 
-def _needed_bytes(setting: Setting, num_ranks: int) -> int:
-    """About a rank's peak in the hungriest case, combine: six times the rows (gloo as written takes FP32 copies).
+def normal_bytes(setting: Setting, num_ranks: int) -> int:
+    """About a rank's peak in the cases of normal mode.
 
-    Across nodes gloo is not measured as written: the window, gloo's two buffers, and some room.
+    On the CPU that is the hungriest case, combine: six times the rows (gloo as written takes FP32 copies). Across nodes
+    gloo is not measured as written: the window, gloo's two buffers, and some room. On a GPU: its context, the copy's
+    two buffers, the window, its rows twice more.
     """
-    times = 6.5 if setting.num_nodes == 1 else 4.0
-    return int(setting.hidden * (times * 2 * _mean_rows(setting, num_ranks) + 16 * setting.num_tokens))
-
-
-def _gpu_bytes(setting: Setting, num_ranks: int) -> int:
-    """About a rank's peak on a GPU: its context, the copy's two buffers, the window, its rows twice more."""
     rows = _mean_rows(setting, num_ranks)
-    return int(CONTEXT_BYTES + setting.hidden * 2 * (6 * rows + 8 * setting.num_tokens))
+    if setting.device == "cuda":
+        return int(CONTEXT_BYTES + setting.hidden * 2 * (6 * rows + 8 * setting.num_tokens))
+    times = 6.5 if setting.num_nodes == 1 else 4.0
+    return int(setting.hidden * (times * 2 * rows + 16 * setting.num_tokens))
 
 
 def _mean_rows(setting: Setting, num_ranks: int) -> float:

@@ -23,8 +23,9 @@ from ..terminal import hearing_ranks, only_on_terminal
 from .core import slowest_by_round
 from .figures import three_digits
 from .gpu import gpu_machine
-from .inputs import Setting, reason_to_skip
+from .inputs import Setting, normal_bytes, reason_to_skip
 from .results import show_table, tell
+from .suite import free_bytes_of
 from .tune import FIELDS, TuneNote, candidates, shape_name, tune_rank
 
 OUT = Path("deep_ep-tuning.json")
@@ -68,8 +69,7 @@ def tune(setting: Setting, num_ranks: int, out: Path) -> None:
     """
     content = _read(out)
     with gpu_machine(num_ranks) as machine:
-        free_bytes = machine["gpu_free_bytes"] * min(num_ranks, machine["num_gpus"])
-        reason = reason_to_skip(setting, num_ranks, free_bytes)
+        reason = reason_to_skip(setting, num_ranks, free_bytes_of(machine, num_ranks), normal_bytes)
         if reason is not None:
             raise ValueError(f"bench tune: {num_ranks} ranks cannot run here: {reason}")
         tried = _try_all(setting, num_ranks)

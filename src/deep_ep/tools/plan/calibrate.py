@@ -20,6 +20,7 @@ from ..bench import internode, low_latency, normal
 from ..bench.core import PRODUCT, slowest_median
 from ..bench.inputs import Setting
 from ..bench.report import BenchReport, read_json
+from ..bench.suite import measure
 
 SYSTEM = "deep_ep"
 _CPU = "CPU"
@@ -72,11 +73,11 @@ def measure_here(device: str, sizes: Sequence[int]) -> list[BenchReport]:
         setting = dataclasses.replace(_SHORT_SETTING, num_tokens=num_tokens, device=device)
         if device == "cuda":
             setting = dataclasses.replace(setting, num_sms=16)
-        cases = [name for name in normal.titles_of(setting) if name in _CASES]
-        reports.append(normal.measure(setting, sizes, cases, ""))
+        suite = normal.suite_of(setting)
+        reports.append(measure(suite, setting, sizes, [name for name in suite.titles if name in _CASES], ""))
     for num_tokens in _LOW_LATENCY_TOKENS:
         setting = dataclasses.replace(_SHORT_SETTING, num_tokens=num_tokens, device=device)
-        reports.append(low_latency.measure(setting, sizes, ["dispatch", "combine"], ""))
+        reports.append(measure(low_latency.suite_of(setting), setting, sizes, ["dispatch", "combine"], ""))
     return reports
 
 
