@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from phases import receive_combine, receive_dispatch, send_combine, send_dispatch
 from windows import Boards, fail, synchronize, with_subnormals
 
 from deep_ep import logfmt, quant, reference
@@ -180,7 +181,7 @@ def test_dispatch_send_worked_example(device: str) -> None:
     call, sizes = group.dispatch(BF16)
     ids = torch.tensor([[3, 1], [1, -1], [3, 3]])
     x = torch.arange(24).view(3, 8).bfloat16()
-    dispatch.send(group.contexts[0], call, sizes, x, ids)
+    send_dispatch(group.contexts[0], call, sizes, x, ids)
     lines, _, buffer = group.rows(0, 1, BF16)
     assert buffer.tolist() == [[3 << 16, 1 << 16], [1 << 16 | 1, -1], [3 << 16 | 1, -1]]
     assert group.table(0, 1).tolist() == [0, 2, 0, 2]
@@ -206,7 +207,7 @@ def test_places_and_counts(device: str, name: str) -> None:
         assert dispatch.tile_of(32, num_tokens)[1] < num_tokens
     group = Group(geometry, device, times=3)
     given = inputs(0, geometry, num_tokens, idx_dtype)
-    dispatch.send(group.contexts[0], *group.dispatch(BF16), given.x, given.topk_idx)
+    send_dispatch(group.contexts[0], *group.dispatch(BF16), given.x, given.topk_idx)
     buffer, counts = expected_places(given.topk_idx, geometry.num_experts)
     assert group.rows(0, 1, BF16)[2][:num_tokens].tolist() == buffer
     assert group.table(0, 1).tolist() == counts
@@ -215,7 +216,7 @@ def test_places_and_counts(device: str, name: str) -> None:
 def test_ids_beyond_32_bits_select_nothing(device: str) -> None:
     group = Group(Geometry(1, 2, 2, 4, 2), device)
     ids = torch.tensor([[1 << 32, 1], [-(1 << 40), (1 << 62) + 1]])
-    dispatch.send(group.contexts[0], *group.dispatch(BF16), torch.zeros(2, 4).bfloat16(), ids)
+    send_dispatch(group.contexts[0], *group.dispatch(BF16), torch.zeros(2, 4).bfloat16(), ids)
     assert group.rows(0, 1, BF16)[2].tolist() == [[-1, 1 << 16], [-1, -1]]
     assert group.table(0, 1).tolist() == [0, 1]
 
@@ -226,7 +227,7 @@ def test_a_send_writes_only_its_set_and_its_words(device: str, form: RowFormat) 
     group = Group(geometry, device)
     given = inputs(1, geometry, 3)
     before = [one.clone() for one in group.memory]
-    dispatch.send(group.contexts[1], *group.dispatch(form), given.x, given.topk_idx)
+    send_dispatch(group.contexts[1], *group.dispatch(form), given.x, given.topk_idx)
     lines, _, buffer = group.rows(1, 1, form)
     used = geometry.scales_offset + 4 * geometry.num_groups if form.use_fp8 else 2 * geometry.hidden
     lines[:3, :used] = UNTOUCHED
@@ -278,7 +279,7 @@ def test_fp8_is_to_the_bit_what_the_twin_makes(device: str, hidden: int, round_s
     if not is_aligned:
         x = torch.cat([torch.zeros(1).bfloat16(), x.flatten()])[1:].view(12, hidden)
         assert x.data_ptr() % 16 == 2
-    dispatch.send(group.contexts[0], *group.dispatch(form), x, torch.zeros(12, 1, dtype=torch.int64))
+    send_dispatch(group.contexts[0], *group.dispatch(form), x, torch.zeros(12, 1, dtype=torch.int64))
     lines, scales, _ = group.rows(0, 1, form)
     q, inverse = quant.cast_fp8(x, round_scale)
     assert same(scales, inverse)
@@ -292,7 +293,7 @@ def test_fp8_of_every_bf16(device: str) -> None:
     x = every.view(128, 512).clone()
     x[:, ::128] = 448.0  # the scale of every group is 1
     group = Group(Geometry(1, 1, 128, 512, 1), device)
-    dispatch.send(group.contexts[0], *group.dispatch(FP8), x, torch.zeros(128, 1, dtype=torch.int64))
+    send_dispatch(group.contexts[0], *group.dispatch(FP8), x, torch.zeros(128, 1, dtype=torch.int64))
     lines, scales, _ = group.rows(0, 1, FP8)
     q, inverse = quant.cast_fp8(x)
     assert same(lines[:, :512].contiguous().view(torch.float8_e4m3fn), q)
@@ -304,7 +305,7 @@ def test_fp8_of_every_bf16(device: str) -> None:
 def test_bf16_rows_are_copied_bit_for_bit(device: str, hidden: int) -> None:
     group = Group(Geometry(1, 2, 12, hidden, 1), device)
     x = special_rows(hidden)
-    dispatch.send(group.contexts[0], *group.dispatch(BF16), x, torch.zeros(12, 1, dtype=torch.int64))
+    send_dispatch(group.contexts[0], *group.dispatch(BF16), x, torch.zeros(12, 1, dtype=torch.int64))
     lines, _, _ = group.rows(0, 1, BF16)
     assert torch.equal(lines[:, : 2 * hidden].contiguous().view(torch.int16), raw(x))
 
@@ -393,7 +394,7 @@ def test_what_is_received_is_what_the_oracle_says(device: str, name: str) -> Non
     call, sizes = group.dispatch(case.form)
     every = [inputs(rank, geometry, case.num_tokens[rank], case.idx_dtype) for rank in ranks]
     for context, one in zip(group.contexts, every, strict=True):
-        dispatch.send(context, call, sizes, one.x, one.topk_idx)
+        send_dispatch(context, call, sizes, one.x, one.topk_idx)
     for rank in case.masked:
         group.contexts[0].mask[rank] = 1
     want = oracle(every, geometry, case.form, [set(case.masked), *[set[int]()] * (geometry.num_ranks - 1)])
@@ -401,7 +402,7 @@ def test_what_is_received_is_what_the_oracle_says(device: str, name: str) -> Non
         packed = empty_packed(geometry, case.form)
         stats = torch.arange(geometry.num_local_experts, dtype=torch.int32)
         is_counted = rank % 2 == 0
-        dispatch.receive(context, call, sizes, 0, *packed, stats if is_counted else None)
+        receive_dispatch(context, call, sizes, 0, *packed, stats if is_counted else None)
         check_packed(packed, want[rank])
         if is_counted:
             assert (stats - torch.arange(geometry.num_local_experts)).tolist() == want[rank].recv_count.tolist()
@@ -416,12 +417,12 @@ def test_a_receive_of_an_earlier_call(device: str) -> None:
     rounds = [[inputs(rank, geometry, 3, seed=seed) for rank in range(2)] for seed in range(8)]
     for every in rounds:
         for context, one in zip(group.contexts, every, strict=True):
-            dispatch.send(context, call, sizes, one.x, one.topk_idx)
+            send_dispatch(context, call, sizes, one.x, one.topk_idx)
     for age in range(4):
         want = oracle(rounds[7 - age], geometry, BF16)
         for rank, context in enumerate(group.contexts):
             packed = empty_packed(geometry, BF16)
-            dispatch.receive(context, call, sizes, age, *packed, None)
+            receive_dispatch(context, call, sizes, age, *packed, None)
             check_packed(packed, want[rank])
 
 
@@ -432,14 +433,14 @@ def test_a_failed_buffer_moves_nothing(device: str) -> None:
     context, given, before = group.contexts[0], inputs(0, geometry, 2), group.memory[0].clone()
     call, sizes = group.dispatch(BF16)
     packed = empty_packed(geometry, BF16)
-    dispatch.send(context, call, sizes, given.x, given.topk_idx)
+    send_dispatch(context, call, sizes, given.x, given.topk_idx)
     words.wait_for(context, call, 0, WaitOptions())
-    dispatch.receive(context, call, sizes, 0, *packed, None)
+    receive_dispatch(context, call, sizes, 0, *packed, None)
     call, sizes_back = group.combine()
     rows, out = torch.zeros(2, 2, 8).bfloat16(), torch.full((2, 8), 7.0).bfloat16()
     earlier = torch.full((2, 2), -1, dtype=torch.int32)
-    combine.send(context, call, sizes_back, rows, packed.layout_range, given.topk_idx, earlier, None)
-    combine.receive(context, sizes_back, 0, out, given.topk_idx, given.topk_weights, earlier)
+    send_combine(context, call, sizes_back, rows, packed.layout_range, given.topk_idx, earlier, None)
+    receive_combine(context, sizes_back, 0, out, given.topk_idx, given.topk_weights, earlier)
     words.signal(context, call)
     assert torch.equal(group.memory[0], before)
     assert not context.state.any()
@@ -465,7 +466,7 @@ def test_combine_worked_examples(device: str) -> None:
     layout_range = torch.tensor([[span(1, 3), span(0, 4)], [span(2, 5), span(0, 7)]])
     ids, weights = torch.tensor([[1, 0], [1, -1]]), torch.tensor([[0.5, 2.0], [1.0, INF]])
     earlier = torch.full((2, 2), -1, dtype=torch.int32)
-    combine.send(group.contexts[0], call, sizes, x, layout_range, ids, earlier, None)
+    send_combine(group.contexts[0], call, sizes, x, layout_range, ids, earlier, None)
     slots = group.set_of(0, 1, group.geometry.combine_bytes).view(32, -1)
     assert slots[21, :4].contiguous().view(torch.bfloat16).tolist() == [4.0, 8.0]
     assert slots[22, :4].contiguous().view(torch.bfloat16).tolist() == [6.0, 9.0]
@@ -478,7 +479,7 @@ def test_combine_worked_examples(device: str) -> None:
     assert earlier[0].tolist() == [0, 0]
     assert earlier[1, 0].item() == 1
     out = torch.full((2, 2), 7.0).bfloat16()
-    combine.receive(group.contexts[0], sizes, 0, out, ids, weights, earlier)
+    receive_combine(group.contexts[0], sizes, 0, out, ids, weights, earlier)
     assert out.tolist() == [[4.0, 6.0], [6.0, 9.0]]
 
 
@@ -539,7 +540,7 @@ def test_what_is_combined_is_what_the_oracle_says(device: str, name: str) -> Non
         elif not case.is_aligned:
             x = skewed(x)
         earlier.append(torch.full_like(one.topk_idx, -1, dtype=torch.int32))
-        combine.send(context, call, sizes, x, want[rank].layout_range, one.topk_idx, earlier[-1], slot)
+        send_combine(context, call, sizes, x, want[rank].layout_range, one.topk_idx, earlier[-1], slot)
     for rank in case.masked:
         group.contexts[0].mask[rank] = 1
     masked = [set(case.masked), *[set[int]()] * (geometry.num_ranks - 1)]
@@ -548,7 +549,7 @@ def test_what_is_combined_is_what_the_oracle_says(device: str, name: str) -> Non
     for rank, (context, one) in enumerate(zip(group.contexts, every, strict=True)):
         out = torch.full((case.num_tokens[rank], geometry.hidden), 7.0).bfloat16()
         out = out if case.is_aligned else skewed(out)
-        combine.receive(context, sizes, 0, out, one.topk_idx, one.topk_weights, earlier[rank])
+        receive_combine(context, sizes, 0, out, one.topk_idx, one.topk_weights, earlier[rank])
         assert torch.equal(out, expected[rank])
 
 
@@ -559,9 +560,9 @@ def test_an_expert_twice_in_a_token_counts_twice_with_its_one_row(device: str) -
     x = torch.tensor([[1.0, 2.0], [8.0, 16.0]]).bfloat16()[..., None].expand(2, 2, 4).contiguous()
     earlier = torch.empty(2, 3, dtype=torch.int32)
     layout_range = torch.tensor([[span(2, 0)], [span(2, 0)]])
-    combine.send(group.contexts[0], call, sizes, x, layout_range, ids, earlier, None)
+    send_combine(group.contexts[0], call, sizes, x, layout_range, ids, earlier, None)
     out = torch.empty(2, 4).bfloat16()
-    combine.receive(group.contexts[0], sizes, 0, out, ids, weights, earlier)
+    receive_combine(group.contexts[0], sizes, 0, out, ids, weights, earlier)
     assert out[:, 0].tolist() == [2.5 * 8 + 1, 2 + 4.25 * 16]
 
 
@@ -572,11 +573,11 @@ def test_sums_are_rounded_once_to_the_nearest_even(device: str) -> None:
     ids, weights = torch.tensor([[0, 1]]), torch.tensor([[1.0, 2.0**-8 + 2.0**-16]])
     earlier, out = torch.empty(1, 2, dtype=torch.int32), torch.empty(1, 4).bfloat16()
     layout_range = torch.tensor([[span(1, 0)], [span(1, 0)]])
-    combine.send(group.contexts[0], call, sizes, x, layout_range, ids, earlier, None)
-    combine.receive(group.contexts[0], sizes, 0, out, ids, weights, earlier)
+    send_combine(group.contexts[0], call, sizes, x, layout_range, ids, earlier, None)
+    receive_combine(group.contexts[0], sizes, 0, out, ids, weights, earlier)
     assert out[0, :2].tolist() == [1 + 2.0**-7, -1 - 2.0**-7]
     for weight, expected in ((1.0, [256.0, 260.0]), (1.5, [258.0, 260.0])):  # ties go to the even one
-        combine.receive(group.contexts[0], sizes, 0, out, ids, torch.tensor([[1.0, weight]]), earlier)
+        receive_combine(group.contexts[0], sizes, 0, out, ids, torch.tensor([[1.0, weight]]), earlier)
         assert out[0, 2:].tolist() == expected
 
 
@@ -618,7 +619,7 @@ def test_logfmt_is_what_the_twin_makes_within_one_code(device: str, hidden: int)
     ids, earlier = torch.zeros(num_rows, 1, dtype=torch.int64), torch.empty(num_rows, 1, dtype=torch.int32)
     layout_range = torch.tensor([[span(num_rows, 0)]])
     before = group.memory[0].clone()
-    combine.send(group.contexts[0], call, sizes, rows[None], layout_range, ids, earlier, None)
+    send_combine(group.contexts[0], call, sizes, rows[None], layout_range, ids, earlier, None)
     slots = group.set_of(0, 1, geometry.combine_bytes).view(num_rows, -1)
     got, end = slots[:, : 2 * hidden].contiguous(), sizes.ranges_offset + 4 * geometry.num_groups
     ranges = slots[:, sizes.ranges_offset : end].contiguous().view(torch.bfloat16).view(num_rows, -1, 2)
@@ -644,7 +645,7 @@ def test_logfmt_is_what_the_twin_makes_within_one_code(device: str, hidden: int)
     assert num_compressed >= 4, "rows 0, 3, 5 and 7 at least"
     # Decoded: the values of the codes, rounded to BF16.
     out = torch.full((num_rows, hidden), 7.0).bfloat16()
-    combine.receive(group.contexts[0], sizes, 0, out, ids, torch.ones(num_rows, 1), earlier)
+    receive_combine(group.contexts[0], sizes, 0, out, ids, torch.ones(num_rows, 1), earlier)
     expected = logfmt.decode(got, ranges, hidden)
     assert torch.equal(out.isinf(), expected.isinf())
     finite = expected.isfinite()
@@ -670,11 +671,11 @@ def test_logfmt_sums_rows_of_all_kinds_in_their_order(device: str) -> None:
     call, sizes = group.combine(use_logfmt=True)
     ids, earlier = torch.arange(num_rows)[None], torch.empty(1, num_rows, dtype=torch.int32)
     layout_range = torch.full((num_rows, 1), span(1, 0))
-    combine.send(group.contexts[0], call, sizes, rows[:, None], layout_range, ids, earlier, None)
+    send_combine(group.contexts[0], call, sizes, rows[:, None], layout_range, ids, earlier, None)
     values = logfmt.decode(*logfmt.encode(rows), hidden)
     for weights in (torch.linspace(0.5, 2.0, num_rows), torch.eye(num_rows)[1], torch.eye(num_rows)[-1]):
         out = torch.empty(1, hidden).bfloat16()
-        combine.receive(group.contexts[0], sizes, 0, out, ids, weights[None], earlier)
+        receive_combine(group.contexts[0], sizes, 0, out, ids, weights[None], earlier)
         expected, reach = weights @ values, weights @ values.abs()
         # A code may be off by one, of a group's 511.
         assert ((out[0].float() - expected).abs() <= 0.05 * reach).all()
@@ -688,9 +689,9 @@ def test_a_nan_survives_logfmt_and_touches_nobody(device: str, hidden: int) -> N
     group = Group(Geometry(1, 1, 2, hidden, 1), device)
     call, sizes = group.combine(use_logfmt=True)
     ids, earlier = torch.zeros(2, 1, dtype=torch.int64), torch.empty(2, 1, dtype=torch.int32)
-    combine.send(group.contexts[0], call, sizes, rows[None], torch.tensor([[span(2, 0)]]), ids, earlier, None)
+    send_combine(group.contexts[0], call, sizes, rows[None], torch.tensor([[span(2, 0)]]), ids, earlier, None)
     out = torch.empty(2, hidden).bfloat16()
-    combine.receive(group.contexts[0], sizes, 0, out, ids, torch.ones(2, 1), earlier)
+    receive_combine(group.contexts[0], sizes, 0, out, ids, torch.ones(2, 1), earlier)
     assert out.isnan().nonzero().tolist() == [[0, 5]]
     assert torch.allclose(out.float().nan_to_num(), rows.float().nan_to_num(), rtol=4e-2, atol=1e-4)
 
@@ -706,10 +707,10 @@ def test_logfmt_sums_skip_what_is_masked(device: str) -> None:
     for context, x in zip(group.contexts, rows, strict=True):
         x[..., ::2] *= 0.5
         earlier = torch.empty(2, 2, dtype=torch.int32)
-        combine.send(context, call, sizes, x, layout_range, ids, earlier, None)
+        send_combine(context, call, sizes, x, layout_range, ids, earlier, None)
     for is_masked, expected in ((0, [1.0, 1.0]), (1, [0.5, 0.0])):
         group.contexts[0].mask[1] = is_masked
-        combine.receive(group.contexts[0], sizes, 0, out, ids, weights, earlier)
+        receive_combine(group.contexts[0], sizes, 0, out, ids, weights, earlier)
         assert out[:, 1].tolist() == expected, "the largest and the smallest of a group are exact"
         assert out[:, 0].tolist() == [one / 2 for one in expected]
 
@@ -747,8 +748,8 @@ def test_a_silent_rank_is_masked_or_fails_the_call(device: str, can_mask: bool, 
     given, (call, sizes) = inputs(0, WAITS, 2), group.dispatch(BF16)
     stats = torch.full((3,), 100)
     context, wait_options = group.patient(0, SHORT_NS), WaitOptions(stats, can_mask)
-    dispatch.send(group.contexts[2], call, sizes, given.x, given.topk_idx)
-    dispatch.send(context, call, sizes, given.x, given.topk_idx, wait_options if is_inside else None)
+    send_dispatch(group.contexts[2], call, sizes, given.x, given.topk_idx)
+    send_dispatch(context, call, sizes, given.x, given.topk_idx, wait_options if is_inside else None)
     if not is_inside:
         words.wait_for(context, call, 0, wait_options)
     group.sync()
@@ -760,13 +761,13 @@ def test_a_silent_rank_is_masked_or_fails_the_call(device: str, can_mask: bool, 
         told = [0, 1 << words.REASON_BITS | words.SILENT, 0, 1]
         assert context.host.tolist() == told, "the call in which it was masked, why, and that somebody was"
         packed = empty_packed(WAITS, BF16)
-        dispatch.receive(context, call, sizes, 0, *packed, None)
+        receive_dispatch(context, call, sizes, 0, *packed, None)
         want = oracle([given, given, given], WAITS, BF16, [{1}] * 3)
         check_packed(packed, want[0])
         # It is not waited for again.
         long = group.patient(0, 60 * 10**9)
-        dispatch.send(group.contexts[2], call, sizes, given.x, given.topk_idx)
-        dispatch.send(long, call, sizes, given.x, given.topk_idx, wait_options)
+        send_dispatch(group.contexts[2], call, sizes, given.x, given.topk_idx)
+        send_dispatch(long, call, sizes, given.x, given.topk_idx, wait_options)
         group.sync()
         assert context.host.tolist() == told
         assert group.boards.record(0) is None
@@ -960,11 +961,11 @@ def test_a_combine_waits_likewise(device: str, is_inside: bool) -> None:
     earlier = torch.empty(2, 1, dtype=torch.int32)
     wait_options = WaitOptions(stats, True)
     for rank in (1, 2):
-        combine.send(group.contexts[rank], call, sizes, x, layout_range, given.topk_idx, earlier, None)
+        send_combine(group.contexts[rank], call, sizes, x, layout_range, given.topk_idx, earlier, None)
     if is_inside:
-        combine.send(group.contexts[0], call, sizes, x, layout_range, given.topk_idx, earlier, None, wait_options)
+        send_combine(group.contexts[0], call, sizes, x, layout_range, given.topk_idx, earlier, None, wait_options)
     else:
-        combine.send(group.contexts[0], call, sizes, x, layout_range, given.topk_idx, earlier, 0)
+        send_combine(group.contexts[0], call, sizes, x, layout_range, given.topk_idx, earlier, 0)
         words.wait_for(group.contexts[0], call, 0, wait_options)
     assert group.boards.record(0) is None
     assert not group.contexts[0].mask.any()

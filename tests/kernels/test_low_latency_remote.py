@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from heaps import Heaps
+from phases import receive_combine, receive_dispatch, send_combine, send_dispatch
 from test_low_latency_kernels import (
     BF16,
     FP8,
@@ -33,7 +34,7 @@ from deep_ep.engine.low_latency.cuda.copies import Copier, Copies, RemoteRanks
 from deep_ep.engine.low_latency.geometry import Geometry, RowFormat, SetPlan
 from deep_ep.engine.low_latency.slots import zero_copy_view
 from deep_ep.kernels import _triton, exchange
-from deep_ep.kernels.low_latency import combine, dispatch, remote_copy, words
+from deep_ep.kernels.low_latency import dispatch, remote_copy, words
 from deep_ep.kernels.low_latency.words import KernelCall, WaitOptions
 from deep_ep.topology import Topology
 
@@ -142,13 +143,13 @@ def test_what_is_received_is_what_the_oracle_says(monkeypatch: pytest.MonkeyPatc
         if not case.masked or rank == 0:  # a masked remote rank is sent nothing, and would wait up to its limit
             words.wait_for(context, call, 0, WaitOptions())
             assert group.boards.record(rank) is None
-            dispatch.receive(context, call, sizes, 0, *packed, None)
+            receive_dispatch(context, call, sizes, 0, *packed, None)
             check_packed(packed, want[rank])
 
 
 def publish(group: RemoteGroup, call: KernelCall, sizes: dispatch.DispatchSizes, every: list[Given]) -> None:
     for rank, (context, one) in enumerate(zip(group.contexts, every, strict=True)):
-        dispatch.send(context, call, sizes, one.x, one.topk_idx)
+        send_dispatch(context, call, sizes, one.x, one.topk_idx)
         group.copied(rank, group.copies[rank].for_dispatch(call, sizes), context.state)
 
 
@@ -165,7 +166,7 @@ def test_a_receive_of_an_earlier_call(monkeypatch: pytest.MonkeyPatch) -> None:
         want = oracle(rounds[7 - age], geometry, BF16)
         for rank, context in enumerate(group.contexts):
             packed = empty_packed(geometry, BF16)
-            dispatch.receive(context, call, sizes, age, *packed, None)
+            receive_dispatch(context, call, sizes, age, *packed, None)
             check_packed(packed, want[rank])
 
 
@@ -200,7 +201,7 @@ def test_sums_are_to_the_bit_those_of_one_node(
                     first = group.board_bytes + group.plan(geometry.combine_bytes).slot_offset(slot)
                     x = zero_copy_view(group.memory[rank][first : first + geometry.combine_bytes], geometry).copy_(x)
                 ranges = want[rank].layout_range
-                combine.send(
+                send_combine(
                     group.contexts[rank], call, sizes, x.contiguous(), ranges, one.topk_idx, earlier[rank], slot
                 )
                 if isinstance(group, RemoteGroup):
@@ -211,7 +212,7 @@ def test_sums_are_to_the_bit_those_of_one_node(
                 words.wait_for(group.contexts[rank], call, 0, WaitOptions())
                 assert group.boards.record(rank) is None
                 out = torch.full((one.x.size(0), geometry.hidden), 7.0).bfloat16()
-                combine.receive(group.contexts[rank], sizes, 0, out, one.topk_idx, one.topk_weights, earlier[rank])
+                receive_combine(group.contexts[rank], sizes, 0, out, one.topk_idx, one.topk_weights, earlier[rank])
                 sums.append(out)
             results.append(sums)
         for one, other in zip(*results, strict=True):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import twins
 from windows import fail, make_context, offer
 
 from deep_ep.kernels import _triton, exchange, put, relay
@@ -234,12 +235,12 @@ def test_forward_delivers_what_its_twin_does(device: str, name: str) -> None:
     num_slots = max(0, num_rows - 1)
     for chunk in range(case.num_chunks):
         pass_on(case, got, plan, recv_buffer, offsets, memory[:num_slots], chunk)
-        relay.forward_torch(
+        twins.forward(
             plan, recv_buffer, offsets, twin_memory[:num_slots], expected.sections, case.node * case.ranks_per_node,
             case.node, case.has_records, case.num_topk, case.experts_per_rank, chunk, case.num_chunks,
         )  # fmt: skip
-        for own, twins in zip(got.memory, expected.memory, strict=True):
-            assert all(torch.equal(part, twin) for part, twin in zip(own, twins, strict=True)), f"chunk {chunk}"
+        for own, other in zip(got.memory, expected.memory, strict=True):
+            assert all(torch.equal(part, twin) for part, twin in zip(own, other, strict=True)), f"chunk {chunk}"
         assert torch.equal(memory, twin_memory)
     assert torch.equal(recv_buffer, before)
     others = num_rows - case.counts[case.node]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import twins
 from calls import put_rows
 from windows import fail, make_context, offer
 
@@ -166,7 +167,7 @@ def test_what_the_twin_says(device: str, name: str) -> None:
     route.route_tokens(context, 3, got.token_routes, got.ids, got.weights, case.num_local, *where)
     local = range(case.node * case.ranks_per_node, (case.node + 1) * case.ranks_per_node)
     local_records = [expected.records[rank][: expected.capacities[rank]] for rank in local]
-    route.route_tokens_torch(
+    twins.route_tokens(
         expected.token_routes, expected.ids, expected.weights, case.num_local, expected.plan, expected.starts,
         case.node, case.rank % case.ranks_per_node, local_records, expected.outbox,
     )  # fmt: skip

@@ -136,62 +136,8 @@ def forward(
     )
 
 
-def _chunk_bounds(num_rows: int, chunk: int, num_chunks: int) -> tuple[int, int]:
-    return num_rows * chunk // num_chunks, num_rows * (chunk + 1) // num_chunks
-
-
-def _rows_of(memory: torch.Tensor, offset: int, width: int) -> torch.Tensor:
-    """Return all rows of a width that fit behind an offset."""
-    num_rows = (memory.numel() - offset) // width
-    return memory[offset : offset + num_rows * width].view(num_rows, width)
-
-
 def _kernel_type(word: torch.dtype) -> tl.dtype:
     return {1: tl.int8, 2: tl.int16, 4: tl.int32}[word.itemsize]
-
-
-def forward_torch(
-    plan: torch.Tensor,
-    recv_buffer: torch.Tensor,
-    offsets: Sequence[int],
-    slots: torch.Tensor,
-    windows: Sequence[Sequence[torch.Tensor | None]],
-    first_rank: int,
-    node: int,
-    has_records: bool,
-    num_topk: int,
-    num_local_experts: int,
-    chunk: int,
-    num_chunks: int,
-) -> None:
-    """The twin of `forward`; `windows` are, by rank of the node, its sections [rows offered, bytes] uint8."""
-    num_rows, ranks_per_node = slots.shape
-    for other, line in enumerate(plan.tolist()):
-        if other == node:
-            continue
-        begin, end = _chunk_bounds(line[PLAN_NUM_IN], chunk, num_chunks)
-        for row in range(line[PLAN_IN_START] + begin, line[PLAN_IN_START] + end):
-            if has_records:
-                num_words = relay_record_words(ranks_per_node, num_topk)
-                record = _rows_of(recv_buffer, offsets[2], 4 * num_words)[row].view(torch.int32)
-                own, tail = record[1 : 1 + ranks_per_node], record[1 + ranks_per_node :]
-                ids, weights = tail[:num_topk], tail[num_topk : 2 * num_topk]
-                if row < num_rows:
-                    slots[row] = own
-            else:
-                own = slots[row] if row < num_rows else slots.new_full((ranks_per_node,), -1)
-            for peer, slot in enumerate(own.tolist()):
-                rows, scales, records = windows[peer]
-                if rows is None or not 0 <= slot < rows.size(0):
-                    continue
-                rows[slot] = _rows_of(recv_buffer, offsets[0], rows.size(1))[row]
-                if scales is not None:
-                    scales[slot] = _rows_of(recv_buffer, offsets[1], scales.size(1))[row]
-                if has_records and records is not None:
-                    local = ids - (first_rank + peer) * num_local_experts
-                    is_local = (ids >= 0) & (local >= 0) & (local < num_local_experts)
-                    final = [record[:1], torch.where(is_local, local, -1), torch.where(is_local, weights, 0)]
-                    records[slot].view(torch.int32)[: 1 + 2 * num_topk] = torch.cat(final)
 
 
 @jit

@@ -127,37 +127,6 @@ def num_send_blocks(sizes: CombineSizes, is_copied: bool) -> int:
     return sizes.num_experts * (_SHARES if num_rows_of_a_pair >= _SHARES else 1)
 
 
-def send(
-    context: LowLatencyContext,
-    call: KernelCall,
-    sizes: CombineSizes,
-    x: torch.Tensor,
-    layout_range: torch.Tensor,
-    topk_idx: torch.Tensor,
-    earlier: torch.Tensor,
-    slot: int | None,
-    wait_options: WaitOptions | None = None,
-) -> None:
-    """Publish the rows of this rank's experts, once: one kernel, whose last block signals.
-
-    Args:
-        context: The words.
-        call: The call.
-        sizes: The sizes of the rows.
-        x: [L, n, H] BF16; not read where there is a zero-copy tensor.
-        layout_range: [L, R] int64, of the handle.
-        topk_idx: [T, K], of this rank's own tokens.
-        earlier: [T, K] int32, written: how many tokens before have the same expert. The receive phase needs it.
-        slot: Of the zero-copy tensor; None: copy, into a free one.
-        wait_options: The last block then waits for the peers, in this way; None: it does not.
-    """
-    is_copied = slot is None
-    launch = sender(context, call, sizes, topk_idx.dtype, is_copied, x.data_ptr() % 16 == 0, wait_options)
-    num_blocks, num_tokens = num_send_blocks(sizes, is_copied), topk_idx.size(0)
-    stats = context.state if wait_options is None or wait_options.stats is None else wait_options.stats
-    launch(num_blocks, (x, layout_range, topk_idx, earlier, stats), (num_tokens, slot or 0))
-
-
 @functools.cache
 def _send_variant(
     sizes: CombineSizes,
@@ -339,32 +308,6 @@ def receiver(
         int(can_mask),
     )
     return Launch(variant, (None,) * 5, fixed), num_pieces
-
-
-def receive(
-    context: LowLatencyContext,
-    sizes: CombineSizes,
-    age: int,
-    out: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-    earlier: torch.Tensor,
-) -> None:
-    """Sum each token's rows, once.
-
-    `out[t] = sum over k of topk_weights[t, k] * the row of token t at expert topk_idx[t, k]`
-
-    Args:
-        context: The words; `wait_for` came before.
-        sizes: The sizes of the rows.
-        age: How many calls this rank has sent since.
-        out: [T, H] BF16, written; T is not 0.
-        topk_idx: [T, K].
-        topk_weights: [T, K] float32.
-        earlier: [T, K] int32, from `send`.
-    """
-    launch, num_pieces = receiver(context, sizes, topk_idx.dtype, out.data_ptr() % 16 == 0)
-    launch(out.size(0) * num_pieces, (out, topk_idx, topk_weights, earlier), (age,))
 
 
 @functools.cache

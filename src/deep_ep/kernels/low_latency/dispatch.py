@@ -128,29 +128,6 @@ def num_send_blocks(sizes: DispatchSizes, num_tokens: int) -> int:
     return num_tokens + min(_MOST_NUMBERING_BLOCKS, sizes.num_experts)
 
 
-def send(
-    context: LowLatencyContext,
-    call: KernelCall,
-    sizes: DispatchSizes,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    wait_options: WaitOptions | None = None,
-) -> None:
-    """Publish a rank's rows, once: one kernel, whose last block signals.
-
-    Args:
-        context: The words.
-        call: The call.
-        sizes: The sizes of the rows.
-        x: [T, H] BF16.
-        topk_idx: [T, K].
-        wait_options: The last block then waits for the peers, in this way; None: it does not.
-    """
-    launch = sender(context, call, sizes, topk_idx.dtype, x.data_ptr() % 16 == 0, wait_options)
-    stats = context.state if wait_options is None or wait_options.stats is None else wait_options.stats
-    launch(num_send_blocks(sizes, x.size(0)), (x, topk_idx, stats), (x.size(0), 0))
-
-
 def _whole(sizes: DispatchSizes) -> int:
     """Return the channels of a vector."""
     return 8 if sizes.hidden % 8 == 0 else 1
@@ -422,38 +399,6 @@ def receiver(
 def num_receive_blocks(sizes: DispatchSizes, num_ranks: int) -> int:
     """Return the number of blocks of a receive."""
     return num_ranks * sizes.max_tokens + sizes.num_experts // num_ranks
-
-
-def receive(
-    context: LowLatencyContext,
-    call: KernelCall,
-    sizes: DispatchSizes,
-    age: int,
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    count: torch.Tensor,
-    src_info: torch.Tensor,
-    layout_range: torch.Tensor,
-    stats: torch.Tensor | None,
-) -> None:
-    """Fetch the rows of this rank's experts, once.
-
-    Args:
-        context: The words; `wait_for` came before.
-        call: The call.
-        sizes: The sizes of the rows.
-        age: How many calls this rank has sent since.
-        x: [L, R * M, H], written.
-        scales: [L, R * M, S] over memory [L, S, R * M], written: float32, or int32 with four exponents each; or None.
-        count: [L] int32, written.
-        src_info: [L, R * M] int32, written.
-        layout_range: [L, R] int64, written.
-        stats: [L] int32, the counts are added; or None.
-    """
-    launch = receiver(context, call, sizes, scales.dtype if scales is not None else None, stats is not None)
-    some_scales, some_stats = (count if one is None else one for one in (scales, stats))
-    num_blocks = num_receive_blocks(sizes, context.buffer.num_ranks)
-    launch(num_blocks, (x, some_scales, count, src_info, layout_range, some_stats), (age,))
 
 
 @functools.cache
