@@ -14,16 +14,16 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
 
 
-MOST_TEXT_BYTES = 1 << 14  # of an account of a failure: nobody reads more, and peers keep room for it
+MOST_TEXT_BYTES = 1 << 14  # of the text of a failure: peers reserve memory for it
 
 
 def account(error: BaseException) -> str:
-    """What an error says, as a peer is told it. A failure is told even if the error cannot say what it is."""
+    """The text of an error, as it is sent to peers. It never raises: a failure without a text is reported, too."""
     try:
         text = str(error)
         return f"{type(error).__name__}: {text}" if text else type(error).__name__
     except Exception as trouble:
-        return f"{type(error).__name__} (its text is not to be had: {type(trouble).__name__})"
+        return f"{type(error).__name__} (its text could not be made: {type(trouble).__name__})"
 
 
 def encoded(text: str, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
@@ -40,7 +40,7 @@ class EPTimeout(EPError):
 
 
 class EPTransportError(EPError):
-    """The window could not be made, mapped or grown."""
+    """Memory that ranks share, or a connection between them, could not be made, or rows do not fit into it."""
 
 
 class EPUnsupported(EPError):

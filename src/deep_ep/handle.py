@@ -37,7 +37,7 @@ class Handle(NamedTuple):
     send_head: torch.Tensor
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them."""
+        """All tensors of the handle."""
         return self
 
     @property
@@ -52,7 +52,7 @@ class Handle(NamedTuple):
 
 
 class ColumnHandle(NamedTuple):
-    """By which a combine adds the rows of a token in the order of its columns. Callers never see one.
+    """The handle of a combine of V2, which adds the rows of a token in the order of its columns. Callers never see one.
 
     Attributes:
         compact: The handle of the dispatch.
@@ -88,23 +88,23 @@ class ColumnHandle(NamedTuple):
         return self.slots.shape[0]
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them."""
+        """All tensors of the handle."""
         others = [one for one in (self.expanded_rows, self.rows) if one is not None]
         return (*self.compact, self.owners, self.slots, *others)
 
     @property
     def rank_prefix_matrix(self) -> torch.Tensor:
-        """Of the dispatch."""
+        """`rank_prefix_matrix` of the dispatch's handle."""
         return self.compact.rank_prefix_matrix
 
     @property
     def send_head(self) -> torch.Tensor:
-        """Of the dispatch."""
+        """`send_head` of the dispatch's handle."""
         return self.compact.send_head
 
     @property
     def recv_src_idx(self) -> torch.Tensor:
-        """Of the dispatch."""
+        """`recv_src_idx` of the dispatch's handle."""
         return self.compact.recv_src_idx
 
 
@@ -141,7 +141,7 @@ class RailHandle(NamedTuple):
     send_nvl_head: torch.Tensor
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them."""
+        """All tensors of the handle."""
         return self
 
     @property

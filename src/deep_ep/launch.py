@@ -275,7 +275,7 @@ def _start(process: Any, args: tuple[Any, ...]) -> None:
 
 
 def _forkserver() -> multiprocessing.context.ForkServerContext:
-    """The forkserver, running. It starts with SIGINT ignored: Ctrl-C is for the caller, who then ends the ranks."""
+    """The forkserver, running. It ignores SIGINT: the process that launches handles Ctrl-C, and ends the ranks."""
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(PRELOADED)
     if threading.current_thread() is threading.main_thread():

@@ -4,7 +4,7 @@ Shape letters: T tokens of this rank, K selections of a token, E experts, R rank
 Expert `e` lives on rank `e // L`. An id outside `[0, E)` selects nothing.
 
 A *slot* is the row that a token takes at a destination. Rows are ordered by source rank and then by token, so with
-`num_tokens[s, d]` known for all ranks, every slot follows without asking anybody:
+`num_tokens[s, d]` known for all ranks, every slot follows without communication:
 
     slot[t, d] = sum(num_tokens[s, d] for s < me) + how many tokens before t go to d
 """

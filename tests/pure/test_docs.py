@@ -14,8 +14,11 @@ from types import ModuleType
 
 import pytest
 
+from deep_ep.buffers.low_latency import MOST_TOKENS
+from deep_ep.kernels.low_latency import words
 from deep_ep.tools import cli
 from deep_ep.transport import MAX_EXPERTS
+from deep_ep.transport.board import MOST_LOW_LATENCY_RANKS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
@@ -57,9 +60,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("page", ["docs/support.md", "docs/elastic.md"])
-def test_the_most_experts_are_named(page: str) -> None:
-    assert f"t most {MAX_EXPERTS:,} experts" in (ROOT / page).read_text()
+def test_limits_are_named() -> None:
+    assert f"At most {MAX_EXPERTS:,} experts" in (ROOT / "docs/elastic.md").read_text()
+    named = (ROOT / "docs/support.md").read_text().partition("## Limits")[2]
+    limits = (MAX_EXPERTS, MOST_TOKENS, MOST_LOW_LATENCY_RANKS, words.MOST_RANKS)
+    assert [limit for limit in limits if f"{limit:,}" not in named] == []
 
 
 def test_every_page_is_on_the_site() -> None:

@@ -22,7 +22,7 @@ class Unspeakable(Exception):
 FAILURES: dict[Exception, str] = {  # and what a peer reads of it
     RuntimeError("bad file name '\udcff'"): r"RuntimeError: bad file name '\udcff'",
     RuntimeError("é" * 1_000_000): "RuntimeError: éééé",
-    Unspeakable(): "Unspeakable (its text is not to be had: RuntimeError)",
+    Unspeakable(): "Unspeakable (its text could not be made: RuntimeError)",
 }
 
 
@@ -70,4 +70,4 @@ def test_a_text_for_peers() -> None:
     assert encoded("a\udcffb") == rb"a\udcffb"
     assert encoded("x" * 100, 10) == b"x" * 10
     assert account(ValueError("why")) == "ValueError: why"
-    assert account(Unspeakable()) == "Unspeakable (its text is not to be had: RuntimeError)"
+    assert account(Unspeakable()) == "Unspeakable (its text could not be made: RuntimeError)"

@@ -41,7 +41,7 @@ from .replacing import Generated, ReplacingMethods
 topk_idx_t = torch.int64
 """The dtype in which DeepEP's callers make expert ids; int32 works as well."""
 
-_inherited: list[Engine] = []  # of a forked child's parent: their tensors are a GPU's, which a child must not free
+_inherited: list[Engine] = []  # by a fork, and kept alive: their tensors are a GPU's, which a child must not free
 _AT_ONCE = CallOrder(None, False)  # of calls without events, which come again and again
 _MARKED = (Handle._fields.index("send_head"), RailHandle._fields.index("send_rdma_head"))  # on one node, on several
 _LEAST_SCRATCH_BYTES = 64 << 20  # reserved, not committed: staging needs a row of every rank to fit
@@ -108,7 +108,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             `DEEP_EP_TRACE`, empty: none.
 
     Attributes:
-        number: By which custom operators find it; of this process, and never given twice.
+        number: The key of this buffer in `registry`, by which custom operators find it; unique in this process.
         generation: How often the ranks have made it anew over a store (`join`, `replace`); 0: it was made over a group.
     """
 
@@ -637,7 +637,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         Args:
             dtype: Of the view.
             size: Its shape; default: one dimension, as many elements as the whole buffer has.
-            offset: In bytes. The length does not shrink with it.
+            offset: In bytes. Without `size` the view has as many elements as the whole buffer, whatever the offset.
             use_rdma_buffer: The buffer across nodes instead of the one inside a node.
         """
         where = "get_local_buffer_tensor"

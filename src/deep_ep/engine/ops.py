@@ -44,7 +44,7 @@ class Counts(NamedTuple):
         expert_counts: Selections of each expert of this rank.
         fits: The rows fit into what was offered, on all ranks.
         max_tokens: The largest M that a rank gave; 0: no rank gave one.
-        num_tokens: Tokens that each rank has; the CPU needs none of what follows.
+        num_tokens: Tokens that each rank has. This and what follows is for GPUs only.
         free_bytes: The largest region that each rank could take.
         remote_rows: Rows that each rank relays, its own ones for its node included; on one node, if the result is
             expanded, the rows of each rank's result; else anything.
@@ -172,7 +172,7 @@ class CallScope(Protocol):
 
 
 class OpenCall:
-    """The call that a rank is making, so that it is never left incomplete: who orders calls is one of these.
+    """The call that a rank is making, so that it is never left incomplete: the base of what orders calls.
 
     Attributes:
         is_calling: The engine is responsible for the call: whatever exception leaves it, the engine reports to the

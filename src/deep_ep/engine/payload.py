@@ -112,7 +112,7 @@ class Routing:
     has_weights: bool = False
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """All tensors of the routing that are not None."""
+        """The tensors of the routing; None for each that was not given."""
         per_node, idx, weights = self.num_tokens_per_node, self.topk_idx, self.topk_weights
         return self.num_tokens_per_rank, self.num_tokens_per_expert, self.is_token_in_rank, idx, weights, per_node
 

@@ -227,8 +227,8 @@ class Launch:
 
         Args:
             num_blocks: The grid; 0: there is nothing to do.
-            tensors: The arguments that change: those that are tensors come first,
-            numbers: and then those that are numbers.
+            tensors: The tensors among the arguments that change from call to call; they come first.
+            numbers: The integers among them, which follow.
         """
         if not num_blocks:
             return

@@ -11,7 +11,7 @@ counts at its end are the owner's own, which peers read:
 
     progress  [R, 8]              line p: how far rank p is, `epoch << 24 | step`
     failures  [R, 8]              line p: a word that is 1 once rank p has failed, and its record; before that, the last
-                                  call that rank p has refused to make, see `refusal_word`
+                                  call that rank p has refused to make, see `_refuse_kernel`
     headers   [2, R, H]           by parity of the epoch: what rank p posts in a call, H = 24 + N + R + L words,
                                   and 64 more with the reason if it has refused one
     counts    [2, R * H] int32    by parity of the epoch: how often the owner selects each expert, in the first E words
@@ -247,7 +247,7 @@ def may_move(state):
 
 @triton.jit
 def may_still_move(state):
-    """Return the same anew, in the last block: others have done nothing if the buffer has failed in between."""
+    """Read both words again, in the last block: others have done nothing if the buffer has failed in between."""
     return (tl.load(state + _FAILED, volatile=True) == 0) & (tl.load(state + _HELD, volatile=True) == 0)
 
 
@@ -277,7 +277,7 @@ def selected_counts(context, source, epoch):
 
 @jit
 def _abort_kernel(context_words, operation: tl.int32, LANES: tl.constexpr):
-    """Fail for a reason that only the host knows."""
+    """Fail for a reason on the host."""
     context = open_context(context_words)
     state, rank = context[2], context[6]
     if tl.load(state + _FAILED) == 0:

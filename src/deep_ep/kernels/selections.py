@@ -780,7 +780,7 @@ def zero_gaps(out: torch.Tensor, ends: torch.Tensor, alignment: int) -> None:
         alignment: To which each end is rounded up.
 
     Example:
-        Ends `[1, 4]` with alignment 2: rows 1 and no others.
+        Ends `[1, 4]` with alignment 2: row 1 alone becomes zero.
     """
     if alignment == 1 or not out.numel():
         return

@@ -125,14 +125,14 @@ class Experts(nn.Module):
             self._mark_gradients()
 
     def forward(self, x: torch.Tensor, num_rows: list[int] | torch.Tensor) -> torch.Tensor:
-        """Rows through their experts. Under autocast in its dtype, as linear layers do.
+        """Apply the experts to their rows. Under autocast in its dtype, as linear layers do.
 
         Args:
-            x: [m, H], ordered by expert; where the host does not know the counts, then rows of nobody.
+            x: [m, H], ordered by expert; where the host does not know the counts, rows of no expert may follow.
             num_rows: Of each expert, which sum to m; or [L] int32, where the rows of each expert end.
 
         Returns:
-            [m, H], in the same order; 0 for rows of nobody.
+            [m, H], in the same order; 0 for rows of no expert.
         """
         if self._is_raw and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._mark_gradients()  # of parameters that were replaced, added or unfrozen

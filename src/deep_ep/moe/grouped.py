@@ -38,7 +38,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, num_rows: list[int]) -
 
 
 def padded_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The same where only the device knows, for shapes that must not depend on it.
+    """Apply the experts to their rows where only the device knows how many each has, and shapes must not depend on it.
 
     Args:
         x: [m, I], ordered by expert. Rows beyond the last expert's may hold anything.

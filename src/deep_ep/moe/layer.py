@@ -66,7 +66,7 @@ class MoELayer(nn.Module):
             `with torch.device("meta")`). After `to_empty`, call `reset_parameters` or load a checkpoint.
         reduction: Whether experts' gradients are those of the sum of the ranks' losses, or of their mean, which is what
             DDP and FSDP2 make of all others. Default: the mean with `mesh`, the sum without.
-        num_worst_tokens: Work on this many rows, whoever chooses what; the tokens of all ranks always suffice. Shapes
+        num_worst_tokens: Work on this many rows, whatever gates choose; the tokens of all ranks always suffice. Shapes
             are then fixed: the host never waits for counts, and `torch.compile(fullgraph=True)` takes the layer. 0: on
             as many rows as come, which is less work; in a compiled graph the exchange is then a graph break.
         is_fp8: Tokens, and in the backward pass gradients of sums, travel as FP8. Sums travel as they are.
@@ -200,7 +200,7 @@ class MoELayer(nn.Module):
             )
 
     def forward(self, x: torch.Tensor, num_sequences: int = 1) -> MoEOutput:
-        """The layer.
+        """Return what the experts make of the tokens, and the balance loss.
 
         Args:
             x: [..., H] float; leading dimensions are tokens.

@@ -100,7 +100,7 @@ def usual_system(gpu: str) -> str:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What one would buy.
+    """The hardware of a cluster.
 
     Attributes:
         gpu: A name of `GPUS`.

@@ -34,7 +34,7 @@ _MEMORY_FOR_BUFFERS = 0.1  # of a GPU
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """The arguments of a plan.
 
     Attributes:
         model: The model.
@@ -77,7 +77,7 @@ class Question:
     is_expanded: bool = False
 
     def check(self) -> None:
-        """Refuse what makes no sense, with `ValueError`."""
+        """Refuse inconsistent values, with `ValueError`."""
         self.cluster.check()
         self.routing().check()
         if self.phase not in PHASES:
@@ -131,7 +131,7 @@ class ModePlan(NamedTuple):
 
     @property
     def us(self) -> float:
-        """Of dispatch and combine."""
+        """Microseconds of dispatch and combine together."""
         return self.dispatch.us + self.combine.us
 
 
@@ -165,7 +165,7 @@ class SizePlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The answer.
+    """The result of `make_plan`.
 
     Attributes:
         question: What was asked.
@@ -179,10 +179,10 @@ class Plan(NamedTuple):
 
 
 def make_plan(question: Question, table: Table) -> Plan:
-    """Answer a question.
+    """Predict calls and layers for each number of ranks.
 
     Raises:
-        ValueError: It makes no sense.
+        ValueError: The question is inconsistent.
     """
     question.check()
     systems = table.systems()

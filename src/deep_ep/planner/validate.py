@@ -39,7 +39,7 @@ class Checked(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative."""
+        """The relative error of the prediction."""
         return abs(self.prediction.us / self.point.latency_us - 1)
 
     @property

@@ -1,7 +1,7 @@
 """Recording what a rank does, in the trace format of Chrome and Perfetto (`docs/trace.md`).
 
-Every rank writes its own file, on the clock of rank 0. Where nothing is recorded there is no `Trace`, and whoever could
-record something looks at one attribute.
+Every rank writes its own file, on the clock of rank 0. Where nothing is recorded there is no `Trace`, and code that
+could record something looks at one attribute.
 """
 
 from .clock import Clock

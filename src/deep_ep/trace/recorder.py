@@ -41,11 +41,11 @@ class Slice:
         self._begin_ns = 0
 
     def add(self, **args: Any) -> None:
-        """Say more about it."""
+        """Add facts to the slice."""
         self._args.update(args)
 
     def waited(self, secs: Mapping[int, float], first_rank: int = 0) -> None:
-        """Say for whom it waited.
+        """Add how long it waited for each rank, and which came last.
 
         Args:
             secs: Seconds waited for each rank that was not there yet.
@@ -75,10 +75,10 @@ class _NoSlice(Slice):
         pass
 
     def add(self, **args: Any) -> None:
-        """Forget it."""
+        """Do nothing: there is no trace."""
 
     def waited(self, secs: Mapping[int, float], first_rank: int = 0) -> None:
-        """Forget it."""
+        """Do nothing: there is no trace."""
 
     def __enter__(self) -> Slice:
         return self
@@ -116,7 +116,7 @@ class Trace:
         self._closing = Closing(self, lambda _: file.close())  # at the latest when the process ends
 
     def describe(self, **facts: Any) -> None:
-        """Tell a reader more."""
+        """Write facts about the buffer into the trace."""
         self._tell("deep_ep", 0, **facts)
         self._file.flush()
 

@@ -187,7 +187,7 @@ class Window:
         look: Raises if something else than the window has failed, called with the call that waits and the seconds so
             far; None: there is nothing.
         trace: The trace in which calls are recorded; None: none is.
-        watch: Counts which peer came last in a wait; None: nobody is interested.
+        watch: Counts which peer came last in a wait; None: nothing does.
         fault: Called at every fault point, where tests stop, kill or delay the rank; None: there is none.
     """
 

@@ -175,7 +175,7 @@ class CpuDispatch:
     def received(
         self, routes: None, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
     ) -> DispatchResult:
-        """Return all rows that there is memory for."""
+        """Return the first `num_rows` rows, and the handle."""
         del routes, told
         return received_of(sections, num_rows, unpacked.topk_idx, unpacked.topk_weights, unpacked.handle)
 

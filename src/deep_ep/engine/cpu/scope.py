@@ -28,7 +28,7 @@ class CpuScope:
     Whatever exception leaves a call, at whatever point, the call has ended, or was refused or failed. Half a call must
     not be followed by the next: peers would take its signals for this one's. An interrupt may come before the first
     instruction of `__exit__`, or while an earlier one is reported. So the chain has the scope until it has ended its
-    call, and whoever finds it there ends it: `OpenCall.settle`, where the exception leaves the method of the buffer, or
+    call, and `OpenCall.settle` ends one that is still there: where the exception leaves the method of the buffer, or
     where the next call begins.
 
     Args:

@@ -68,9 +68,9 @@ class CudaEngine(Engine):
         self.stream = stream
         self.signals = signals
         self._is_capturing = window.memory.is_capturing
-        self.require_working = signals.require_working  # type: ignore[method-assign]  # a call less for every call
+        self.require_working = signals.require_working  # type: ignore[method-assign]  # saves a Python call in each call
         self._ops = ops
-        self._dispatches: dict[tuple, Any] = {}  # by signature, of which a plain tuple is made faster
+        self._dispatches: dict[tuple, Any] = {}  # by signature, as a plain tuple, which is made faster
         self._combines: dict[tuple, CombineSteps] = {}
         self._num_local_bytes = num_local_bytes
         self._local: torch.Tensor | None = None

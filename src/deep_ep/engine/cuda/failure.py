@@ -85,7 +85,7 @@ class Record:
         if self.code == exchange.DESYNC:
             return EPError(
                 f"{where}: {named(_ranks_of(self.subject, num_ranks))} went on without the others "
-                f"({_by(self.origin, rank)}{me}). Report this bug"
+                f"({_by(self.origin, rank)}{me}). This is a bug: report it"
             )
         if self.code == exchange.REFUSED:
             cause = f"refused this call, of which nothing was sent: {reason() or 'look at its output'}"

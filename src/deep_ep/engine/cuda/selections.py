@@ -584,7 +584,7 @@ class DeviceUnfold(Unfold):
         return arrived._replace(topk_idx=received.topk_idx, topk_weights=weights)
 
     def _wait(self) -> None:
-        if self._request.layout is not None:  # `unpack` has waited otherwise
+        if self._request.layout is not None:  # with routing, `_describe` has waited
             super()._wait()
 
     def _unfold_rows(self, layout: Layout, sent: Sequence[Any], outputs: Sequence[Any]) -> None:

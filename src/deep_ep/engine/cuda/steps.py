@@ -301,8 +301,8 @@ class DeviceCombine(ABC):
 def shrink(matrices: Sequence[torch.Tensor | None], num_rows: int) -> None:
     """Leave matrices of a full dispatch, for which there is more memory than was needed, their first rows.
 
-    Nobody else has these tensors yet. So they are changed, which takes a third of the time that a view takes: the
-    caller waits for what is done after the counts have come.
+    No other code has these tensors yet, so they are resized in place, which takes a third of the time that a view
+    takes: the caller waits for what is done after the counts have come.
     """
     for matrix in matrices:
         if matrix is not None:

@@ -138,12 +138,12 @@ class Geometry(NamedTuple):
 
     @property
     def combine_bytes(self) -> int:
-        """The bytes of a combine's set, and of a zero-copy tensor."""
+        """The bytes of a slot: the rows of a combine, or a zero-copy tensor."""
         return self.num_experts * self.max_tokens * self.slot_bytes
 
     @property
     def copied_combine_bytes(self) -> int:
-        """The most bytes of a combine's set in a copy: one rank's rows."""
+        """The most bytes of the copy of a slot: one rank's rows."""
         return self.num_local_experts * self.max_tokens * self.slot_bytes
 
     def hint(self) -> int:

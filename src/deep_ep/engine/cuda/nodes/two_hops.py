@@ -79,7 +79,7 @@ class TwoHopOps:
         self.node = relay_sums.Node(topology.node, context.table[:, self.router.local], self.plan, context.state)
         self.aimed = replace(context, table=torch.zeros_like(context.table))
         self.own = replace(context, rank=0, num_ranks=1, num_nodes=1)  # for a count of this rank alone
-        # A rank of this node may itself wait for its rail, up to the limit: it must be the one to name who is silent.
+        # A rank of this node may itself wait for its rail, up to the limit. That wait must end first, and name a rank.
         self.patient = replace(context, limit_ns=context.limit_ns + context.limit_ns // 4)
         self.counts = context.state.new_empty(context.num_ranks, dtype=torch.int32)
         self.guessed_forwarded = 0

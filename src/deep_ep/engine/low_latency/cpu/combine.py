@@ -97,7 +97,7 @@ class LowLatencyCombine(LowLatencyCall):
 
     def _require_possible(self, rows: torch.Tensor, num_experts: int) -> None:
         if rows.numel() > num_experts * self._geometry.max_tokens:
-            raise EPError(f"{self.name}: the handle speaks of {rows.numel()} rows, more than dispatch can bring")
+            raise EPError(f"{self.name}: the handle counts {rows.numel()} rows, more than dispatch can bring")
 
     def _write(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write some of the experts' rows, numbered over all experts, into [n, pitch] uint8."""

@@ -193,7 +193,7 @@ class LowLatencyDispatch(LowLatencyCall):
         return parts
 
     def _spoiled(self) -> SpoiledError:
-        return SpoiledError(f"{self.name}: a peer's table makes no sense. This is a bug: report it")
+        return SpoiledError(f"{self.name}: a peer's table is inconsistent. This is a bug: report it")
 
     def _peer_tokens(self, rank: int, post: LocalPost, start: int, stop: int) -> torch.Tensor:
         """Return some of the tokens that a peer has listed, int32, in place."""

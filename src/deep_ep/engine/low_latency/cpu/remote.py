@@ -114,7 +114,7 @@ class RemotePost(NamedTuple):
 
 def spoiled(rank: int) -> SpoiledError:
     """Return the error for a remote rank's frame that is inconsistent."""
-    return SpoiledError(f"low-latency call: the message of rank {rank} makes no sense. This is a bug: report it")
+    return SpoiledError(f"low-latency call: the message of rank {rank} is inconsistent. This is a bug: report it")
 
 
 def _total(words_bytes: int, sizes: Sequence[int]) -> int:

@@ -187,6 +187,7 @@ class _BarrierPhases:
 
     Args:
         engine: The calls of the buffer.
+        call: The kernel of the call.
         copier: Copies the signal to remote ranks, if there are any.
         options: How it waits.
     """

@@ -58,7 +58,7 @@ class RailProgram(Program):
         self.some_staged = any(drawn.memory[peer] == STAGED for peer in self.node)
 
     def _dispatch(self) -> list[Operation]:
-        """`CpuNodesDispatch.exchange_counts` and `move_rows`."""
+        """`CpuNodesDispatch._exchange_counts` and `_move_rows`."""
         operations = [*self._send(ANNOUNCE), *self._receive(ANNOUNCE), self.does("post_header", self._post_header)]
         headers = self.does("headers", self._read_headers)
         if self.drawn.kind == FULL:
@@ -90,7 +90,7 @@ class RailProgram(Program):
         return operations
 
     def _combine(self) -> list[Operation]:
-        """`CpuNodesCombine.sum_rows`."""
+        """`CpuNodesCombine._sum_rows`."""
         is_staged, rounds = self.memory == STAGED, self.rounds if self.some_staged else 0
         operations = [
             *self._send(ANNOUNCE),
