@@ -1,4 +1,4 @@
-"""The decorator of all calls of a buffer: the lock, the trace, and the report to the peers if a call is left early."""
+"""Decorators of the calls of a buffer: the lock, the trace, the report to the peers if a call is left early; names."""
 
 from __future__ import annotations
 
@@ -41,3 +41,20 @@ def call(method: F) -> F:
                 raise
 
     return cast(F, made)
+
+
+def across_nodes(method: F) -> F:
+    """A call of a buffer under the name that DeepEP gives it across nodes. It is refused inside a node."""
+    operation = method.__name__
+
+    @functools.wraps(method)
+    def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._require_nodes(renamed.__name__)
+        return getattr(self, operation)(*args, **kwargs)
+
+    renamed.__name__ = f"internode_{operation}"
+    renamed.__qualname__ = f"Buffer.{renamed.__name__}"
+    renamed.__doc__ = (
+        f"`{operation}` under the name that DeepEP gives it across nodes. `{operation}` chooses by itself."
+    )
+    return cast(F, renamed)

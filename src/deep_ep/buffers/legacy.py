@@ -33,7 +33,7 @@ from ..trace import Trace, open_trace
 from ..transport import WindowSizes
 from ..watch import Watch
 from . import checks, registry, usual
-from .calling import call, is_compiling
+from .calling import across_nodes, call, is_compiling
 from .engines import Engine, find_device, forced_ranks_per_node, make_engine
 from .low_latency import LowLatencyMethods
 from .replacing import Generated, ReplacingMethods
@@ -548,57 +548,8 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         combined, event = engine.combine(x, parsed, topk_weights, biases, order, num_sms)
         return combined.x, combined.topk_weights, EventOverlap(event)
 
-    def internode_dispatch(
-        self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        handle: tuple | None = None,
-        num_tokens_per_rank: torch.Tensor | None = None,
-        num_tokens_per_rdma_rank: torch.Tensor | None = None,
-        is_token_in_rank: torch.Tensor | None = None,
-        num_tokens_per_expert: torch.Tensor | None = None,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
-        config: Config | None = None,
-        previous_event: EventOverlap | EventHandle | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple:
-        """`dispatch` under the name that DeepEP gives it across nodes. Use `dispatch`, which chooses by itself."""
-        self._require_nodes("internode_dispatch")
-        return self.dispatch(
-            x,
-            handle,
-            num_tokens_per_rank,
-            num_tokens_per_rdma_rank,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            num_worst_tokens,
-            config,
-            previous_event,
-            async_finish,
-            allocate_on_comm_stream,
-        )
-
-    def internode_combine(
-        self,
-        x: torch.Tensor,
-        handle: tuple,
-        topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
-        config: Config | None = None,
-        previous_event: EventOverlap | EventHandle | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """`combine` under the name that DeepEP gives it across nodes. Use `combine`, which chooses by itself."""
-        self._require_nodes("internode_combine")
-        stream = (previous_event, async_finish, allocate_on_comm_stream)
-        return self.combine(x, handle, topk_weights, bias, config, *stream)
+    internode_dispatch = across_nodes(dispatch)
+    internode_combine = across_nodes(combine)
 
     # Memory, streams, statistics -------------------------------------------------------------------------------------
 

@@ -82,10 +82,6 @@ class Sections(NamedTuple):
     bases: tuple[Any, ...]
     expanded_rows: int = 0
 
-    def addresses(self) -> tuple[int, ...]:
-        """Addresses of the sections; 0: it does not travel."""
-        return tuple(0 if part is None else part.data_ptr() for part in (self.x, self.scales, self.records))
-
     def parts(self) -> list[torch.Tensor]:
         """The sections that travel, as a list."""
         return [part for part in (self.x, self.scales, self.records) if part is not None]

@@ -99,10 +99,6 @@ class InFlight:
             "handles with a tensor of get_next_low_latency_combine_buffer. Combine one of those handles first"
         )
 
-    def age(self, number: int) -> int:
-        """Return how many calls were sent after a call."""
-        return self._num_sent - number
-
     def require_pending(self, number: int) -> None:
         """Raise unless a call is pending, so that none is ended twice.
 

@@ -35,7 +35,7 @@ from .words import (
 )
 
 BARRIER, DISPATCH, COMBINE = 0, 1, 2  # what a call is, for `poster`
-_BARRIER, _DISPATCH, _COMBINE = tl.constexpr(BARRIER), tl.constexpr(DISPATCH), tl.constexpr(COMBINE)
+_DISPATCH, _COMBINE = tl.constexpr(DISPATCH), tl.constexpr(COMBINE)
 _LINE = tl.constexpr(8)
 _POST_WORDS = tl.constexpr(POST_WORDS)
 _ROW_WARPS = 8

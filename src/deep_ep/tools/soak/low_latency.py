@@ -24,7 +24,6 @@ from .state import State
 
 _MOST_TOKENS, _MOST_HIDDEN, _MOST_EXPERTS_PER_RANK, _MOST_TOPK = 12, 300, 4, 32
 _MOST_ROWS_PER_RANK = _MOST_TOKENS * _MOST_EXPERTS_PER_RANK  # of one source: few tokens may have many experts
-_BATCHES = ("A", "B")
 _LOGFMT_ERROR = 0.023  # half a step of 32 binary orders of magnitude in 510
 _BF16_ERROR = 2.0**-8
 _FORMS: tuple[dict[str, Any], ...] = (
