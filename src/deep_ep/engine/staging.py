@@ -58,14 +58,23 @@ def token_blocks(ends: list[list[int]]) -> Blocks:
     return [list(zip(start, end, strict=True)) for start, end in zip(starts, ends, strict=True)]
 
 
-def num_dispatch_rounds(offers: list[Offer], blocks: Blocks) -> int:
-    """Return the rounds of a dispatch. All ranks compute the same number, from the same counts."""
-    rounds = 1
-    for peer, offer in enumerate(offers):
-        if offer.is_staged:
-            largest = max(stop - start for start, stop in (row[peer] for row in blocks))
-            rounds = max(rounds, -(-largest // offer.rows_per_source(len(offers))))
-    return rounds
+def num_staged_rounds(offers: Sequence[Offer], most_rows: Sequence[int]) -> int:
+    """Return the rounds in which rows go to staged ranks; 0 if no rank is staged.
+
+    All ranks compute the same number, from the same counts.
+
+    Args:
+        offers: Of the ranks.
+        most_rows: By destination, the most rows that any source has for it.
+    """
+    staged = [(offer, most) for offer, most in zip(offers, most_rows, strict=True) if offer.is_staged]
+    return max((max(1, -(-most // offer.rows_per_source(len(offers)))) for offer, most in staged), default=0)
+
+
+def round_rows(offer: Offer, count: int, index: int, num_ranks: int) -> tuple[int, int]:
+    """Return which of a source's `count` rows go through its part of staging in round `index`, as [first, last)."""
+    rows = offer.rows_per_source(num_ranks)
+    return min(index * rows, count), min((index + 1) * rows, count)
 
 
 def round_slots(offer: Offer, block: tuple[int, int], index: int, rank: int, num_ranks: int) -> SlotRange:
@@ -75,6 +84,5 @@ def round_slots(offer: Offer, block: tuple[int, int], index: int, rank: int, num
     start, stop = block
     if not offer.is_staged:
         return SlotRange(start, stop, 0) if index == 0 else SlotRange(0, 0, 0)
-    rows = offer.rows_per_source(num_ranks)
-    begin = min(start + index * rows, stop)
-    return SlotRange(begin, min(begin + rows, stop), rank * rows - begin)
+    first, last = round_rows(offer, stop - start, index, num_ranks)
+    return SlotRange(start + first, start + last, rank * offer.rows_per_source(num_ranks) - start - first)

@@ -7,7 +7,7 @@ senders' boards beside their headers, and are fetched. See `docs/protocol.md` fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -39,7 +39,7 @@ from ..payload import (
     unpack_records,
 )
 from ..protocol import ANNOUNCED, OFFERED, READY, TAKEN, Agreement, Header, Offer, checksum
-from ..staging import Blocks, Staging, num_dispatch_rounds, round_slots, rows_per_source, token_blocks
+from ..staging import Blocks, Staging, num_staged_rounds, round_rows, round_slots, rows_per_source, token_blocks
 from .call import Call, Chain
 from .posted import Block, fetch_rows, post_rows, section_starts
 from .scope import CpuScope
@@ -400,24 +400,21 @@ class CpuDispatch:
         if staging is not None:
             self._chain.warn_staged("dispatch")
         offers = call.offers()
-        num_rounds = num_dispatch_rounds(offers, blocks)
+        to_ranks = zip(*blocks, strict=True)
+        num_rounds = max(1, num_staged_rounds(offers, [max(stop - start for start, stop in one) for one in to_ranks]))
         rows = [self._rows(call, offers, index, part) for index, part in enumerate(outgoing)]
         rank, num_ranks = self._window.rank, len(offers)
-        for index in range(num_rounds):
+        theirs = [row[rank] for row in blocks]
+
+        def put(index: int) -> None:
             ranges = [
                 round_slots(offer, blocks[rank][peer], index, rank, num_ranks) for peer, offer in enumerate(offers)
             ]
             with call.slice("put rows", SEND, rows=[one.end - one.begin for one in ranges]):
                 self._put_round(offers, rows, ranges, index)
-            call.signal(READY + 2 * index)
-            call.wait(READY + 2 * index)
-            if staging is not None:
-                with call.slice("copy out", RECEIVE, round=index):
-                    theirs = [blocks[source][rank] for source in range(num_ranks)]
-                    self._copy_out(staging, sections.parts(), theirs, index)
-            if index + 1 < num_rounds:
-                call.signal(TAKEN + 2 * index)
-                call.wait(TAKEN + 2 * index)
+
+        copy_out = None if staging is None else partial(self._copy_out, staging, sections.parts(), theirs)
+        run_rounds(call, num_rounds, put, copy_out)
         return num_rounds
 
     def _put_round(self, offers: list[Offer], rows: list[Section], ranges: list[SlotRange], index: int) -> None:
@@ -438,9 +435,10 @@ class CpuDispatch:
     ) -> None:
         per_source = staging.offer.rows_per_source(len(blocks))
         for source, (start, stop) in enumerate(blocks):
-            first, last = min(start + index * per_source, stop), min(start + (index + 1) * per_source, stop)
+            first, last = round_rows(staging.offer, stop - start, index, len(blocks))
             for part, staged in zip(parts, staging.sections, strict=True):
-                as_bytes(part)[first:last] = staged[source * per_source : source * per_source + last - first]
+                there = staged[source * per_source : source * per_source + last - first]
+                as_bytes(part)[start + first : start + last] = there
 
     def _num_received(self) -> int:
         """Return the number of rows that have come to this rank."""
@@ -469,3 +467,24 @@ class CpuDispatch:
         row_bytes = sum(count * dtype.itemsize for count, dtype in section_columns(self._payload, self._routing))
         path = "posted" if self._is_posted else "staged" if sections.rows_per_source else "direct"
         self._chain.stats.count("dispatch", path, self._num_rounds, rows_to, rows_from, row_bytes)
+
+
+def run_rounds(call: Call, num_rounds: int, put: Callable[[int], None], copy_out: Callable[[int], None] | None) -> None:
+    """Put rows round by round. Those of a round are put once all ranks have copied out those of the round before.
+
+    Args:
+        call: The call.
+        num_rounds: The rounds, the same number on all ranks.
+        put: Puts this rank's rows of a round.
+        copy_out: Copies the rows of a round out of this rank's staging; None: it has none.
+    """
+    for index in range(num_rounds):
+        put(index)
+        call.signal(READY + 2 * index)
+        call.wait(READY + 2 * index)
+        if copy_out is not None:
+            with call.slice("copy out", RECEIVE, round=index):
+                copy_out(index)
+        if index + 1 < num_rounds:
+            call.signal(TAKEN + 2 * index)
+            call.wait(TAKEN + 2 * index)

@@ -19,13 +19,13 @@ from ....kernels.rows import row_bytes
 from ....trace import RECEIVE, SEND
 from ....transport.links import Page
 from ...protocol import OFFERED, READY, TAKEN, Agreement, Header, Offer
-from ...staging import Staging
+from ...staging import Staging, round_rows
 from ..call import Call
 from ..combine import CpuCombine
 from ..scope import CpuScope
 from .announce import Announcement, receive_announcements, require_rows, send_announcement
 from .chain import CpuNodesChain
-from .rounds import copy_out, forwarded, num_rounds, read_forwarded, round_rows, rows_by_source, staged_slots
+from .rounds import copy_out, forwarded, num_rounds, read_forwarded, rows_by_source, staged_slots
 from .routes import CpuNodesRoutes
 from .totals import Totals
 from .traffic import ChunkForm, Chunks, Traffic

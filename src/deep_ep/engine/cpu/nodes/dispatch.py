@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -16,13 +17,14 @@ from ....config import Config
 from ....errors import EPOverflow
 from ....handle import RailHandle, check_rail_rows, require_filled
 from ....kernels.rows import Section, SlotRange, put_rows, row_bytes, rows_as, widest_dtype
-from ....trace import RECEIVE, SEND
+from ....trace import SEND
 from ....transport.links import VERDICT, Pieces
 from ...ops import Counts, Sections
 from ...payload import Payload, Routing, Unpacked, agreement_of, outgoing_parts, section_columns
-from ...protocol import ANNOUNCED, OFFERED, READY, TAKEN, Header, Offer
+from ...protocol import ANNOUNCED, OFFERED, READY, Header, Offer
+from ...staging import round_slots
 from ..call import Call
-from ..dispatch import CpuDispatch
+from ..dispatch import CpuDispatch, run_rounds
 from ..scope import CpuScope
 from .announce import (
     Announcement,
@@ -35,7 +37,7 @@ from .announce import (
 )
 from .chain import CpuNodesChain
 from .hops import FanOut, Packer
-from .rounds import copy_out, forwarded, num_rounds, read_forwarded, round_rows, rows_by_source, staged_slots
+from .rounds import copy_out, forwarded, num_rounds, read_forwarded, rows_by_source, staged_slots
 from .routes import CpuNodesRoutes
 from .traffic import ChunkForm, Chunks, Traffic
 
@@ -349,27 +351,24 @@ class CpuNodesDispatch(CpuDispatch):
 
     def _put_staged(self, call: Call, offers: list[Offer], sections: Sections) -> int:
         """Put the rows for staged ranks round by round: put, signal, wait, copy out. Returns the number of rounds."""
-        assert self._numbers is not None
+        numbers = self._numbers
+        assert numbers is not None
         size, rank, staging = len(offers), self._window.rank, self._staging
         counts = self._counts_by_source(call)
         held = [Section(rows, table) for rows, table in zip(self._held, self._tables, strict=True)]
         sources = rows_by_source(self._handle, self._topology)
         rounds = num_rounds(counts, offers)
-        for index in range(rounds):
-            ranges = []
-            for local, offer in enumerate(offers):
-                first, last = round_rows(offer, counts[rank][local], index, size) if offer.is_staged else (0, 0)
-                ranges.append(SlotRange(first, last, rank * offer.rows_per_source(size) - first if last > first else 0))
+
+        def put(index: int) -> None:
+            ranges = [
+                round_slots(offer, (0, count), index, rank, size) if offer.is_staged else SlotRange(0, 0, 0)
+                for offer, count in zip(offers, counts[rank], strict=True)
+            ]
             with call.slice("put rows", SEND, round=index):
-                put_rows(held, self._numbers, ranges, first_peer=rank)
-            call.signal(READY + 2 * index)
-            call.wait(READY + 2 * index)
-            if staging is not None:
-                with call.slice("copy out", RECEIVE, round=index):
-                    copy_out(staging, sections.parts(), sources, index, reverse=False)
-            if index + 1 < rounds:
-                call.signal(TAKEN + 2 * index)
-                call.wait(TAKEN + 2 * index)
+                put_rows(held, numbers, ranges, first_peer=rank)
+
+        copy = None if staging is None else partial(copy_out, staging, sections.parts(), sources, reverse=False)
+        run_rounds(call, rounds, put, copy)
         return rounds
 
     def _counts_by_source(self, call: Call) -> list[list[int]]:

@@ -16,7 +16,7 @@ from ....handle import RailHandle
 from ....kernels.rows import as_bytes
 from ....topology import Topology
 from ...protocol import Offer
-from ...staging import Staging
+from ...staging import Staging, num_staged_rounds, round_rows
 from ..call import Call
 
 ForwardedCounts = list[list[int]]  # `[i][d]` rows that local rank i forwards to local rank d
@@ -34,19 +34,8 @@ def read_forwarded(call: Call) -> ForwardedCounts:
 
 
 def num_rounds(counts: ForwardedCounts, offers: Sequence[Offer]) -> int:
-    """Return the rounds of a call; 0 if no rank is staged. All ranks of a node compute the same number."""
-    rounds = 0
-    for local, offer in enumerate(offers):
-        if offer.is_staged:
-            largest = max(row[local] for row in counts)
-            rounds = max(rounds, 1, -(-largest // offer.rows_per_source(len(offers))))
-    return rounds
-
-
-def round_rows(offer: Offer, count: int, index: int, num_ranks: int) -> tuple[int, int]:
-    """Return which of a rank's `count` rows go through its part of staging in round `index`, as [first, last)."""
-    rows = offer.rows_per_source(num_ranks)
-    return min(index * rows, count), min((index + 1) * rows, count)
+    """Return the rounds of a call; 0 if no rank is staged."""
+    return num_staged_rounds(offers, [max(to_rank) for to_rank in zip(*counts, strict=True)])
 
 
 def staged_slots(handle: RailHandle, is_staged: Sequence[bool]) -> tuple[torch.Tensor, torch.Tensor]:
