@@ -67,6 +67,12 @@ def test_limits_are_named() -> None:
     assert [limit for limit in limits if f"{limit:,}" not in named] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_prose_is_wrapped(page: Path) -> None:
+    lines = re.sub(r"\]\([^)]*\)", "", prose_of(page)).splitlines()  # no link can be
+    assert [line for line in lines if len(line) > 120 and not line.lstrip().startswith(("|", "!", "<"))] == []
+
+
 def test_every_page_is_on_the_site() -> None:
     """In the navigation, but single decisions, to which their own page of contents leads."""
     site = (ROOT / "mkdocs.yml").read_text()
