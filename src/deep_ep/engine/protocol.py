@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import env
-from ..errors import EPError
+from ..errors import EPError, EPOverflow
 from ..log import warn
 from ..transport import Base
 
@@ -40,6 +40,7 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 _WORDS: dict[Any, int] = {None: 0, **{name: word for word, name in enumerate(OPERATIONS)}}
 _WORDS.update({dtype: word for word, dtype in enumerate(_DTYPES, 1)})  # numbers stand for themselves
 _NO_BASE = [0, 0, 0]
+_CLOSED = ". The buffer is closed: make a new one"
 
 
 def step_name(step: int) -> str:
@@ -261,6 +262,31 @@ def clashes_among(said: dict[int, list[int]], mine: list[int]) -> list[tuple[str
         for rank, words in sorted(said.items())
         if tuple(words) != usual
     ]
+
+
+def overflow(rank: int, num_rows: int, limit: int, me: str, *, is_closed: bool = False) -> EPOverflow:
+    """Return the error for a dispatch of more rows than the `num_worst_tokens` of a rank.
+
+    Args:
+        rank: The rank that would receive them.
+        num_rows: How many.
+        limit: Its `num_worst_tokens`.
+        me: This rank, as messages name it.
+        is_closed: The buffer is closed thereby.
+    """
+    return EPOverflow(
+        f"dispatch: rank {rank} receives {num_rows} rows, more than its num_worst_tokens={limit} ({me}). "
+        f"Raise num_worst_tokens; tokens x ranks always suffices{_CLOSED if is_closed else ''}"
+    )
+
+
+def expanded_overflow(rank: int, num_rows: int, limit: int, me: str, *, is_closed: bool = False) -> EPOverflow:
+    """Return the error for more expanded rows than the worst case has memory for; see `overflow`."""
+    return EPOverflow(
+        f"dispatch: rank {rank} receives {num_rows} expanded rows, and the worst case is {limit} ({me}): tokens name "
+        "an expert more than once. Dispatch with do_cpu_sync=True, or have each token name an expert "
+        f"once{_CLOSED if is_closed else ''}"
+    )
 
 
 def checksum(counts: Sequence[Sequence[int]]) -> int:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ... import layout
-from ...errors import EPOverflow
 from ...handle import check_rows, is_refused, mark_refused, require_filled
 from ...kernels.rows import Section, SlotRange, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
 from ...trace import RECEIVE, SEND
@@ -38,7 +37,7 @@ from ..payload import (
     section_columns,
     unpack_records,
 )
-from ..protocol import ANNOUNCED, OFFERED, READY, TAKEN, Agreement, Header, Offer, checksum
+from ..protocol import ANNOUNCED, OFFERED, READY, TAKEN, Agreement, Header, Offer, checksum, overflow
 from ..staging import Blocks, Staging, num_staged_rounds, round_rows, round_slots, rows_per_source, token_blocks
 from .call import Call, Chain
 from .posted import Block, fetch_rows, post_rows, section_starts
@@ -349,11 +348,7 @@ class CpuDispatch:
         for rank, (header, num_rows) in enumerate(zip(headers, self._ends[-1], strict=True)):
             if 0 < header.num_worst_tokens < num_rows:
                 self._mark_refused()
-                raise EPOverflow(
-                    f"dispatch: rank {rank} receives {num_rows} rows, more than its "
-                    f"num_worst_tokens={header.num_worst_tokens} ({self._window.me()}). "
-                    "Raise num_worst_tokens; tokens x ranks always suffices"
-                )
+                raise overflow(rank, num_rows, header.num_worst_tokens, self._window.me())
 
     def _mark_refused(self) -> None:
         """Mark the handle, which the caller may have already, so that later calls raise: no rows came with its

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ...errors import EPOverflow
 from ...kernels.rows import Section, SlotRange, put_blocks, put_rows, row_bytes
 from ...sizing import align
 from ..ops import Sections
 from ..payload import Expansion, Payload, Routing, SendPlan
-from ..protocol import Agreement, Header, Offer, checksum
+from ..protocol import Agreement, Header, Offer, checksum, expanded_overflow
 from ..staging import Blocks
 from .call import Call, Chain
 from .dispatch import CpuDispatch
@@ -122,11 +121,7 @@ class ExpandedDispatch(CpuDispatch):
             num_rows = sum(totals[rank * num_local : (rank + 1) * num_local])
             if num_rows > self._expansion.num_rows:
                 self._mark_refused()
-                raise EPOverflow(
-                    f"dispatch: rank {rank} receives {num_rows} expanded rows, and the worst case is "
-                    f"{self._expansion.num_rows} ({self._window.me()}): tokens name an expert more than once. "
-                    "Dispatch with do_cpu_sync=True, or have each token name an expert once"
-                )
+                raise expanded_overflow(rank, num_rows, self._expansion.num_rows, self._window.me())
 
     def _make_plan(self) -> None:
         """Find the rows that this rank's selections take, from the counts of all ranks. A handle has them already."""

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from ...errors import EPError, EPOverflow, EPPeerFailed, EPTimeout, named
 from ...kernels import exchange
-from ..protocol import LEAVE, OPERATIONS, Agreement, clashes_among, disagreement, step_name
+from ..protocol import (
+    LEAVE,
+    OPERATIONS,
+    Agreement,
+    clashes_among,
+    disagreement,
+    expanded_overflow,
+    overflow,
+    step_name,
+)
 
 
 @dataclass(frozen=True)
@@ -57,17 +66,9 @@ class Record:
                 f"for rank {self.subject} it says {self.expected}, the sum is {self.seen}"
             )
         if self.code == exchange.OVERFLOW:
-            return EPOverflow(
-                f"dispatch: rank {self.subject} receives {self.seen} rows, more than its "
-                f"num_worst_tokens={self.expected} ({me}). "
-                "Raise num_worst_tokens; tokens x ranks always suffices. The buffer is closed: make a new one"
-            )
+            return overflow(self.subject, self.seen, self.expected, me, is_closed=True)
         if self.code == exchange.EXPANDED_OVERFLOW:
-            return EPOverflow(
-                f"dispatch: rank {self.subject} receives {self.seen} expanded rows, and the worst case is "
-                f"{self.expected} ({me}): tokens name an expert more than once. Dispatch with do_cpu_sync=True, or "
-                "have each token name an expert once. The buffer is closed: make a new one"
-            )
+            return expanded_overflow(self.subject, self.seen, self.expected, me, is_closed=True)
         if self.code == exchange.DISAGREE:
             differing, theirs = _ranks_of(self.subject, num_ranks), header(self.origin)
             said = {one: (header(one) if one in differing else theirs).words() for one in range(num_ranks)}

@@ -14,14 +14,13 @@ import torch
 
 from .... import layout
 from ....config import Config
-from ....errors import EPOverflow
 from ....handle import RailHandle, check_rail_rows, require_filled
 from ....kernels.rows import Section, SlotRange, put_rows, row_bytes, rows_as, widest_dtype
 from ....trace import SEND
 from ....transport.links import VERDICT, Pieces
 from ...ops import Counts, Sections
 from ...payload import Payload, Routing, Unpacked, agreement_of, outgoing_parts, section_columns
-from ...protocol import ANNOUNCED, OFFERED, READY, Header, Offer
+from ...protocol import ANNOUNCED, OFFERED, READY, Header, Offer, overflow
 from ...staging import round_slots
 from ..call import Call
 from ..dispatch import CpuDispatch, run_rounds
@@ -252,11 +251,7 @@ class CpuNodesDispatch(CpuDispatch):
         if seen:
             self._mark_refused()
             rank, num_rows, limit = min(seen)
-            raise EPOverflow(
-                f"dispatch: rank {rank} receives {num_rows} rows, more than its num_worst_tokens={limit} "
-                f"(rank {self._topology.rank}/{self._topology.num_ranks}). "
-                "Raise num_worst_tokens; tokens x ranks always suffices"
-            )
+            raise overflow(rank, num_rows, limit, rail.me())
         return prefix
 
     def _fill_rail_handle(self, call: Call) -> None:
