@@ -163,19 +163,19 @@ def patient_buffer(limit_secs: float) -> Buffer:
 
 
 def silent(rank: int, num_ranks: int, when: str, limit_secs: float) -> tuple[str, str, float]:
-    """Rank 3 says nothing any more: in the next call, or after the meeting of this one."""
+    """Rank 3 says nothing any more: in the next call, after the handshake of this one, or after its rows have left."""
     buffer = patient_buffer(limit_secs)
     world = make_world(num_ranks, 2)
     round_trip(buffer, world)
 
     def fault(point: str) -> None:
-        if point == "dispatch: before put":
+        if point == {"inside": "dispatch: before put", "at the end": "dispatch: before finish"}[when]:
             time.sleep(2 * limit_secs)
 
     kind, text, begin = "none", "", time.monotonic()
-    if rank == 3 and when == "inside":
+    if rank == 3 and when != "before":
         buffer.set_fault_hook(fault)
-    if rank != 3 or when == "inside":
+    if rank != 3 or when != "before":
         kind, text = error_of(lambda: [unchecked(buffer, world) for _ in range(2)])
     elapsed = time.monotonic() - begin
     torch.distributed.barrier()  # it is there all the time
@@ -189,7 +189,7 @@ def unchecked(buffer: Buffer, world: World) -> None:
     buffer.check()
 
 
-@pytest.mark.parametrize("when", ["before", "inside"])
+@pytest.mark.parametrize("when", ["before", "inside", pytest.param("at the end", marks=pytest.mark.exhaustive)])
 def test_a_silent_rank_is_named_on_all_nodes(device: str, transport: str, when: str) -> None:
     if device == "cpu" and when == "inside":
         pytest.skip("the limit would have to be long in the interpreter")
@@ -200,6 +200,8 @@ def test_a_silent_rank_is_named_on_all_nodes(device: str, transport: str, when: 
     for rank, (kind, text, elapsed) in enumerate(results[:3]):
         assert kind == "EPTimeout", text
         assert "rank 3 " in text or "ranks 3" in text, (rank, text)
+        if when == "at the end":  # rank 2 waits for it in this call, ranks 0 and 1 for both in the next one
+            assert "from rank 3 after" in text, (rank, text)
         assert elapsed < PATIENCE_SECS
 
 

@@ -48,6 +48,7 @@ class Signals(OpenCall):
         remote_board: [n] int64, which begins with the board that ranks of other nodes write; None: there are none.
         send_words: Launches the kernel that sends so many words to remote ranks; None: there is none, or a thread polls
             for them.
+        handshake_context: What handshakes know of the buffer.
         tell_failure: Has this rank's failure sent to remote ranks; None: there are none.
         is_announced: Peers may have seen the call that is being made, so an error in it is an error of all ranks.
         marks: Where calls are marked for a trace; None: nowhere.
@@ -98,6 +99,7 @@ class Signals(OpenCall):
             limit_ns=int(limit_secs * 1e9),
             num_nodes=num_nodes,
         )
+        self.handshake_context = self.context
 
     @staticmethod
     def board_bytes(num_ranks: int, max_experts: int, num_nodes: int = 1) -> int:
@@ -116,10 +118,11 @@ class Signals(OpenCall):
 
         If a kernel sends words to remote ranks, it is launched between the send half and the receive half.
         """
+        context = self.handshake_context
         if self.send_words is None:
-            return Handshake(self.context, terms, form)
-        sends = Handshake(self.context, terms, form._replace(receives=False))
-        receives = Handshake(self.context, terms, form._replace(sends=False, is_numbered=False, word=torch.uint8))
+            return Handshake(context, terms, form)
+        sends = Handshake(context, terms, form._replace(receives=False))
+        receives = Handshake(context, terms, form._replace(sends=False, is_numbered=False, word=torch.uint8))
         num_words, send_words = num_words_sent(self.context, terms, form.has_counts), self.send_words
 
         def both(

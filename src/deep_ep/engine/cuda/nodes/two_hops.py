@@ -79,8 +79,10 @@ class TwoHopOps:
         self.node = relay_sums.Node(topology.node, context.table[:, self.router.local], self.plan, context.state)
         self.aimed = replace(context, table=torch.zeros_like(context.table))
         self.own = replace(context, rank=0, num_ranks=1, num_nodes=1)  # for a count of this rank alone
-        # A rank of this node may itself wait for its rail, up to the limit. That wait must end first, and name a rank.
-        self.patient = replace(context, limit_ns=context.limit_ns + context.limit_ns // 4)
+        # The rank that waits for a silent one must name it before those that wait for this rank give up. So waits for
+        # the rail take the limit, those at the end of a call for the node more, and those for all nodes most.
+        self.patient = replace(context, limit_ns=context.limit_ns * 5 // 4)
+        signals.handshake_context = replace(context, limit_ns=context.limit_ns * 3 // 2)
         self.counts = context.state.new_empty(context.num_ranks, dtype=torch.int32)
         self.guessed_forwarded = 0
         self._point_to_remote()
@@ -101,11 +103,13 @@ class TwoHopOps:
 
     def _prepare(self) -> None:
         """Compile and load the kernels that signal, so that no peer's time limit passes while a kernel is compiled."""
-        context, proxy = self.signals.context, self.remote.proxy
+        context, proxy = self.signals.handshake_context, self.remote.proxy
         is_whole = proxy.send_words is None
         notify.prepare_nodes(context, [(True, True)] if is_whole else [(True, False), (False, True)])
         proxy.prepare(self.plan)
-        Finish(context, READY, 0).launch.prepare()
+        Finish(self.patient, READY, 0).launch.prepare()
+        for one in (self.aimed, self.patient, context):
+            _ = one.words  # uploaded now: the first call may be captured
 
     def dispatch(self, signature: DispatchSignature) -> TwoHopDispatch:
         """Make the steps of dispatches with one signature."""
