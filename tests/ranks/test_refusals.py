@@ -309,6 +309,33 @@ def test_ranks_mask_each_other_where_one_goes_on_after_a_mistake_of_its_own(
         assert [steps for *_, steps in results[1:]] == [[0] + [step] * (num_ranks - 1) for step in (2, 3, 4)]
 
 
+def come_back(rank: int, num_ranks: int, refusing: tuple[int, ...]) -> list[int]:
+    """Some ranks refuse a call that no rank makes. Then all come into step again. Returns who is masked at the end."""
+    buffer = make_buffer(num_ranks, low_latency_mode=True, enable_shrink=True)
+    call, (_, wrong) = calls(buffer, num_ranks)["low_latency_dispatch"], right_and_wrong()
+    if rank in refusing:
+        assert error_of(call, wrong)[0] == "ValueError"
+    dist.barrier()
+    buffer.low_latency_clean_mask_buffer()
+    dist.barrier()
+    buffer.clean_low_latency_buffer(TOKENS, HIDDEN, 2 * num_ranks)
+    status = torch.zeros(num_ranks, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    dist.barrier()
+    return status.tolist()
+
+
+@worlds(ONE_NODE[1:], NODES[:1], KERNELS[:1])
+@pytest.mark.parametrize("refusing", [(0,), (0, 1)])
+def test_ranks_that_have_refused_a_call_come_into_step(
+    device: str, num_ranks: int, env: dict, refusing: tuple[int, ...]
+) -> None:
+    require_low_latency(device, env)
+    if device == "cuda" and "DEEP_EP_TRANSPORT" in env:
+        pytest.skip("kernels run there anyway")
+    assert run_ranks(come_back, num_ranks, refusing, env=env) == [[0] * num_ranks] * num_ranks
+
+
 def other_counts(rank: int, num_ranks: int) -> None:
     """The ids are those of the layout, and the counts per expert are not."""
     buffer = make_buffer(num_ranks)

@@ -335,7 +335,7 @@ def must_stop(failed, refused, number, kind):
         kind: `NORMAL` or `LOW_LATENCY`.
     """
     call = (number << 1) + kind
-    return (failed == 1) | ((failed >> _TIMES_BITS == call) & ((failed & 0xFFFF) > _times_of(refused, call)))
+    return (failed == 1) | ((failed >> _TIMES_BITS == call) & ((failed & 0xFFFF) > times_of(refused, call)))
 
 
 @triton.jit
@@ -355,11 +355,11 @@ def falls_behind(failed, refused, number, kind):
     call = (number << 1) + kind
     theirs = failed >> _TIMES_BITS
     is_known = (failed == 0) | ((theirs <= call) & ((theirs & 1) == kind) & (failed != 1))
-    return is_known & (_times_of(failed, call) < _times_of(refused, call))
+    return is_known & (times_of(failed, call) < times_of(refused, call))
 
 
 @triton.jit
-def _times_of(word, call):
+def times_of(word, call):
     """Return how often a call was refused, by the word of a rank's last refusal."""
     return tl.where(word >> _TIMES_BITS == call, word & 0xFFFF, 0)
 

@@ -38,6 +38,7 @@ from ..exchange import (
     must_stop,
     propagate_failure,
     refuse,
+    times_of,
 )
 from ..primitives import clock_ns, load_acquire, store_release, tell_host, words_at
 
@@ -414,7 +415,8 @@ def _join_kernel(
 
     A rank's attempts are numbered. It writes its attempt, and the number that its next call would have, into its line
     at every peer, and echoes every attempt that it sees there. A peer that has echoed this attempt is in one of its
-    own, whose words were written before.
+    own, whose words were written before. The number is one more if this rank has refused that call: peers that have
+    not would take it for out of step.
 
     Example: rank 0 is at call 17, rank 1 has missed some and is at call 12: the next call of both is 18.
     """
@@ -426,6 +428,9 @@ def _join_kernel(
     here = words_at(one_of(memories, rank, LANES)) + peer * _LINE
     attempt = tl.load(ll + _ATTEMPTS) + 1
     following = tl.load(ll) + 1
+    following += (times_of(tl.load(ll + _REFUSED + following % _KEPT), (following << 1) + _LOW_LATENCY) > 0).to(
+        tl.int64
+    )
     if is_working(state):
         tl.store(ll + _ATTEMPTS, attempt)
         tl.store(there + _NEXT, tl.zeros([LANES], tl.int64) + following, mask=is_peer)
@@ -483,7 +488,7 @@ def await_all(
     # Lanes beyond the ranks load the last rank's words: a load that acquires cannot be masked.
     peer = tl.minimum(lanes, num_ranks - 1)
     line = peer * _LINE
-    board = tl.load(own_boards + peer)
+    board, own_board = tl.load(own_boards + peer), tl.load(own_boards + rank)
     words = words_at(one_of(memories, rank, LANES)) + line
     failures = words_at(board) + num_ranks * _LINE + line
     refused = tl.load(ll + _REFUSED + number % _KEPT)
@@ -524,7 +529,7 @@ def await_all(
     said_masks = tl.load(posts + _MASKS + 2 * (rank // _BITS), mask=is_here, other=0)
     has_gone_on = (sent >= number + _NUM_SETS) | (said_number != number) | ((said_masks >> (rank % _BITS)) & 1 != 0)
     is_behind = is_here & falls_behind(failed, refused, number, _LOW_LATENCY) & (lanes != rank)
-    is_behind = is_behind & (board == one_of(board, rank, LANES))
+    is_behind = is_behind & (board == own_board)
     has_gone_on = (is_here & has_gone_on & (lanes != rank)) | is_behind
     is_silent = is_awaited & (sent < number)
     is_told = is_awaited & _is_told(posts, is_here & (has_gone_on == 0), LANES) & (lanes != rank)
@@ -542,7 +547,7 @@ def await_all(
         # ranks it has seen in its own copy; a post that has not arrived here yet counts as equal to this rank's.
         noticed = tl.load(record + 1)
         there = post_at(memories, num_ranks, noticed)
-        is_posted = is_rank & ((board == one_of(board, rank, LANES)) | (sent >= noticed))
+        is_posted = is_rank & ((board == own_board) | (sent >= noticed))
         tl.store(seen + 2 * lanes, tl.load(there + _A, mask=is_posted, other=word_a), mask=is_rank)
         tl.store(seen + 2 * lanes + 1, tl.load(there + _B, mask=is_posted, other=word_b), mask=is_rank)
         tl.debug_barrier()

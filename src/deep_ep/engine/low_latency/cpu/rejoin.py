@@ -2,7 +2,8 @@
 
 A rank that was masked has missed calls, or has made some alone. Its next call would have another number than those of
 its peers, and would read what they sent long ago. So before the barrier all ranks agree on its number: the largest that
-any of them would give it. Words never go back.
+any of them would give it. Words never go back. A rank that has refused its next call gives the barrier the number after
+it: peers that have not refused that call would take this rank for out of step.
 
 A rank's attempts are numbered. It sends every peer its attempt and the number that its next call would have, and echoes
 the attempts of the peers. A peer that has echoed this attempt is in one of its own, whose words it has written before:
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ....transport import LOW_LATENCY as LOW_LATENCY_CALLS
 from ....transport.board import Meeting
 from ....transport.senders import Sender, raise_if_failed
 from ....transport.window import Waiting, Where
@@ -35,6 +37,8 @@ def meet(shared: Shared, following: int, look: Callable[[object], None]) -> Met:
     """
     shared.num_attempts += 1
     attempt = shared.num_attempts
+    if shared.window.refusals[LOW_LATENCY_CALLS].times_of(following):
+        following += 1
     # Calls in flight are given up. No rank waits any longer for this rank to complete them.
     shared.end_all(following - 1)
     shared.window.board.joining.store_release(1)
