@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -132,6 +133,37 @@ def overflow(rank: int, num_ranks: int) -> list[tuple[str, str]]:
         combined = buffer.combine(torch.ones(good[0].shape).bfloat16(), good[4], previous_event=good[5])[0]
         assert (combined == 1).all()
     return said
+
+
+def overflow_while_queueing(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    """Rank 1 is late: it finds the overflow before it has queued what rank 0 has queued behind it."""
+    buffer = make_buffer(num_ranks)
+    ids, x = torch.zeros(TOKENS, 1, dtype=torch.int64), torch.ones(TOKENS, HIDDEN)
+    dist.barrier()
+
+    def chain(num_rows: int) -> None:
+        event = None
+        for batch in range(2):
+            order = {"previous_event": event, "async_finish": True}
+            per_rank, per_node, per_expert, mask, event = buffer.get_dispatch_layout(ids, num_ranks, **order)
+            layout, order = (None, per_rank, per_node, mask, per_expert), {**order, "previous_event": event}
+            rows, *_, handle, event = buffer.dispatch(
+                x, *layout, ids, torch.ones(TOKENS, 1), num_worst_tokens=num_rows, **order
+            )
+            if rank == 1 and batch == 0:
+                time.sleep(0.5)
+        combined, _, event = buffer.combine(rows, handle, previous_event=event, async_finish=True)
+        event.current_stream_wait()
+        assert (combined == 1).all()
+
+    return [error_of(chain, 3), error_of(chain, TOKENS * num_ranks)]
+
+
+@pytest.mark.parametrize("env", [{}, NOTHING_POSTED, NODES], ids=["posted", "put", "nodes"])
+def test_ranks_that_queue_differently_behind_an_overflow_go_on(env: dict) -> None:
+    for (kind, _), after in run_ranks(overflow_while_queueing, 2, env=env):
+        assert kind == "EPOverflow"
+        assert after == ("none", "")
 
 
 @pytest.mark.parametrize("env", [{}, NOTHING_POSTED, NODES], ids=["posted", "put", "nodes"])

@@ -775,19 +775,24 @@ def test_handles_of_other_ranks_are_refused() -> None:
         assert "was made by a buffer of ranks [0, 2], this one has ranks [0, 1]" in text
 
 
-def different_handles(rank: int, num_ranks: int, is_dispatch: bool) -> tuple[str, str, list[int]]:
-    """Two expanded dispatches with as many compact rows, and other experts: the ranks confuse them."""
-    num_tokens, hidden = 40, 64
-    buffer = ElasticBuffer(None, 1 << 21, explicitly_destroy=True)
+def different_handles(rank: int, num_ranks: int, is_dispatch: bool, how: str) -> tuple[str, str, list[int]]:
+    """Two expanded dispatches, which the ranks confuse. They differ in the experts of as many compact rows, in how many
+    go to each of two experts and ranks, or in the alignment.
+    """
+    num_tokens, hidden = 0 if how == "counts" and rank == 0 else 40, 64
+    buffer = ElasticBuffer(None, 1 << 21, allow_multiple_reduction=how != "alignment", explicitly_destroy=True)
     x = torch.full((num_tokens, hidden), rank + 1.0)
+    topk_idx = torch.zeros(num_tokens, 2, dtype=torch.int64)
+    options = {"num_experts": num_ranks if how == "counts" else 2 * num_ranks, "do_expand": True}
 
-    def dispatch(second: int) -> tuple:
-        topk_idx = torch.zeros(num_tokens, 2, dtype=torch.int64)
-        topk_idx[:, 1] = second
-        options = {"num_experts": 2 * num_ranks, "num_max_tokens_per_rank": num_tokens, "do_expand": True}
-        return buffer.dispatch(x, topk_idx, **options)
+    def dispatch(is_first: bool) -> tuple:
+        topk_idx[:, 1] = -1 if is_first or how == "counts" else 1
+        if how == "counts":
+            topk_idx[:, 0] = torch.arange(num_tokens) >= (38 if is_first else 2)
+        alignment = 8 if how == "alignment" and is_first else 1
+        return buffer.dispatch(x, topk_idx, num_max_tokens_per_rank=40, expert_alignment=alignment, **options)
 
-    one, other = dispatch(-1), dispatch(1)
+    one, other = dispatch(True), dispatch(False)
     guards = [buffer.get_combine_buffer(one[3], hidden, torch.float32).fill_(7.0) for _ in range(4)]
     del guards[0]
     dist.barrier()
@@ -799,9 +804,10 @@ def different_handles(rank: int, num_ranks: int, is_dispatch: bool) -> tuple[str
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("is_dispatch", [True, False])
+@pytest.mark.parametrize("how", ["experts", "counts", "alignment"])
 @pytest.mark.parametrize("env", [{}, NOTHING_POSTED], ids=["posted", "put"])
-def test_handles_of_different_expanded_dispatches_are_noticed(is_dispatch: bool, env: dict[str, str]) -> None:
-    for kind, text, written in run_ranks(different_handles, 2, is_dispatch, env=env):
+def test_handles_of_different_expanded_dispatches_are_noticed(is_dispatch: bool, how: str, env: dict[str, str]) -> None:
+    for kind, text, written in run_ranks(different_handles, 2, is_dispatch, how, env=env):
         assert kind in ("EPError", "EPPeerFailed")
         assert "Pass handles of one and the same dispatch" in text or kind == "EPPeerFailed", text
         assert not any(written)

@@ -195,7 +195,7 @@ def _remedies(mine: Agreement, theirs: Agreement) -> list[str]:
 
 
 def _alignment_remedies(mine: Agreement, theirs: Agreement) -> list[str]:
-    if mine.operation == "cached dispatch":  # which has both from its handle
+    if mine.operation in ("cached dispatch", "combine"):  # which have both from their handles
         return ["handles of one and the same dispatch on all ranks"]
     values = {mine.alignment, theirs.alignment}
     if values == {0, COMPACT}:

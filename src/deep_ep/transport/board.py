@@ -44,6 +44,7 @@ _ECHOES = _VERDICTS + NUM_SENT_POSTS * _VERDICT_BYTES  # a word for each rank
 MOST_WORDS_BEFORE_MASKS = 18  # of such a post
 MOST_LOW_LATENCY_RANKS = (_SENT_POST_BYTES // 8 - MOST_WORDS_BEFORE_MASKS) // 2 * 32  # two bits for each, 32 to a word
 _TIMES_BITS = 16  # of a word of refusals; the others are the call's number
+MOST_TIMES = (1 << _TIMES_BITS) - 1
 
 
 def progress_of(epoch: int, step: int) -> int:
@@ -57,7 +58,8 @@ class Refusal(NamedTuple):
 
     Attributes:
         number: The number of the call.
-        times: How often the rank has refused it so far. It may correct the mistake and make the call after all.
+        times: How often the rank has refused it so far, at most `MOST_TIMES`. It may correct the mistake and make the
+            call after all.
         reason: The reason, for the error of a rank that waits for the call.
     """
 
@@ -226,7 +228,7 @@ class Board:
     def post_refusal(self, kind: int, refusal: Refusal) -> None:
         """Publish that this rank does not make a call."""
         _write_text(self._refusal_texts[kind], refusal.reason)
-        self._refused[kind].store_release(refusal.number << _TIMES_BITS | min(refusal.times, (1 << _TIMES_BITS) - 1))
+        self._refused[kind].store_release(refusal.number << _TIMES_BITS | refusal.times)
 
     def read_refusal(self, kind: int, number: int) -> Refusal:
         """Return the last refusal of the rank; without its reason if it is not of call `number`, as most often."""

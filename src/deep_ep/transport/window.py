@@ -24,7 +24,7 @@ from ..errors import EPClosed, EPError, EPPeerFailed, EPTimeout, EPTransportErro
 from ..trace import Trace
 from ..watch import Watch
 from .arena import GROWTH_BYTES, Arena, Base, Segment
-from .board import MAX_EXPERTS, NO_REFUSAL, NORMAL, NUM_SENT_POSTS, Board, Refusal, progress_of
+from .board import MAX_EXPERTS, MOST_TIMES, NO_REFUSAL, NORMAL, NUM_SENT_POSTS, Board, Refusal, progress_of
 from .memory import Mapping, Memory, bytes_tensor
 from .spans import Span
 from .sparse import SparseSegment
@@ -336,7 +336,7 @@ class Window:
             reason: Why.
         """
         last = self.refusals[kind]
-        refusal = Refusal(number, last.times + 1 if last.number == number else 1, reason)
+        refusal = Refusal(number, min(last.times_of(number) + 1, MOST_TIMES), reason)
         self.refusals[kind] = refusal
         self.board.post_refusal(kind, refusal)
         return refusal

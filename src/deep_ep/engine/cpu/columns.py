@@ -7,7 +7,7 @@ import torch
 from ...handle import ColumnHandle
 from ...kernels.reduce import reduce_columns, reduce_rows
 from ...kernels.rows import as_bytes, row_bytes
-from ..protocol import Agreement, Offer
+from ..protocol import Agreement, Offer, checksum
 from ..staging import Staging
 from .call import Call
 from .combine import CpuCombine
@@ -30,8 +30,9 @@ class ColumnCombine(CpuCombine):
 
     def _agreement(self) -> Agreement:
         agreement, plan = super()._agreement(), self._handle.plan
-        number = agreement.handle if plan is None else agreement.handle ^ plan.number
-        return agreement._replace(handle=number, is_reduced_once=int(self._handle.is_reduced_once))
+        number = agreement.handle if plan is None else checksum([[agreement.handle, plan.number]])
+        reduced, alignment = int(self._handle.is_reduced_once), self._handle.alignment
+        return agreement._replace(handle=number, is_reduced_once=reduced, alignment=alignment)
 
     def _num_given(self) -> int:
         return super()._num_given() if self._handle.expanded_rows is None else self._handle.num_rows

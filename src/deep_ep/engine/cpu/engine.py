@@ -99,7 +99,8 @@ class CpuEngine(Engine):
         if self.chain.is_calling:
             self.chain.settle(error)
             return
-        if isinstance(error, EPClosed) or self.window.failure is not None:
+        # An overflow is seen by all ranks, each behind as many calls as it had queued.
+        if isinstance(error, (EPClosed, EPOverflow)) or self.window.failure is not None:
             return
         # Nothing was begun: also a caller that was interrupted may make the call after all.
         if operation_of(method).startswith(LOW_LATENCY) and self.low_latency is not None:

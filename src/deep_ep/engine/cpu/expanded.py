@@ -79,7 +79,7 @@ class ExpandedDispatch(CpuDispatch):
 
     def _agreement(self, number: int) -> Agreement:
         if self._routing is None:  # where rows go depends on more than what compact rows agree on
-            number ^= self._expansion.plan.number
+            number = checksum([[number, self._expansion.plan.number]])
         agreement, weights = super()._agreement(number), self._expansion.weights
         if weights is not None:
             agreement = agreement._replace(num_topk=weights.size(1), has_weights=1)

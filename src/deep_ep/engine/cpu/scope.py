@@ -163,11 +163,9 @@ class CpuScope:
         try:
             work()
         except BaseException as error:
-            # All ranks refuse what is behind an overflow alike. After other mistakes the calls that are queued
-            # behind this one cannot match the peers'.
-            if isinstance(error, EPOverflow) and not self._is_begun and not self._is_foreign:
-                self._chain.refuse(account(error))
-            else:
+            # After other mistakes than one of all ranks the calls that are queued behind this one cannot match the
+            # peers'.
+            if self._is_foreign or not self._is_of_all(error):
                 self._chain.fail(error, self._name(), is_foreign=self._is_foreign)
             raise
 
@@ -189,6 +187,8 @@ class CpuScope:
                 stream.run_in_turn(chain.tell_failure)
         elif self._is_foreign:
             stream.run_in_turn(partial(chain.fail, error, None, is_foreign=True))
+        elif self._is_of_all(error):
+            pass
         elif self._is_cancelled or (not self._is_begun and is_refusal(error)):
             stream.run_in_turn(partial(chain.refuse, account(error)))
         elif stream.query():
@@ -196,6 +196,13 @@ class CpuScope:
         else:
             self._abandon(error)
         chain.scope = None
+
+    def _is_of_all(self, error: BaseException) -> bool:
+        """Return whether the call is not made because of an overflow before it, which all ranks see.
+
+        That is not reported as a refusal: how many calls a rank has queued behind it, and thus refuses, is chance.
+        """
+        return isinstance(error, EPOverflow) and not self._is_begun
 
     def _name(self) -> Call | None:
         """Return the call, for messages; None: it has not been announced."""
