@@ -309,6 +309,66 @@ def test_ranks_mask_each_other_where_one_goes_on_after_a_mistake_of_its_own(
         assert [steps for *_, steps in results[1:]] == [[0] + [step] * (num_ranks - 1) for step in (2, 3, 4)]
 
 
+def send_and_refuse(rank: int, num_ranks: int, shrinks: bool, who: str) -> list[tuple[str, list[int]]]:
+    """Rank 0 refuses its second step alone, and sends the third. Before it is received, a later call is refused, by all
+    or by rank 0. Returns what comes of this call and the next one: an error, and which steps of the ranks came.
+    """
+    buffer = make_buffer(num_ranks, low_latency_mode=True, enable_shrink=shrinks)
+    ids = torch.arange(num_ranks).repeat(TOKENS, 1)
+
+    def send(step: int, max_tokens: int = TOKENS) -> Callable[[], list[int]]:
+        x = torch.full((TOKENS, HIDDEN), float(step), dtype=torch.bfloat16)
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(
+            x, ids, max_tokens, num_ranks, use_fp8=False, return_recv_hook=True
+        )
+
+        def receive() -> list[int]:
+            hook()
+            buffer.check()
+            ranges = [(one >> 32, one & 0xFFFFFFFF) for one in handle[1][0].tolist()]
+            return [int(rows[0, start, 0]) if count else 0 for start, count in ranges]
+
+        return receive
+
+    assert send(1)() == [1] * num_ranks
+    dist.barrier()
+    if rank == 0:
+        assert error_of(send, 2, 1)[0] == "ValueError"
+    step = 3 if rank == 0 else 2
+    receive = send(step)
+    if rank == 0 or who == "all":
+        assert error_of(send, 9, 1)[0] == "ValueError"
+    dist.barrier()
+    results = []
+    for further in (receive, lambda: send(step + 1)()):
+        steps: list[int] = []
+        with error_kept() as error:
+            steps = further()
+        kind, text = error
+        assert kind in ("none", "EPClosed") or "rank 0 refused this call, of which nothing was sent" in text
+        results.append((kind, steps))
+        dist.barrier()
+    return results
+
+
+@pytest.mark.filterwarnings("ignore")
+@worlds(ONE_NODE[1:], NODES[:1], KERNELS[:1])
+@pytest.mark.parametrize("shrinks", [False, True], ids=["fails", "masks"])
+@pytest.mark.parametrize("who", ["all", "alone"])
+def test_a_later_refusal_hides_no_earlier_one(device: str, num_ranks: int, env: dict, shrinks: bool, who: str) -> None:
+    require_low_latency(device, env)
+    if device == "cuda" and "DEEP_EP_TRANSPORT" in env:
+        pytest.skip("kernels run there anyway")
+    alone, *others = run_ranks(send_and_refuse, num_ranks, shrinks, who, env=env)
+    if not shrinks:
+        assert [alone, *others] == [[("EPPeerFailed", []), ("EPClosed", [])]] * num_ranks
+        return
+    none = [0] * (num_ranks - 1)
+    assert alone == [("none", [3, *none]), ("none", [4, *none])]
+    for results in others:
+        assert results == [("none", [0] + [step] * (num_ranks - 1)) for step in (2, 3)]
+
+
 def come_back(rank: int, num_ranks: int, refusing: tuple[int, ...]) -> list[int]:
     """Some ranks refuse a call that no rank makes. Then all come into step again. Returns who is masked at the end."""
     buffer = make_buffer(num_ranks, low_latency_mode=True, enable_shrink=True)

@@ -205,12 +205,6 @@ def wait_sent(
     for sender in senders:
         sender.count_wait(waited_ns.get(sender.rank, 0) * 1e-9)
     raise_if_failed(senders, where, me, may_lose=may_lose)
-    for sender in senders:  # one that has sent the call after it had refused it, which this rank has not
-        refusal = sender.refusal(number)
-        if sender.rank not in lost and refusal.follows(number, own_refusal):
-            if not may_lose:
-                raise refused_by(sender.rank, refusal, str(where), me)
-            lost[sender.rank] = f", which had refused the call before: {refusal.reason}"
     return Arrivals(waited_ns, lost)
 
 

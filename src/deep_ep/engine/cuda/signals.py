@@ -289,9 +289,9 @@ class Signals(OpenCall):
 
     def _reason(self, record: Record) -> str:
         """Return why the rank of a record has refused a call; empty: it is on another node, from which only the
-        record comes.
+        record comes, or it has refused another call since.
         """
-        if self._is_remote(record.origin):
+        if self._is_remote(record.origin) or not record.expected:
             return ""
         with self._stream.side_stream():
             return self.context.note(self._board, record.expected, record.origin)

@@ -33,7 +33,6 @@ from ..exchange import (
     TIMEOUT,
     Context,
     fail,
-    falls_behind,
     mask_of,
     must_stop,
     propagate_failure,
@@ -71,7 +70,7 @@ _SAW = tl.constexpr(STATE_WORDS)  # what a wait saw at last, [2, R]
 # Words of a line.
 _ATTEMPT, _NEXT, _ECHO = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 # Words of a post. Behind them, for every 32 ranks: those that the rank masks, and which of these all are to mask.
-_A, _B, _TOKENS, _NUMBER, _BASE = (tl.constexpr(word) for word in range(5))
+_A, _B, _TOKENS, _NUMBER, _BASE, _TIMES = (tl.constexpr(word) for word in range(6))
 _MASKS, _BITS = tl.constexpr(_FIRST_MASK), tl.constexpr(_MASK_BITS)
 _MASKED, _LOST = tl.constexpr(MASKED), tl.constexpr(LOST)
 _SILENT, _GONE_ON, _TOLD, _HAS_REFUSED = (tl.constexpr(word) for word in (SILENT, GONE_ON, TOLD, HAS_REFUSED))
@@ -348,6 +347,7 @@ def signal_all(
     tl.store(post + _TOKENS, tl.cast(num_tokens, tl.int64))
     tl.store(post + _NUMBER, number)
     tl.store(post + _BASE, tl.cast(base, tl.int64))
+    tl.store(post + _TIMES, times_of(tl.load(ll + _REFUSED + number % _KEPT), (number << 1) + _LOW_LATENCY))
     lanes = tl.arange(0, LANES)
     bits = tl.full([LANES], 1, tl.int64) << (lanes % _BITS).to(tl.int64)
     for word in tl.static_range((LANES + _BITS - 1) // _BITS):
@@ -528,14 +528,17 @@ def await_all(
     said_number = tl.load(posts + _NUMBER, mask=is_here, other=0)
     said_masks = tl.load(posts + _MASKS + 2 * (rank // _BITS), mask=is_here, other=0)
     has_gone_on = (sent >= number + _NUM_SETS) | (said_number != number) | ((said_masks >> (rank % _BITS)) & 1 != 0)
-    is_behind = is_here & falls_behind(failed, refused, number, _LOW_LATENCY) & (lanes != rank)
-    is_behind = is_behind & (board == own_board)
+    # A rank that has corrected a mistake of its own alone makes another call than the others, too.
+    call = (number << 1) + _LOW_LATENCY
+    said_times, times = tl.load(posts + _TIMES, mask=is_here, other=0), times_of(refused, call)
+    is_of_call = is_here & (said_number == number)
+    is_behind, is_ahead = is_of_call & (said_times < times), is_of_call & (said_times > times)
     has_gone_on = (is_here & has_gone_on & (lanes != rank)) | is_behind
     is_silent = is_awaited & (sent < number)
-    is_told = is_awaited & _is_told(posts, is_here & (has_gone_on == 0), LANES) & (lanes != rank)
+    is_told = is_awaited & _is_told(posts, is_here & ((has_gone_on | is_ahead) == 0), LANES) & (lanes != rank)
     # A rank that has refused this call is masked like a silent one, if ranks may be masked.
     has_refused = is_awaited & must_stop(failed, refused, number, _LOW_LATENCY) & (failed != 1)
-    is_lost = is_silent | has_gone_on | is_told | has_refused
+    is_lost = is_silent | has_gone_on | is_told | has_refused | is_ahead
     differs = is_here & (is_lost == 0) & ((posted_a != word_a) | (posted_b != word_b))
     has_failed = is_awaited & ((failed == 1) | (has_refused & (can_mask == 0)))
     # As `exchange.open_context` returns it. Its words come one by one, so that no load of them waits for another.
@@ -556,11 +559,15 @@ def await_all(
         if can_mask != 0:
             tl.store(ranks_mask + lanes, tl.where(has_gone_on, _MASKED, _LOST), mask=is_lost)
             reason = tl.where(is_silent, _SILENT, tl.where(has_gone_on, _GONE_ON, _TOLD))
-            reason = tl.where(has_refused, _HAS_REFUSED, reason)
+            reason = tl.where(has_refused | is_ahead, _HAS_REFUSED, reason)
             tl.store(ll_host + lanes, (number << _REASON_BITS) | reason, mask=is_lost)
             tell_host(ll_host + num_ranks, number)
-        elif tl.sum(is_behind.to(tl.int32)) > 0:
-            fail(context, _REFUSAL, number, operation, rank, 0, tl.load(state) + 1, rank, LANES)
+        elif tl.sum((is_behind | is_ahead).to(tl.int32)) > 0:
+            first = tl.min(tl.where(is_ahead, lanes, LANES))
+            who = tl.where(first < LANES, first, rank)
+            # Where its last refusal is of another call, so is the reason that it has left.
+            noted = tl.where(times_of(one_of(failed, who, LANES), call) > 0, tl.load(state) + 1, 0)
+            fail(context, _REFUSAL, number, operation, who, 0, noted, who, LANES)
         else:
             code = tl.where(tl.sum(is_silent.to(tl.int32)) > 0, _TIMEOUT, _DESYNC)
             subject = mask_of(is_lost, lanes)

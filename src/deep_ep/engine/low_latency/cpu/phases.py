@@ -17,7 +17,7 @@ from ....log import warn
 from ....trace import NO_SLICE, RECEIVE, SEND, WAIT, Slice
 from ....transport import LOW_LATENCY as LOW_LATENCY_CALLS
 from ....transport import Base
-from ....transport.board import HEADER, MOST_WORDS_BEFORE_MASKS, NO_REFUSAL, NUM_SENT_POSTS, STEP_BITS
+from ....transport.board import HEADER, MOST_WORDS_BEFORE_MASKS, NO_REFUSAL, NUM_SENT_POSTS, STEP_BITS, Refusal
 from ....transport.senders import told, wait_sent
 from ....transport.window import Where, refused_by
 from ...cpu.call import Call
@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # it needs sockets that other systems do not have
     from ....transport.mesh import Mesh
 
 
-_NUM_POST_WORDS = 1 + 3 + 1  # behind what must agree: the rows and the base of a `LocalPost`, the number of the call
+# Behind what must agree: rows and base of a `LocalPost`, the number of the call, how often it was refused before.
+_NUM_POST_WORDS = 1 + 3 + 1 + 1
 assert len(Agreement._fields) + _NUM_POST_WORDS <= MOST_WORDS_BEFORE_MASKS
 
 
@@ -47,6 +48,20 @@ class LocalPost(NamedTuple):
 
     num_rows: int
     base: Base
+
+
+class Standing(NamedTuple):
+    """How a rank stands to the others in a call that it has sent.
+
+    Attributes:
+        number: The number of the call that it has posted.
+        times: How often it had refused that call before.
+        masks: The words of its masks.
+    """
+
+    number: int
+    times: int
+    masks: list[int]
 
 
 class Posts(NamedTuple):
@@ -142,7 +157,8 @@ class LowLatencyCall(ABC):
         self.shared.spend(self._newest_spent())
         with self._slice("publish", SEND):
             num_rows, base = self._publish()
-        words = [*self.agreement.words(), num_rows, *base.words(), self.number, *self.shared.mask_words()]
+        times, masks = self._own_refusal.times_of(self.number), self.shared.mask_words()
+        words = [*self.agreement.words(), num_rows, *base.words(), self.number, times, *masks]
         window.board.post_sent(self.number, words)
         self.shared.fault(f"{operation}: before sent")
         # A caller that has left may have overwritten what was published. With masks peers use whatever was sent.
@@ -203,8 +219,8 @@ class LowLatencyCall(ABC):
 
     @property
     def _said(self) -> list[int]:
-        """Return the words that a frame begins with: what must agree, and this rank's masks."""
-        return [*self.agreement.words(), *self.shared.mask_words()]
+        """Return the words that a frame begins with: what must agree, refusals, and this rank's masks."""
+        return [*self.agreement.words(), self._own_refusal.times_of(self.number), *self.shared.mask_words()]
 
     def _fetch(self, posts: Posts) -> None:
         """Read what the ranks in `posts` have published.
@@ -259,16 +275,12 @@ class LowLatencyCall(ABC):
             limits = (window.limit_secs, own, self._look)
             arrivals = wait_sent(senders, self.number, operation, me, *limits, may_lose=may_lose, told_lost=told_lost)
             waiting.waited({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items() if ns})
-        behind = [sender.rank for sender in senders if self._falls_behind(sender.rank)]
-        if behind and not may_lose:
-            raise refused_by(shared.rank, own, str(self.name), me)
         if self._wait_stats is not None:
             waited_ns = [arrivals.waited_ns.get(rank, 0) for rank in range(window.group_ranks.num_ranks)]
             self._wait_stats.add_(torch.tensor(waited_ns, device="cpu"))
         if window.watch is not None:
             window.watch.note({rank: ns * 1e-9 for rank, ns in arrivals.waited_ns.items()})
-        out_of_step = ", which made the call that this rank had refused: they are out of step"
-        return {**arrivals.lost, **dict.fromkeys(behind, out_of_step)}
+        return arrivals.lost
 
     def _look(self, where: object) -> None:
         """Raise if this rank has given the call up, or if a rank of this node will not send it: it is in a call of
@@ -294,21 +306,15 @@ class LowLatencyCall(ABC):
         return Verdict(self.shared, self.number, lambda: window.raise_if_given_up(where))
 
     def _has_gone_on(self, rank: int) -> bool:
-        """Return whether a rank makes its calls without this one: a rank of another node that has sent a later call
-        and not this one, or a rank that did not refuse what this rank has refused alone.
+        """Return whether a rank of another node makes its calls without this one: it has sent a later call and not this
+        one.
         """
         remote = self.shared.remote(self.number).get(rank)
-        return (remote is not None and remote.latest > self.number) or self._falls_behind(rank)
-
-    def _falls_behind(self, rank: int) -> bool:
-        """See `Refusal.falls_behind`."""
-        own, number, sender = self._own_refusal, self.number, self.shared.senders[rank]
-        if not own.times_of(number):  # as most often
-            return False
-        return sender.refusal(number).falls_behind(number, own) and sender.has_sent(number)
+        return remote is not None and remote.latest > self.number
 
     def _take_over_masks(self) -> bool:
-        """Check whether all ranks that have sent the call include this rank, and which ranks they have lost.
+        """Check whether all ranks that have sent the call include this rank, and which ranks they have lost; and
+        whether all had refused it equally often before.
 
         Returns:
             Whether ranks were masked for it. Then the other ranks are to be checked again.
@@ -316,33 +322,65 @@ class LowLatencyCall(ABC):
         shared = self.shared
         if not shared.can_mask:
             return False
-        size, gone, told = shared.num_mask_words, {}, {}
-        for rank, (number, words) in self._masks_of_others().items():
-            if number != self.number:
-                gone[rank] = f", which has gone on without this rank (it is at call {number})"
-            elif shared.rank in shared.ranks_of(words[:size]):
+        size, times, gone, told, refused = shared.num_mask_words, self._own_refusal.times_of(self.number), {}, {}, {}
+        for rank, theirs in self._standing_of_others().items():
+            if theirs.number != self.number:
+                gone[rank] = f", which has gone on without this rank (it is at call {theirs.number})"
+            elif shared.rank in shared.ranks_of(theirs.masks[:size]):
                 gone[rank] = ", which has masked this rank: they are out of step"
+            elif theirs.times < times:
+                gone[rank] = ", which made the call that this rank had refused: they are out of step"
+            elif theirs.times > times:
+                refused[rank] = f", which had refused the call before: {self._why_refused(rank)}"
             else:
-                lost = [one for one in shared.ranks_of(words[size:]) if not shared.is_masked(one, self.number)]
+                lost = [one for one in shared.ranks_of(theirs.masks[size:]) if not shared.is_masked(one, self.number)]
                 told.update(dict.fromkeys(lost, f", which rank {rank} has lost"))
         self._mask(gone, self.number)
         self._mask({rank: why for rank, why in told.items() if rank not in gone}, self.number, is_for_all=True)
-        return bool(gone or told)
+        if refused:
+            agreed, number = self._verdict().agree(refused)
+            self._mask(agreed, number, is_for_all=True)
+        return bool(gone or told or refused)
 
-    def _masks_of_others(self) -> dict[int, tuple[int, list[int]]]:
-        """Return, for each rank that is not masked, the number of the call that it has posted, and its masks."""
-        shared, first = self.shared, len(Agreement._fields) + _NUM_POST_WORDS - 1
-        last = first + 1 + 2 * shared.num_mask_words
+    def _standing_of_others(self) -> dict[int, Standing]:
+        """Return the standing of each rank that is not masked."""
+        shared, first = self.shared, len(Agreement._fields) + _NUM_POST_WORDS - 2
+        last = first + 2 + 2 * shared.num_mask_words
         said = {}
         for rank in shared.local:
             if rank != shared.rank and not shared.is_masked(rank, self.number):
-                number, *words = shared.peer(rank).board.read_sent(self.number, last)[first:]
-                said[rank] = (number, words)
+                number, times, *masks = shared.peer(rank).board.read_sent(self.number, last)[first:]
+                said[rank] = Standing(number, times, masks)
         for rank, sender in shared.remote(self.number).items():
             page = sender.arrived(self.number)
             if page is not None:  # else it has gone on meanwhile, which `_ahead` notices
-                said[rank] = (self.number, RemotePost.of(rank, page, 2 * shared.num_mask_words).masks)
+                post = RemotePost.of(rank, page, 2 * shared.num_mask_words)
+                said[rank] = Standing(self.number, post.times, post.masks)
         return said
+
+    def _require_same_refusals(self, times: dict[int, int]) -> None:
+        """Check that all ranks had refused the call equally often before they made it.
+
+        A rank that has corrected a mistake of its own alone makes another call than the others do.
+
+        Args:
+            times: How often each rank had.
+
+        Raises:
+            EPPeerFailed: A rank had refused it more often, or less often than this one.
+        """
+        own, me = self._own_refusal.times_of(self.number), self.shared.window.me()
+        more = [rank for rank, theirs in times.items() if theirs > own]
+        if more or any(theirs < own for theirs in times.values()):
+            rank = min(more, default=self.shared.rank)
+            refusal = Refusal(self.number, max(times.values()), self._why_refused(rank))
+            raise refused_by(rank, refusal, str(self.name), me)
+
+    def _why_refused(self, rank: int) -> str:
+        """Return why a rank has refused the call before, if it has not refused a later one since."""
+        own = rank == self.shared.rank
+        refusal = self._own_refusal if own else self.shared.senders[rank].refusal(self.number)
+        return refusal.reason if refusal.number == self.number else "look at its output"
 
     def _posts(self) -> Posts:
         """Return what the unmasked ranks have posted, after mapping their memory.
@@ -350,17 +388,19 @@ class LowLatencyCall(ABC):
         Raises:
             SpoiledError: A post is of another call, or they do not agree. The message names the rank that differs, and
                 the items in which it does.
+            EPPeerFailed: Ranks had not refused the call equally often, and none may be masked.
         """
-        shared, expected, said = self.shared, self.agreement.words(), {}
+        shared, expected, said, times = self.shared, self.agreement.words(), {}, {}
         size, posts = len(expected), Posts({}, {})
         for rank in shared.local:
             # A masked rank's post may be of any call. This rank itself can be masked, too.
             if shared.is_masked(rank, self.number):
                 continue
             words = shared.peer(rank).board.read_sent(self.number, size + _NUM_POST_WORDS)
-            if words[-1] != self.number:
+            *_, number, times[rank] = words
+            if number != self.number:
                 raise SpoiledError(
-                    f"{self.name}: rank {rank} must have sent this call, but in its place is call {words[-1]} "
+                    f"{self.name}: rank {rank} must have sent this call, but in its place is call {number} "
                     f"({shared.window.me()}). It has left a call out: look at its output, and make a new buffer"
                 )
             said[rank] = words[:size]
@@ -369,7 +409,9 @@ class LowLatencyCall(ABC):
             page = sender.arrived(self.number)
             if page is not None:  # else it has gone on meanwhile, which `_ahead` notices
                 posts.remote[rank] = RemotePost.of(rank, page, 2 * shared.num_mask_words)
-                said[rank] = posts.remote[rank].agreed
+                said[rank], times[rank] = posts.remote[rank].agreed, posts.remote[rank].times
+        if not shared.can_mask:
+            self._require_same_refusals(times)
         if any(words != expected for words in said.values()):
             clashes = clashes_among({**said, shared.rank: expected}, expected)
             raise SpoiledError(str(disagreement(str(self.name), shared.window.me(), clashes)))

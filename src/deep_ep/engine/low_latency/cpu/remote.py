@@ -1,7 +1,7 @@
 """The frames of a low-latency call: a rank of another node gets one, with just its part of the publication.
 
-A frame begins with what must agree, the masks of its rank, and two numbers: its rows, and its *extent* (selections of a
-dispatch, bytes of the rows of a combine). Sections follow, each at a multiple of 16.
+A frame begins with what must agree, how often its rank had refused the call, its masks, and two numbers: its rows, and
+its *extent* (selections of a dispatch, bytes of the rows of a combine). Sections follow, each at a multiple of 16.
 `docs/low-latency.md` has the state table.
 """
 
@@ -29,7 +29,7 @@ _NUM_AGREED = len(Agreement._fields)
 @functools.cache
 def _words(num_masks: int) -> struct.Struct:
     """What a frame begins with."""
-    return struct.Struct(f"<{_NUM_AGREED + num_masks + 2}q")
+    return struct.Struct(f"<{_NUM_AGREED + 1 + num_masks + 2}q")
 
 
 class Outgoing(NamedTuple):
@@ -49,12 +49,12 @@ def new_frame(mesh: Mesh, said: Sequence[int], num_rows: int, extent: int, sizes
 
     Args:
         mesh: The mesh that will send it.
-        said: The words of what must agree, and the masks of this rank.
+        said: The words of what must agree, how often this rank had refused the call, and its masks.
         num_rows: Rows in it.
         extent: A number, by call.
         sizes: Bytes of each section.
     """
-    words = _words(len(said) - _NUM_AGREED)
+    words = _words(len(said) - _NUM_AGREED - 1)
     page = mesh.page(_total(words.size, sizes))
     words.pack_into(page.view(), 0, *said, num_rows, extent)
     return Outgoing(page, _cut(page.tensor(), words.size, sizes))
@@ -66,6 +66,7 @@ class RemotePost(NamedTuple):
     Attributes:
         rank: The rank that has sent it.
         agreed: Its words of what must agree.
+        times: How often it had refused the call before.
         masks: Those of its masks.
         num_rows: Rows in the frame.
         extent: A number, by call.
@@ -74,6 +75,7 @@ class RemotePost(NamedTuple):
 
     rank: int
     agreed: list[int]
+    times: int
     masks: list[int]
     num_rows: int
     extent: int
@@ -90,7 +92,8 @@ class RemotePost(NamedTuple):
         if page.num_bytes < words.size:
             raise spoiled(rank)
         *said, num_rows, extent = words.unpack_from(page.view())
-        return cls(rank, said[:_NUM_AGREED], said[_NUM_AGREED:], num_rows, extent, page)
+        agreed, times, masks = said[:_NUM_AGREED], said[_NUM_AGREED], said[_NUM_AGREED + 1 :]
+        return cls(rank, agreed, times, masks, num_rows, extent, page)
 
     def sections(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return the sections, uint8, in place.
