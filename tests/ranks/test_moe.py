@@ -295,6 +295,40 @@ def test_peers_are_told_of_more_tokens_than_there_may_be() -> None:
     assert "of a MoELayer its num_worst_tokens" in text
 
 
+@pytest.mark.cpu_only
+def test_what_is_no_buffer_is_refused_by_its_type() -> None:
+    x, idx = torch.ones(4, H), torch.zeros(4, K, dtype=torch.int64)
+    for function, arguments in ((moe.dispatch, (x, idx, torch.ones(4, K), 8)), (moe.combine, (x, None))):
+        with pytest.raises(TypeError, match="`buffer` must be a Buffer, got NoneType"):
+            function(None, *arguments)  # type: ignore[operator]
+
+
+def wrong_alone(rank: int, num_ranks: int, is_expanded: bool, what: str) -> tuple[str, str]:
+    buffer = new_buffer()
+    used = deep_ep.ElasticBuffer.from_buffer(buffer) if is_expanded else buffer
+    dispatch = moe.dispatch_expanded if is_expanded else moe.dispatch
+    combine = moe.combine_expanded if is_expanded else moe.combine
+    idx, weights, x = torch.arange(2 * num_ranks)[:K].repeat(4, 1), torch.ones(4, K), torch.ones(4, H)
+    received = dispatch(used, x, idx, weights, 2 * num_ranks)
+    if what == "received":
+        return error_of(combine, used, received.x, 3 if rank == 0 else received)
+    if what == "rows":
+        return error_of(combine, used, received.x[:-1] if rank == 0 else received.x, received)
+    wrong = {"dtype": (x.int(), idx), "tokens": (x.double()[1:], idx), "ids": (x.double(), idx[0, 0])}[what]
+    return error_of(dispatch, used, *(wrong if rank == 0 else (x, idx)), weights, 2 * num_ranks)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("is_expanded", [False, True])
+@pytest.mark.parametrize("what", ["rows", "received", "dtype", "tokens", "ids"])
+def test_peers_are_told_of_a_mistake_that_is_found_before_the_buffer_is_called(is_expanded: bool, what: str) -> None:
+    (kind, text), (told, why) = run_ranks(wrong_alone, 2, is_expanded, what)
+    assert kind in ("TypeError", "ValueError"), text
+    assert told == "EPPeerFailed", why
+    assert "rank 0 refused this call" in why
+    assert text[-40:] in why
+
+
 @pytest.mark.parametrize("is_expanded", [False, True])
 def test_backward_is_made_by_all_ranks(device: str, is_expanded: bool) -> None:
     for rank, (combined, grad) in enumerate(run_ranks(experts_that_look_away, 3, is_expanded)):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -11,6 +12,7 @@ import torch
 is_compiling = torch.compiler.is_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
+E = TypeVar("E", bound=BaseException)
 
 
 def call(method: F) -> F:
@@ -41,6 +43,35 @@ def call(method: F) -> F:
                 raise
 
     return cast(F, made)
+
+
+@contextmanager
+def preparing(buffer: Any, operation: str) -> Iterator[None]:
+    """What a call needs is made in the block. If an exception leaves it, the call is refused."""
+    try:
+        yield
+    except BaseException as error:
+        refuse(buffer, operation, error)
+        raise
+
+
+def refuse(buffer: Any, operation: str, error: E) -> E:
+    """Report to the peers that this rank does not make a call, because of what went wrong before a method of the buffer
+    was called.
+
+    Args:
+        buffer: The buffer.
+        operation: The name of the method that would have been called.
+        error: What went wrong.
+
+    Returns:
+        The error, to be raised.
+    """
+    if not is_compiling():  # a compiler runs the checks where it traces
+        with buffer._lock:
+            buffer._engine.expect_call()
+            buffer._engine.leave(error, operation)
+    return error
 
 
 def across_nodes(method: F) -> F:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..buffers.calling import preparing
 from ..buffers.legacy import Buffer
 from ..event import EventHandle, EventOverlap
 from ..quant import per_token_cast_back, per_token_cast_to_fp8
@@ -155,11 +156,12 @@ def send(
     is_made_here = plan.is_fp8 or weights.dtype != torch.float32
     if is_made_here or not all(part.is_contiguous() for part in (x, weights, topk_idx)):
         order = order.now()
-    payload: Any = _cast(x, plan.is_fp8)
-    if weights.dtype == torch.float64:
-        payload = (payload, weights)  # the buffer's weights are float32; beside the rows any dtype may travel
-    topk_idx, narrow = topk_idx.contiguous(), weights.float().contiguous()
-    layout = buffer.get_dispatch_layout(topk_idx, plan.num_experts, **order.arguments())
+    with preparing(buffer, "dispatch"):
+        payload: Any = _cast(x, plan.is_fp8)
+        if weights.dtype == torch.float64:
+            payload = (payload, weights)  # the buffer's weights are float32; beside the rows any dtype may travel
+        topk_idx, narrow = topk_idx.contiguous(), weights.float().contiguous()
+        layout = buffer.get_dispatch_layout(topk_idx, plan.num_experts, **order.arguments())
     per_rank, per_node, per_expert, mask, event = layout
     recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
         payload,

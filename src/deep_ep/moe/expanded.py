@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from ..buffers.elastic import ElasticBuffer, EPHandle
 from ..buffers.legacy import Buffer
 from .exchange import opaque
-from .ops import check_outputs, check_tensors, untraced
+from .ops import check_outputs, check_rows, untraced
 
 _untraced = functools.partial(
     untraced,
@@ -69,7 +69,7 @@ def dispatch_expanded(
     """
     where = "moe.dispatch_expanded"
     _check_buffer(where, buffer)
-    check_tensors(where, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    check_rows(where, buffer._buffer, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     call = _Call(buffer, topk_idx, num_experts, max_tokens)
     # Something that requires gradients among the inputs makes the outputs do so, on all ranks alike.
     anchor = x.new_empty(0).requires_grad_(torch.is_grad_enabled())
@@ -96,10 +96,7 @@ def combine_expanded(buffer: ElasticBuffer, y: torch.Tensor, received: ExpandedR
     """
     where = "moe.combine_expanded"
     _check_buffer(where, buffer)
-    check_tensors(where, y=y)
-    if not isinstance(received, ExpandedRows):
-        raise TypeError(f"{where}: `received` must be what `dispatch_expanded` returned, got {type(received).__name__}")
-    check_outputs(where, y, received.x)
+    check_outputs(where, buffer._buffer, y, received, ExpandedRows)
     return _Combine.apply(received.tie, y, buffer, received.handle)
 
 
@@ -138,8 +135,10 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, call: _Call
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        is_whole = x.dim() == 2 and weights.shape == call.topk_idx.shape  # else the buffer says what is wrong
-        ctx.call, ctx.hidden, ctx.num_topk = call, x.shape[-1] if x.dim() else 0, call.topk_idx.shape[-1]
+        idx = call.topk_idx
+        is_whole = x.dim() == idx.dim() == 2 and weights.shape == idx.shape and x.shape[0] == idx.shape[0]
+        # The buffer says what is wrong otherwise, and tells the peers.
+        ctx.call, ctx.hidden, ctx.num_topk = call, x.shape[-1] if x.dim() else 0, idx.shape[-1] if idx.dim() else 0
         if x.dtype != torch.float64 or not is_whole:
             weights = weights.float()
             rows, row_weights = call.send(x.detach().contiguous(), weights.detach().contiguous())

@@ -37,6 +37,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..buffers.calling import refuse
 from ..buffers.legacy import Buffer
 from ..event import EventHandle, EventOverlap
 from . import compiled
@@ -79,24 +80,52 @@ def _land(land: Callable[[], Result]) -> Result:
 _land_untraced = untraced(_land)
 
 
-def check_tensors(where: str, **tensors: Any) -> None:
-    """Refuse anything but tensors, and rows of types that no gradient has. Shapes are for the buffer to check, which
-    reports to the peers what is wrong with them.
+def check_buffer(where: str, buffer: Any) -> None:
+    """Check that this is a `Buffer`: only then there are peers to tell of any other mistake."""
+    if not isinstance(buffer, Buffer):
+        raise TypeError(f"{where}: `buffer` must be a Buffer, got {type(buffer).__name__}")
+
+
+def check_rows(where: str, buffer: Buffer, **tensors: Any) -> None:
+    """Check that these are tensors, and `x` of a type that has gradients. Shapes are for the buffer to check.
+
+    Args:
+        where: The function that was called, for messages.
+        buffer: The buffer whose peers are told of a mistake.
+        tensors: `x`, and what else goes with it, by name.
     """
+    wrong = None
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{where}: `{name}` must be a tensor, got {type(value).__name__}")
-    if (x := tensors.get("x")) is not None and x.dtype not in DTYPES:
-        raise TypeError(f"{where}: `x` must be BF16, FP16, FP32 or FP64, it is {x.dtype}")
+            wrong = f"`{name}` must be a tensor, got {type(value).__name__}"
+    if wrong is None and tensors["x"].dtype not in DTYPES:
+        wrong = f"`x` must be BF16, FP16, FP32 or FP64, it is {tensors['x'].dtype}"
+    if wrong is not None:
+        raise refuse(buffer, "dispatch", TypeError(f"{where}: {wrong}"))
 
 
-def check_outputs(where: str, y: torch.Tensor, x: torch.Tensor) -> None:
-    """Check that there is a row of outputs for each received row."""
-    if y.dim() != 2 or y.size(0) != x.size(0):
-        raise ValueError(
-            f"{where}: `y` must have shape [{x.size(0)}, hidden], a row for each of `received.x`, it has "
-            f"{list(y.shape)}"
-        )
+def check_outputs(where: str, buffer: Buffer, y: Any, received: Any, kind: type[Any]) -> None:
+    """Check what is combined: a row of outputs for each received row.
+
+    Args:
+        where: The function that was called, for messages.
+        buffer: The buffer whose peers are told of a mistake.
+        y: The outputs.
+        received: The result of the dispatch.
+        kind: The type that it must have.
+    """
+    wrong = None
+    if not isinstance(y, torch.Tensor):
+        wrong = f"`y` must be a tensor, got {type(y).__name__}"
+    elif not isinstance(received, kind):
+        function = where.rpartition(".")[2].replace("combine", "dispatch")
+        wrong = f"`received` must be what `{function}` returned, got {type(received).__name__}"
+    if wrong is not None:
+        raise refuse(buffer, "combine", TypeError(f"{where}: {wrong}"))
+    if not torch.compiler.is_compiling() and (y.dim() != 2 or y.size(0) != received.x.size(0)):
+        shape = f"[{received.x.size(0)}, hidden], a row for each of `received.x`"
+        error = ValueError(f"{where}: `y` must have shape {shape}, it has {list(y.shape)}")
+        raise refuse(buffer, "combine", error)
 
 
 class Received(NamedTuple):
@@ -200,7 +229,8 @@ def dispatch(
         previous_event: Wait for it first.
         async_finish: Return before the rows are there: `wait()` brings them.
     """
-    check_tensors("moe.dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    check_buffer("moe.dispatch", buffer)
+    check_rows("moe.dispatch", buffer, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     weights = topk_weights.to(torch.float64 if is_wide(x, topk_weights, is_fp8) else torch.float32)
     plan, order = Plan(num_experts, num_worst_tokens, is_fp8), Order(previous_event, async_finish)
     if torch.compiler.is_compiling() and not num_worst_tokens:
@@ -349,11 +379,8 @@ def combine(
     Returns:
         [T, H].
     """
-    check_tensors("moe.combine", y=y)
-    if not isinstance(received, Received):
-        raise TypeError(f"moe.combine: `received` must be what `dispatch` returned, got {type(received).__name__}")
-    if not torch.compiler.is_compiling():
-        check_outputs("moe.combine", y, received.x)
+    check_buffer("moe.combine", buffer)
+    check_outputs("moe.combine", buffer, y, received, Received)
     order = Order(previous_event, async_finish)
     if torch.compiler.is_compiling() and not received.is_fixed:
         return _combine_untraced(buffer, y, received, is_fp8, order)
