@@ -17,7 +17,7 @@ from windows import make_context
 
 from deep_ep.engine.cuda.shapes import Shapes
 from deep_ep.kernels import counts, exchange, pull, put, rail, relay, relay_sums, route
-from deep_ep.kernels._triton import Launch
+from deep_ep.kernels._triton import OPTIONS, Launch
 from deep_ep.kernels.finish import Finish
 from deep_ep.kernels.low_latency import combine, dispatch
 from deep_ep.kernels.low_latency import words as ll_words
@@ -50,7 +50,7 @@ def compiled(
         if param.name in aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": num_warps, **({"extern_libs": libraries} if libraries else {})}
+    options = OPTIONS | {"num_warps": num_warps} | ({"extern_libs": libraries} if libraries else {})
     return triton.compile(source, target=TARGET, options=options).asm
 
 

@@ -79,6 +79,7 @@ INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)\s", re.MULTILINE)
 def ptx() -> dict[str, str]:
     """What each kernel is compiled to for sm_90. No GPU is needed for that."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # as it will be by default; kernels must not depend on it
     program = [sys.executable, str(Path(__file__).with_name("ptx.py"))]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
@@ -450,6 +451,12 @@ def test_low_latency_rows_move_in_vectors_of_16_bytes(
 ) -> None:
     for direction in directions:
         assert any(one.startswith(direction) and one.endswith("v4.b32") for one in instructions[kernel]), direction
+
+
+def test_weighted_rows_are_summed_with_one_rounding_each(instructions: dict[str, list[str]]) -> None:
+    found = instructions["combine receive logfmt=False"]
+    assert found.count("fma.rn.f32") >= 8  # of a vector of BF16
+    assert not [one for one in found if one.startswith("mul") and one.endswith("f32")]
 
 
 def test_warps_that_encode_or_decode_logfmt_do_not_wait_for_each_other(ptx: dict[str, str]) -> None:

@@ -32,6 +32,7 @@ except ImportError:
 __all__ = [
     "HAS_TRITON",
     "INTERPRETED",
+    "OPTIONS",
     "Launch",
     "Library",
     "Variant",
@@ -47,6 +48,10 @@ __all__ = [
 
 _address_of = torch.Tensor.data_ptr  # of the class: to call it for many tensors takes no Python in between
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+# A product that is added is rounded once, as by nvcc and on the CPU. The default of Triton depends on its version and
+# on the environment, and the sums of low-latency combines with it.
+OPTIONS = {"enable_fp_fusion": True}
 
 
 def next_power_of_2(number: int) -> int:
@@ -159,7 +164,7 @@ class Variant:
         self._library = library
         self._constants = constants
         self.values = tuple(constants.values())
-        self._options = {"num_warps": num_warps, **({"maxnreg": num_registers} if num_registers else {})}
+        self._options = OPTIONS | {"num_warps": num_warps} | ({"maxnreg": num_registers} if num_registers else {})
         self._loaded: dict[int, Loaded] = {}
 
     def __call__(self, num_blocks: int, *args: torch.Tensor | int) -> None:
