@@ -128,9 +128,9 @@ def routing(
     return Routing(per_rank, per_expert, mask, topk_idx, topk_weights, has_known_ids=is_known and has_known_ids)
 
 
-def version_of(*tensors: Any) -> int | None:
+def version_of(one: torch.Tensor, other: torch.Tensor) -> int | None:
     """Return a number that grows where torch writes to one of the tensors; None: it does not count that."""
-    return None if any(one.is_inference() for one in tensors) else sum(one._version for one in tensors)
+    return None if one.is_inference() or other.is_inference() else one._version + other._version
 
 
 def is_known_layout(known: tuple[ReferenceType, ...] | None, per_rank: Any, mask: Any, per_expert: Any) -> bool:
