@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from deep_ep.errors import EPError
 from deep_ep.kernels.blocks import peer_tokens, tile_bounds
-from deep_ep.kernels.reduce import RowSums, Scratch, reduce_rows, sum_rows
+from deep_ep.kernels.reduce import Addends, RowSums, reduce_rows, sum_rows, tile_cuts
 from deep_ep.kernels.rows import Section, SlotRange, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
 
 
@@ -57,7 +58,7 @@ def test_sum_rows_adds_one_peer_after_the_other(dtype: torch.dtype, num_tokens: 
     rows = torch.randn(sum(counts), hidden, generator=generator).mul(100).to(dtype)
     biases = [torch.randn(num_tokens, hidden, generator=generator).to(dtype) for _ in range(num_biases)]
     out = torch.full((num_tokens, hidden), torch.nan, dtype=dtype)
-    sum_rows(out, rows, token_idx, counts, biases)
+    sum_rows(out, rows.split(counts), token_idx.split(counts), biases)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     total = torch.zeros(num_tokens, hidden, dtype=wide)
     for bias in biases:
@@ -109,6 +110,50 @@ def test_reduce_rows_sums_in_order(dtype: torch.dtype, num_tokens: int, hidden: 
             if mask[token, peer]:
                 total = total + peers[peer][slots[token, peer] + shift].to(wide)
         assert torch.equal(out[token], total.to(dtype))
+
+
+def test_addends_worked_examples() -> None:
+    counts, sources, grouped = np.array([2, 2]), np.array([0, 1, 0, 1]), np.array([0, 2, 1, 3])
+    together = Addends.of(counts, sources, grouped, 2, [0, 2])
+    assert (together.cuts, together.firsts, together.bounds) == ([0, 2], [0, 4], [[0, 2], [0, 2]])
+    assert (together.starts.tolist(), together.order.tolist()) == ([0, 2], [0, 2, 1, 3])
+    apart = Addends.of(counts, sources, grouped, 2, [0, 1, 2])
+    assert (apart.firsts, apart.bounds) == ([0, 2, 4], [[0, 1, 2], [0, 1, 2]])
+    assert (apart.starts.tolist(), apart.order.tolist()) == ([0, 0], [0, 1, 0, 1])
+    assert tile_cuts(7, 3, 4) == [0, 3, 4, 7]
+    assert tile_cuts(7, 3) == [0, 3, 6, 7]
+    assert tile_cuts(0, 3) == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("num_biases", [0, 1, 2])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_sums_by_columns_have_the_order_of_the_columns(dtype: torch.dtype, num_biases: int, is_part: bool) -> None:
+    """Rows in any order, several of a token in one peer's memory, and zeros of both signs."""
+    generator = torch.Generator().manual_seed(num_biases)
+    num_tokens, num_topk, num_peers, num_rows, hidden = 70, 5, 3, 40, 6000  # three tiles or more
+    is_here = torch.rand(num_tokens, num_topk, generator=generator) < 0.6
+    slots = torch.where(is_here, torch.randint(num_rows, is_here.shape, generator=generator), -1).int()
+    owners = torch.randint(num_peers, is_here.shape, generator=generator, dtype=torch.int32)
+
+    def draw(num_rows: int) -> torch.Tensor:
+        rows = torch.randn(num_rows, hidden, generator=generator).mul(100)
+        rows[:, ::2] = torch.where(torch.rand(rows[:, ::2].shape, generator=generator) < 0.6, -0.0, 0.0)
+        return rows.to(dtype)
+
+    peers, biases = [draw(num_rows) for _ in range(num_peers)], [draw(num_tokens) for _ in range(num_biases)]
+    out = torch.full((num_tokens, hidden), torch.nan, dtype=dtype)
+    RowSums(peers, slots, [0] * num_peers, biases, owners=owners, is_part=is_part).sum(out)
+    wide, zero = torch.float64 if dtype == torch.float64 else torch.float32, -0.0 if is_part or biases else 0.0
+    for token in range(num_tokens):
+        total = torch.full((hidden,), zero, dtype=wide)
+        for bias in biases:
+            total += bias[token]
+        for owner, slot in zip(owners[token].tolist(), slots[token].tolist(), strict=True):
+            if slot >= 0:
+                total += peers[owner][slot]
+        assert torch.equal(out[token], total.to(dtype))
+        assert torch.equal(out[token].signbit(), total.signbit()), "also of zeros"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9])  # a part of a tile, and several
@@ -163,7 +208,7 @@ def test_one_row_with_odd_strides_is_still_bytes() -> None:
 @pytest.mark.parametrize("step", [2, 3, 4])  # a tile of these sums is two tokens
 def test_sums_of_a_few_tokens_at_a_time_are_those_of_all(num_peers: int, step: int) -> None:
     random = torch.Generator().manual_seed(num_peers)
-    hidden = (1 << 19) // 4 // 2
+    hidden = (1 << 22) // 4 // num_peers // 2
     mask = torch.rand(9, num_peers, generator=random) < 0.7
     mask[2:6] = True  # whole tiles of tokens that all have rows
     slots = torch.where(mask, mask.cumsum(0) - 1, -1).int()
@@ -179,7 +224,7 @@ def test_sums_of_a_few_tokens_at_a_time_are_those_of_all(num_peers: int, step: i
                 if mask[token, peer]:
                     total = total + peers[peer][slots[token, peer]].float()
             expected[token] = total.bfloat16()
-        sums = RowSums(peers, slots, [0] * num_peers, Scratch())
+        sums = RowSums(peers, slots, [0] * num_peers, some, unit=step)
         for first in range(0, 9, step):
-            sums.sum(got[first : first + step], first, [bias[first : first + step] for bias in some])
+            sums.sum(got[first : first + step], first)
         assert torch.equal(got.view(torch.int16), expected.view(torch.int16))

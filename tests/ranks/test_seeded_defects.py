@@ -138,9 +138,9 @@ def bias_of_another_token() -> None:
     for module, name in ((combine, "reduce_rows"), (combine, "sum_rows")):
         right = getattr(module, name)
 
-        def wrong(out: Any, *args: Any, right: Callable = right) -> None:
+        def wrong(out: Any, *args: Any, right: Callable = right, **options: Any) -> None:
             *others, biases = args
-            right(out, *others, [bias.roll(1, 0) for bias in biases])
+            right(out, *others, [bias.roll(1, 0) for bias in biases], **options)
 
         setattr(module, name, wrong)
 

@@ -22,7 +22,7 @@ import torch
 
 from ..event import EventHandle
 from ..handle import Handle
-from ..kernels.reduce import reduce_columns
+from ..kernels.reduce import RowSums
 from ..sizing import align
 from .ops import Counts
 from .payload import DispatchResult, Expansion, Payload, SendPlan
@@ -597,7 +597,7 @@ def fold_rows(out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
         x: [X, H].
         rows: [N, K] int32; -1: none. One row alone is forwarded as it is.
     """
-    reduce_columns(out, [x], torch.zeros_like(rows), rows, [0], zero=-0.0)
+    RowSums([x], rows, [0], owners=torch.zeros_like(rows), is_part=True).sum(out)
 
 
 def fold_weights(out: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> None:

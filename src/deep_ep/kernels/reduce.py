@@ -1,27 +1,35 @@
 """Summing the rows of a token out of the peers' memory.
 
-Shape letters: T tokens, R ranks, H elements of a row. FP32 accumulation (FP64 for FP64 rows), biases first, then
-peers in ascending order, one rounding at the end: the result does not depend on tiles, threads or timing.
+Shape letters: T tokens, R ranks, H elements of a row, K columns of a table of slots, S tensors that rows are taken
+from, m rows that are added. FP32 accumulation (FP64 for FP64 rows), biases first, then columns in ascending order, one
+rounding at the end: the result does not depend on tiles, threads or timing.
 
 A sum without biases begins with 0.0, so that a token whose rows are all -0.0 gets 0.0. A *part* of a sum, which will be
 added to something, begins with -0.0: that changes no number, not even the sign of a zero.
 
-`reduce_rows` also sums words, in their own type: of a column that all peers but one give as 0, that one's bits.
+Sums are made in tiles of tokens: the rows of a tile are widened, source by source, and `embedding_bag` adds them, which
+keeps the sum of a token in registers.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..errors import EPError
-from .blocks import peer_tokens, tile_bounds
+from .blocks import peer_tokens
 from .script import Scripted
 
-_SMALL_ELEMENTS = 1 << 14  # of sums: for fewer, memory is quickly had
-_TILE_BYTES = 1 << 19  # of accumulators: they and the rows being added stay in a core's cache
+_TILE_BYTES = 1 << 22  # of the rows of a tile: fewer tiles cost less than rows that leave a core's cache
+_UNIT_BYTES = 1 << 19  # of widened sums, which are worth a step of their own
+_MOST_IN_TURN = 2  # sources: of few rows a token, those that were just summed or sent had better stay in the cache
+_ALL = torch.empty(0, dtype=torch.int64, device="cpu")  # stands for the indices of rows that lie side by side
 
 
 def reduce_rows(
@@ -30,6 +38,7 @@ def reduce_rows(
     slots: torch.Tensor,
     shifts: Sequence[int],
     biases: Sequence[torch.Tensor] = (),
+    scratch: Scratch | None = None,
 ) -> None:
     """Sum each token's rows.
 
@@ -41,110 +50,158 @@ def reduce_rows(
         slots: [T, R] int32; -1 where a peer has no row of the token. Ascending without gaps down each column.
         shifts: What to add to the slots of each peer.
         biases: Tensors [T, H] of out's dtype, added first and in order.
-
-    Example:
-        One token, slots `[[2, -1]]`, shifts `[-2, 0]`, peer 0's row 0 is `[1, 2]`, bias `[[10, 10]]`: out is `[[11,
-        12]]`.
-    """
-    if out.numel():
-        RowSums(peers, slots, shifts).sum(out, 0, biases)
-
-
-def reduce_columns(
-    out: torch.Tensor,
-    peers: Sequence[torch.Tensor],
-    owners: torch.Tensor,
-    slots: torch.Tensor,
-    shifts: Sequence[int],
-    biases: Sequence[torch.Tensor] = (),
-    zero: float = 0.0,
-) -> None:
-    """Sum each token's rows in the order of its columns.
-
-    `out[t] = sum(biases[t]) + sum(peers[d][slots[t, k] + shifts[d]] for k with slots[t, k] >= 0)`, d = `owners[t, k]`
-
-    Args:
-        out: [T, H], written.
-        peers: R tensors [rows, H] of out's dtype, the peers' rows.
-        owners: [T, K] int32, the peer of each column.
-        slots: [T, K] int32; -1 where a column has no row.
-        shifts: What to add to the slots of each peer.
-        biases: Tensors [T, H] of out's dtype, added first and in order.
-        zero: What a sum without biases begins with, 0.0 or -0.0.
+        scratch: Where to add.
 
     Raises:
         EPError: A peer has no such rows.
 
     Example:
-        One token, owners `[[1, 0]]`, slots `[[0, 2]]`: out is row 0 of peer 1, and row 2 of peer 0 added to it.
+        One token, slots `[[2, -1]]`, shifts `[-2, 0]`, peer 0's row 0 is `[1, 2]`, bias `[[10, 10]]`: out is `[[11,
+        12]]`.
     """
     if not out.numel():
         return
-    slots, owners = _without_gaps(slots, owners)
-    token_idx: list[torch.Tensor] = []
-    row_idx: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for column in range(slots.size(1)):
-        for peer, rows in enumerate(peers):
-            tokens = ((slots[:, column] >= 0) & (owners[:, column] == peer)).nonzero()[:, 0]
-            if not tokens.numel():
-                continue
-            wanted = slots[tokens, column].long() + shifts[peer]
-            if int(wanted.min()) < 0 or int(wanted.max()) >= rows.size(0):
-                raise EPError(
-                    f"combine: rows {int(wanted.min())} to {int(wanted.max())} are not among the {rows.size(0)} "
-                    "that a peer offered"
-                )
-            token_idx.append(tokens)
-            row_idx.append(wanted)
-            sources.append(rows)
-    tile = min(out.size(0), tile_tokens(out))
-    bounds = tile_bounds(token_idx, out.size(0), tile)
-    total = out.new_empty((tile, out.size(1)), dtype=_accumulator(out))
-    _sum_column_tiles(out, sources, row_idx, [one % tile for one in token_idx], bounds, list(biases), zero, total)
+    if out.size(0) > unit_tokens(out.size(1), out.dtype):
+        RowSums(peers, slots, shifts, biases, scratch=scratch).sum(out)
+        return
+    columns = slots.t()
+    token_idx, blocks = peer_tokens(columns >= 0), []
+    for rows, tokens, last, shift in zip(peers, token_idx, columns.amax(1).tolist(), shifts, strict=True):
+        stop = last + 1 + shift if tokens.numel() else 0
+        blocks.append(_block(rows, stop - tokens.numel(), stop))
+    sum_rows(out, blocks, token_idx, biases)
 
 
-def _without_gaps(slots: torch.Tensor, owners: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The columns of each token that have rows, side by side and in their order: [T, most of a token].
+def sum_rows(
+    out: torch.Tensor,
+    blocks: Sequence[torch.Tensor],
+    token_idx: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] = (),
+) -> None:
+    """Sum each token's rows, as `reduce_rows` does, with few operators: for few tokens.
 
-    Example:
-        Slots `[[-1, 4, -1], [2, -1, 3]]` become `[[4, -1], [2, 3]]`.
+    Args:
+        out: [T, H], written.
+        blocks: Tensors [n, H] of out's dtype, in which the rows lie as they are added.
+        token_idx: Tensors [n] int64, their tokens.
+        biases: Tensors [T, H] of out's dtype, added first and in order.
     """
-    has_row = slots >= 0
-    most = int(has_row.sum(1).amax())
-    if most == slots.size(1):
-        return slots, owners
-    order = (~has_row).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
-    return slots.gather(1, order), owners.gather(1, order)
+    wide = _accumulator(out.dtype)
+    total = biases[0].to(wide, copy=True) if biases else torch.zeros_like(out, dtype=wide)
+    for bias in biases[1:]:
+        total.add_(bias)
+    for rows, tokens in zip(blocks, token_idx, strict=True):
+        total.index_add_(0, tokens, rows.to(wide))  # on the CPU in the order of the rows, one after the other
+    out.copy_(total)
+
+
+def _block(rows: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """Return rows [first, stop) of a peer."""
+    if not 0 <= first <= stop <= rows.size(0):
+        raise EPError(f"combine: rows {first} to {stop} are not among the {rows.size(0)} that a peer offered")
+    return rows[first:stop]
+
+
+def unit_tokens(hidden: int, dtype: torch.dtype) -> int:
+    """Return how many tokens of sums [T, H] are worth a step of their own, see `RowSums`."""
+    return max(1, _UNIT_BYTES // max(1, hidden * _accumulator(dtype).itemsize))
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type to add in. Words are exact in it: those of a column that all peers but one give as 0 keep their bits."""
+    return torch.float64 if dtype in (torch.float64, torch.int32) else torch.float32
 
 
 class Scratch:
-    """Accumulators that are used again: memory fresh from the system costs more than to add in it."""
+    """Memory that is used again: memory fresh from the system costs more than to add in it."""
 
     def __init__(self) -> None:
-        self._pairs: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._last: tuple[object, tuple[torch.Tensor, torch.Tensor]] | None = None
 
-    def pair(self, like: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two uninitialised tensors [num_tokens, H], for rows like these."""
-        key = (num_tokens, like.size(1), dtype)
-        if key not in self._pairs:
-            one, other = (like.new_empty(key[:2], dtype=dtype) for _ in range(2))
-            self._pairs[key] = (one, other)
-        return self._pairs[key]
+    def pair(self, num_rows: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two uninitialised tensors [num_rows, hidden]: of the type to add in, and of `dtype`."""
+        asked = num_rows, hidden, dtype
+        if self._last is None or self._last[0] != asked:
+            dtypes = _accumulator(dtype), dtype
+            sizes = [num_rows * hidden * one.itemsize for one in dtypes]
+            if self._memory.numel() < sum(sizes):
+                self._memory = self._memory.new_empty(sum(sizes))
+            wide, narrow = self._memory[: sum(sizes)].split(sizes)
+            pair = wide.view(dtypes[0]).view(num_rows, hidden), narrow.view(dtype).view(num_rows, hidden)
+            self._last = asked, pair
+        return self._last[1]
+
+
+class Addends(NamedTuple):
+    """The rows that are added up, in tiles of tokens. They are in order by token, then as they are added.
+
+    Attributes:
+        cuts: The first token of each tile, and T.
+        firsts: The first row of each tile, and m.
+        starts: [T] int64, the first row of each token, counted from the first of its tile.
+        order: [m] int64, where each row lies among those of its tile, if they lie by source.
+        bounds: For each source, the first of its rows of each tile, and the number of its rows.
+    """
+
+    cuts: list[int]
+    firsts: list[int]
+    starts: torch.Tensor
+    order: torch.Tensor
+    bounds: list[list[int]]
+
+    @classmethod
+    def of(
+        cls, counts: np.ndarray, source_idx: np.ndarray, grouped: np.ndarray, num_sources: int, cuts: list[int]
+    ) -> Addends:
+        """Plan the sums.
+
+        Args:
+            counts: [T] int64, the rows of each token.
+            source_idx: [m] int64, the source of each row.
+            grouped: [m] int64, the rows by source.
+            num_sources: S.
+            cuts: The first token of each tile, and T.
+
+        Example:
+            Two tokens of a tile, with a row of source 0 and 1 each: `firsts` is `[0, 4]`, `starts` `[0, 2]`, `order`
+            `[0, 2, 1, 3]`, `bounds` `[[0, 2], [0, 2]]`.
+        """
+        ends = np.concatenate([[0], counts.cumsum()])
+        firsts = ends[cuts]
+        num_tiles, sizes = len(cuts) - 1, np.diff(firsts)
+        starts = ends[:-1] - firsts[:-1].repeat(np.diff(cuts))
+        order = np.arange(len(source_idx))
+        tile_idx = np.arange(num_tiles).repeat(sizes)
+        numbers = np.bincount(source_idx * num_tiles + tile_idx, minlength=num_sources * num_tiles)
+        numbers = numbers.reshape(num_sources, num_tiles)
+        bounds = np.zeros((num_sources, num_tiles + 1), dtype=np.int64)
+        numbers.cumsum(1, out=bounds[:, 1:])
+        # By source and tile lie the rows that the tile has side by side, behind those of the sources before.
+        behind = numbers.cumsum(0) - numbers
+        places = (behind - numbers.cumsum().reshape(numbers.shape) + numbers).ravel().repeat(numbers.ravel())
+        order[grouped] = places + np.arange(len(source_idx))
+        return cls(cuts, firsts.tolist(), torch.from_numpy(starts), torch.from_numpy(order), bounds.tolist())
 
 
 class RowSums:
     """The sums of tokens, for callers that want them a few tokens at a time; see `reduce_rows`.
 
     Args:
-        peers: R tensors [rows, H]: the peers' rows, read when a sum is made.
-        slots: [T, R] int32.
+        peers: R tensors [rows, H], the peers' rows, read when a sum is made.
+        slots: [T, K] int32, the row of each column; -1 where a column has none.
         shifts: What to add to the slots of each peer.
+        biases: Tensors [T, H] of the same dtype, added first and in order.
+        owners: [T, K] int32, the peer of each column. None: column d is peer d's.
         scratch: Where to add.
+        unit: Sums are made of so many tokens at a time, or of a multiple of them. None: of all tokens at once.
         is_part: The sums will be added to something; a token without rows or biases gets -0.0.
 
     Raises:
         EPError: A peer has no such rows.
+
+    Example:
+        One token, slots `[[0, 2]]`, owners `[[1, 0]]`: its sum is row 0 of peer 1, and row 2 of peer 0 added to it.
     """
 
     def __init__(
@@ -152,241 +209,233 @@ class RowSums:
         peers: Sequence[torch.Tensor],
         slots: torch.Tensor,
         shifts: Sequence[int],
+        biases: Sequence[torch.Tensor] = (),
+        *,
+        owners: torch.Tensor | None = None,
         scratch: Scratch | None = None,
+        unit: int | None = None,
         is_part: bool = False,
     ):
-        self._scratch = scratch
-        self._zero = -0.0 if is_part else 0.0
-        self._num_tokens = slots.size(0)
-        self._token_idx, self._blocks = _blocks(peers, slots, shifts) if self._num_tokens else ([], [])
-        self._names: list[list[int]] | None = None
-        self._tiles: tuple[list[torch.Tensor], list[list[int]]] | None = None  # index and bounds for `_sum_tiles`
+        self._scratch = scratch or Scratch()
+        self._zero = -0.0 if is_part or biases else 0.0
+        table = slots.numpy()
+        is_added = table >= 0
+        columns = is_added.nonzero()[1]
+        peer_idx = columns if owners is None else owners.numpy()[is_added]
+        row_idx = table[is_added] + np.asarray(shifts, dtype=np.int64)[peer_idx]
+        counts = is_added.sum(1)
+        source_idx = peer_idx + len(biases)
+        if biases:
+            row_idx, source_idx = _behind_biases(len(biases), counts, row_idx, source_idx)
+            counts += len(biases)
+        grouped = source_idx.astype(np.int16).argsort(kind="stable")  # of 16 bits it takes a tenth of the time
+        self._sources, self._row_idx = _rows_of_sources([*biases, *peers], row_idx[grouped], source_idx)
+        hidden, dtype = peers[0].size(1), peers[0].dtype
+        lie_together = all(rows is _ALL for rows in self._row_idx)
+        self._in_turn = owners is None and len(self._sources) <= _MOST_IN_TURN and lie_together
+        most = int(counts.max(initial=1))
+        tile = unit_tokens(hidden, dtype) if self._in_turn else tile_tokens(hidden, dtype, most, not lie_together)
+        cuts = tile_cuts(len(table), tile, unit)
+        self._addends = Addends.of(counts, source_idx, grouped, len(self._sources), cuts)
+        self._tile_idx = _tile_idx(counts, grouped, self._addends) if self._in_turn else []
 
-    def sum(self, out: torch.Tensor, first: int, biases: Sequence[torch.Tensor] = ()) -> None:
+    def sum(self, out: torch.Tensor, first: int = 0) -> None:
         """Sum the rows of some tokens.
 
         Args:
             out: [n, H], written: the sums of tokens `first` to `first + n`.
             first: The first token.
-            biases: Tensors [n, H] of out's dtype, added first and in order.
         """
-        last = first + out.size(0)
         if not out.numel():
             return
-        if (first, last) == (0, self._num_tokens):
-            _sum_blocks(out, self._blocks, self._token_idx, biases, self._scratch, self._zero)
-        elif (
-            self._scratch is not None
-            and first % (tile := tile_tokens(out)) == 0
-            and (last % tile == 0 or last == self._num_tokens)
-        ):
-            self._sum_whole_tiles(out, first // tile, -(-last // tile), biases, self._scratch)
-        else:
-            self._sum_some(out, first, last, biases)
-
-    def _sum_whole_tiles(
-        self, out: torch.Tensor, first: int, last: int, biases: Sequence[torch.Tensor], scratch: Scratch
-    ) -> None:
-        """Sum tiles [first, last) of all tokens' tiles: their indices are computed once for all of them."""
-        tile = tile_tokens(out)
-        if self._tiles is None:
-            tile_idx = [tokens % tile for tokens in self._token_idx]
-            self._tiles = tile_idx, tile_bounds(self._token_idx, self._num_tokens, tile)
-        tile_idx, bounds = self._tiles
-        bounds = [one[first : last + 1] for one in bounds]
-        pair = scratch.pair(out, tile, _accumulator(out))
-        _sum_tiles(out, self._blocks, tile_idx, bounds, list(biases), self._zero, *pair)
-
-    def _sum_some(self, out: torch.Tensor, first: int, last: int, biases: Sequence[torch.Tensor]) -> None:
-        """Sum tokens [first, last), wherever tiles begin."""
-        if self._names is None:
-            self._names = [tokens.tolist() for tokens in self._token_idx]
-        spans = [slice(bisect_left(names, first), bisect_left(names, last)) for names in self._names]
-        blocks = [rows[span] for rows, span in zip(self._blocks, spans, strict=True)]
-        token_idx = [tokens[span] - first for tokens, span in zip(self._token_idx, spans, strict=True)]
-        _sum_blocks(out, blocks, token_idx, biases, self._scratch, self._zero)
+        cuts, firsts, starts, order, bounds = self._addends
+        begin, end = bisect_left(cuts, first), bisect_left(cuts, first + out.size(0))
+        tiles = slice(begin, end + 1)
+        cuts, firsts, bounds = cuts[tiles], firsts[tiles], [one[tiles] for one in bounds]
+        if self._in_turn:
+            tokens = max(stop - start for start, stop in pairwise(cuts))
+            both, _ = self._scratch.pair(2 * tokens, out.size(1), out.dtype)
+            _sum_in_turn(out, self._sources, self._tile_idx, cuts, bounds, self._zero, both[:tokens], both[tokens:])
+            return
+        rows = max(stop - start for start, stop in pairwise(firsts))
+        scratch = self._scratch.pair(rows, out.size(1), out.dtype)
+        sum_tiles(out, self._sources, self._row_idx, cuts, firsts, starts, order, bounds, None, self._zero, *scratch)
 
 
-def sum_rows(
-    out: torch.Tensor,
-    rows: torch.Tensor,
-    token_idx: torch.Tensor,
-    counts: Sequence[int],
-    biases: Sequence[torch.Tensor] = (),
-) -> None:
-    """Sum each token's rows, as `reduce_rows` does, where all rows lie together: those of peer 0, then those of peer 1,
-    and so on.
+def _tile_idx(counts: np.ndarray, grouped: np.ndarray, addends: Addends) -> list[torch.Tensor]:
+    """Return, for each source, the tokens of its rows, counted from the first of their tile."""
+    inside = np.arange(len(counts)) - np.asarray(addends.cuts[:-1]).repeat(np.diff(addends.cuts))
+    tokens = torch.from_numpy(inside.repeat(counts)[grouped])
+    return list(tokens.split([bounds[-1] for bounds in addends.bounds]))
+
+
+def _behind_biases(
+    num_biases: int, counts: np.ndarray, row_idx: np.ndarray, source_idx: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Put the biases of each token before its rows: source s has its row number t for token t."""
+    ends = counts.cumsum()
+    before = (ends - counts).repeat(num_biases)
+    tokens = np.arange(len(counts)).repeat(num_biases)
+    biases = np.tile(np.arange(num_biases), len(counts))
+    return np.insert(row_idx, before, tokens), np.insert(source_idx, before, biases)
+
+
+def _rows_of_sources(
+    sources: Sequence[torch.Tensor], row_idx: np.ndarray, source_idx: np.ndarray
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the rows of each source, and which of them are added: all of them where they lie side by side.
 
     Args:
-        out: [T, H], written.
-        rows: [m, H] of out's dtype.
-        token_idx: [m] int64, their tokens, ascending within a peer.
-        counts: R numbers of rows, m together.
-        biases: Tensors [T, H] of out's dtype, added first and in order.
+        sources: S tensors.
+        row_idx: [m] int64, by source.
+        source_idx: [m] int64, in any order.
     """
-    accumulate = _accumulator(out)
-    if out.size(0) > tile_tokens(out):
-        _sum_blocks(out, rows.split(list(counts)), token_idx.split(list(counts)), biases)
-        return
-    total = _sum_biases(out, biases, accumulate)
-    total.index_add_(0, token_idx, rows.to(accumulate))  # on the CPU in the order of the rows, one after the other
-    out.copy_(total)
+    rows, indices, start = [], [], 0
+    for source, count in zip(sources, np.bincount(source_idx, minlength=len(sources)).tolist(), strict=True):
+        wanted = row_idx[start : start + count]
+        start += count
+        first, stop = (int(wanted.min()), int(wanted.max()) + 1) if count else (0, 0)
+        block = _block(source, first, stop)
+        lies_together = bool((np.diff(wanted) == 1).all())
+        rows.append(block if lies_together else source)
+        indices.append(_ALL if lies_together else torch.from_numpy(wanted))
+    return rows, indices
 
 
-def _blocks(
-    peers: Sequence[torch.Tensor], slots: torch.Tensor, shifts: Sequence[int]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """For each peer, the tokens that have a row there, and these rows, which lie side by side."""
-    columns = slots.t()
-    token_idx, blocks = peer_tokens(columns >= 0), []
-    last_slots = columns.amax(1).tolist()
-    for rows, tokens, last, shift in zip(peers, token_idx, last_slots, shifts, strict=True):
-        count = tokens.numel()
-        first = last + 1 - count + shift if count else 0
-        blocks.append(rows[first : first + count])
-        if first < 0 or blocks[-1].size(0) != count:
-            raise EPError(
-                f"combine: rows {first} to {first + count} are not among the {rows.size(0)} that a peer offered"
-            )
-    return token_idx, blocks
+def tile_tokens(hidden: int, dtype: torch.dtype, most: int, are_gathered: bool) -> int:
+    """Return the tokens of a tile.
+
+    Args:
+        hidden: H.
+        dtype: The type of the rows.
+        most: Most rows of a token.
+        are_gathered: Rows are gathered before they are widened, which takes memory, too.
+    """
+    element_bytes = _accumulator(dtype).itemsize + (dtype.itemsize if are_gathered else 0)
+    return max(1, _TILE_BYTES // max(1, hidden * most * element_bytes))
 
 
-def _sum_blocks(
-    out: torch.Tensor,
-    blocks: Sequence[torch.Tensor],
-    token_idx: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    scratch: Scratch | None = None,
-    zero: float = 0.0,
-) -> None:
-    """Sum each peer's rows of these tokens: in tiles, or, where there is only a small one, with fewer operators."""
-    accumulate = _accumulator(out)
-    num_tokens, tile = out.size(0), tile_tokens(out)
-    if num_tokens <= tile and (scratch is None or out.numel() < _SMALL_ELEMENTS):
-        total = _sum_biases(out, biases, accumulate, zero)
-        for rows, tokens in zip(blocks, token_idx, strict=True):
-            total.index_add_(0, tokens, rows.to(accumulate))
-        out.copy_(total)
-        return
-    _sum_tiles(
-        out,
-        list(blocks),
-        [tokens % tile for tokens in token_idx],
-        tile_bounds(token_idx, num_tokens, tile),
-        list(biases),
-        zero,
-        *(scratch or Scratch()).pair(out, tile, accumulate),
-    )
+def tile_cuts(num_tokens: int, tile: int, unit: int | None = None) -> list[int]:
+    """Cut tokens into units, and units into tiles.
 
-
-def _accumulator(out: torch.Tensor) -> torch.dtype:
-    return out.dtype if out.dtype in (torch.float64, torch.int32) else torch.float32
-
-
-def tile_tokens(out: torch.Tensor) -> int:
-    """Return the tokens of a tile of sums [T, H]. Callers that sum a few tokens at a time should use whole tiles."""
-    return max(1, _TILE_BYTES // max(1, out.size(1) * _accumulator(out).itemsize))
-
-
-def _sum_biases(
-    out: torch.Tensor, biases: Sequence[torch.Tensor], accumulate: torch.dtype, zero: float = 0.0
-) -> torch.Tensor:
-    total = biases[0].to(accumulate, copy=True) if biases else torch.full_like(out, zero, dtype=accumulate)
-    for bias in biases[1:]:
-        total.add_(bias.to(accumulate))
-    return total
+    Example:
+        7 tokens in tiles of 3 and units of 4: `[0, 3, 4, 7]`.
+    """
+    unit = max(1, unit or num_tokens)
+    units = range(0, num_tokens, unit)
+    return [first for start in units for first in range(start, min(start + unit, num_tokens), tile)] + [num_tokens]
 
 
 @Scripted
-def _sum_tiles(
+def _sum_in_turn(
     out: torch.Tensor,
-    blocks: list[torch.Tensor],
+    sources: list[torch.Tensor],
     tile_idx: list[torch.Tensor],
+    cuts: list[int],
     bounds: list[list[int]],
-    biases: list[torch.Tensor],
     zero: float,
     total: torch.Tensor,
     wide: torch.Tensor,
 ) -> None:
-    """Tile by tile: sum biases and blocks in `total`, round into `out`.
+    """Tile by tile: add the rows of one source after the other, round the sums. For few sources.
 
     Args:
-        out: [T, H].
-        blocks: For each peer, its rows of these tokens, in their order.
-        tile_idx: For each peer, the index in its tile of each row's token, int64.
-        bounds: For each peer, the first row of each tile, and the number of rows.
-        biases: [T, H] each.
-        zero: What a sum without biases begins with, 0.0 or -0.0.
-        total: [tile, H] scratch, the accumulators.
-        wide: [tile, H] scratch, rows in the accumulators' type.
+        out: [T, H] of the tokens of these tiles.
+        sources: Of each source its rows, of each token one at most.
+        tile_idx: Of each source the tokens of its rows, counted from the first of their tile.
+        cuts: See `Addends`, of these tiles.
+        bounds: Likewise.
+        zero: What a sum begins with, 0.0 or -0.0.
+        total: Scratch for the sums of a tile.
+        wide: The same, for rows.
     """
-    tile = total.size(0)
-    for index in range(len(bounds[0]) - 1):
-        start = index * tile
-        stop = min(start + tile, out.size(0))
-        part = total[: stop - start]
-        if len(blocks) == 2 and len(biases) == 0:
+    for index in range(len(cuts) - 1):
+        tokens = cuts[index + 1] - cuts[index]
+        part = out[cuts[index] - cuts[0] : cuts[index + 1] - cuts[0]]
+        if len(sources) == 2:
             one, other = bounds[0][index], bounds[1][index]
-            if bounds[0][index + 1] - one == stop - start and bounds[1][index + 1] - other == stop - start:
+            if bounds[0][index + 1] - one == tokens and bounds[1][index + 1] - other == tokens:
                 # Two rows each: one addition in their own type rounds as a wide one would. The sum is a negative zero
                 # only if both are, and then `zero` decides.
-                torch.add(
-                    blocks[0][one : one + stop - start], blocks[1][other : other + stop - start], out=out[start:stop]
-                )
+                torch.add(sources[0][one : one + tokens], sources[1][other : other + tokens], out=part)
                 if out.is_floating_point():
-                    out[start:stop].add_(zero)
+                    part.add_(zero)
                 continue
-        if len(biases) == 0:
-            part.fill_(zero)
-        for order, bias in enumerate(biases):
-            if order == 0:
-                part.copy_(bias[start:stop])
-            else:
-                part.add_(wide[: stop - start].copy_(bias[start:stop]))
-        for peer in range(len(blocks)):
-            first, last = bounds[peer][index], bounds[peer][index + 1]
-            if first < last:
-                part.index_add_(0, tile_idx[peer][first:last], wide[: last - first].copy_(blocks[peer][first:last]))
-        out[start:stop].copy_(part)
+        total[:tokens].fill_(zero)
+        for source, rows in enumerate(sources):
+            start, stop = bounds[source][index], bounds[source][index + 1]
+            if start < stop:
+                total[:tokens].index_add_(0, tile_idx[source][start:stop], wide[: stop - start].copy_(rows[start:stop]))
+        part.copy_(total[:tokens])
 
 
 @Scripted
-def _sum_column_tiles(
+def sum_tiles(
     out: torch.Tensor,
     sources: list[torch.Tensor],
     row_idx: list[torch.Tensor],
-    tile_idx: list[torch.Tensor],
+    cuts: list[int],
+    firsts: list[int],
+    starts: torch.Tensor,
+    order: torch.Tensor,
     bounds: list[list[int]],
-    biases: list[torch.Tensor],
+    weights: torch.Tensor | None,
     zero: float,
-    total: torch.Tensor,
+    wide: torch.Tensor,
+    narrow: torch.Tensor,
 ) -> None:
-    """Tile by tile: sum biases and blocks in `total`, round into `out`. A block has each token once.
+    """Tile by tile: widen the rows, sum them, round the sums.
 
     Args:
-        out: [T, H].
-        sources: For each block, the rows that it takes some of.
-        row_idx: For each block, which ones, int64.
-        tile_idx: For each block, the index in its tile of each row's token, int64.
-        bounds: For each block, the first row of each tile, and the number of rows.
-        biases: [T, H] each.
-        zero: What a sum without biases begins with.
-        total: [tile, H] scratch, the accumulators.
+        out: [T, H] of the tokens of these tiles.
+        sources: Of each source its rows, in order, or the rows that it takes some of.
+        row_idx: Of each source which rows, int64; empty: all of them.
+        cuts: See `Addends`, of these tiles.
+        firsts: Likewise.
+        starts: Likewise, of all tiles.
+        order: Likewise.
+        bounds: Likewise, of these tiles.
+        weights: [m] float32, what each row is multiplied by: a product and its sum are rounded once. None: nothing.
+        zero: What a sum of nothing is. If -0.0, so is a sum of negative zeros alone, which is 0.0 otherwise.
+        wide: Scratch for the widened rows of a tile.
+        narrow: The same, of out's dtype.
     """
-    tile = total.size(0)
-    for index in range((out.size(0) + tile - 1) // tile):
-        start = index * tile
-        stop = min(start + tile, out.size(0))
-        part = total[: stop - start]
-        if len(biases) > 0:
-            part.copy_(biases[0][start:stop])
-        else:
+    keeps_zeros = math.copysign(1.0, zero) < 0  # TorchScript takes its own -0.0 and 0.0 for one constant
+    words = torch.int64 if wide.dtype == torch.float64 else torch.int32
+    negative_zero = wide.new_full([1], zero).view(dtype=words)  # the least of all words
+    for index in range(len(cuts) - 1):
+        first, last = firsts[index], firsts[index + 1]
+        begin, end = cuts[index], cuts[index + 1]
+        part = out[begin - cuts[0] : end - cuts[0]]
+        if first == last:
             part.fill_(zero)
-        for number in range(1, len(biases)):
-            part.add_(biases[number][start:stop].to(total.dtype))
-        for block in range(len(sources)):
-            first, last = bounds[block][index], bounds[block][index + 1]
-            if first < last:
-                found = torch.index_select(sources[block], 0, row_idx[block][first:last])
-                part.index_add_(0, tile_idx[block][first:last], found.to(total.dtype))
-        out[start:stop].copy_(part)
+        else:
+            filled = 0
+            for source, rows in enumerate(sources):
+                start, stop = bounds[source][index], bounds[source][index + 1]
+                if start < stop:
+                    space = wide[filled : filled + stop - start]
+                    filled += stop - start
+                    if row_idx[source].numel() == 0:
+                        space.copy_(rows[start:stop])
+                    else:
+                        wanted = row_idx[source][start:stop]
+                        space.copy_(torch.index_select(rows, 0, wanted, out=narrow[: stop - start]))
+            widened, bags = wide[:filled], starts[begin:end]
+            sums = sum_bags(widened, order[first:last], bags, None if weights is None else weights[first:last])
+            if keeps_zeros:
+                numbers = torch.diff(bags, append=bags.new_full([1], last - first))
+                has_negative_zero = widened.view(dtype=words).amin() == negative_zero
+                if bool((has_negative_zero | (numbers.amin() == 0)).item()):
+                    # Sums begin with 0.0. One of rows that all have a sign is 0.0 only if all of them are -0.0.
+                    signs = torch.copysign(torch.ones_like(wide[0]), widened, out=widened)
+                    are_negative = sum_bags(signs, order[first:last], bags, None) == -numbers.unsqueeze(1)
+                    sums.masked_fill_((sums == 0).logical_and(are_negative), zero)
+            part.copy_(sums)
+
+
+def sum_bags(
+    rows: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Sum the rows of each token of a tile, see `Addends`: weighted, if there are weights, beginning with 0.0."""
+    return torch.embedding_bag(rows, order, starts, False, 0, False, weights)[0]

@@ -12,6 +12,7 @@ import torch
 
 from ... import env
 from ...errors import EPClosed, EPError, EPOverflow, EPPeerFailed, EPTransportError, EPUnsupported, account
+from ...kernels.reduce import Scratch
 from ...trace import NO_SLICE, WAIT, Slice
 from ...transport import (
     HEADER,
@@ -142,6 +143,7 @@ class Chain(OpenCall):
     Attributes:
         results: Private memory for large results that need not lie in the window. It is used again when they are gone:
             memory fresh from the system costs more to touch for the first time than a sum costs to write.
+        scratch: Memory of the sums.
         posted_bytes: Most bytes of rows that a small call posts.
         stats: What was counted so far.
         is_told_late: There are ranks that cannot read the window; a failure reaches them only after everything that was
@@ -153,6 +155,7 @@ class Chain(OpenCall):
     def __init__(self, window: Window):
         self.window = window
         self.results = Arena(PrivateMemory())
+        self.scratch = Scratch()
         self.posted_bytes = min(env.POSTED_BYTES.get(), POSTED_BYTES)
         self.stats = Stats(window.group_ranks.num_ranks)
         self._epoch = 0

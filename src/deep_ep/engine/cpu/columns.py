@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...handle import ColumnHandle
-from ...kernels.reduce import reduce_columns, reduce_rows
+from ...kernels.reduce import RowSums, reduce_rows
 from ...kernels.rows import as_bytes, row_bytes
 from ..protocol import Agreement, Offer, checksum
 from ..staging import Staging
@@ -54,7 +54,8 @@ class ColumnCombine(CpuCombine):
         else:
             slots = self._in_cells(offers, slots, owners, range_tokens)
         biases = [bias[start:stop] for bias in self._biases]
-        reduce_columns(self._sums[0][start:stop], tables[0], owners, slots, shifts, biases)
+        sums = RowSums(tables[0], slots, shifts, biases, owners=owners, scratch=self._chain.scratch)
+        sums.sum(self._sums[0][start:stop])
         for weights, table in zip(self._sums[1:], tables[1:], strict=True):
             words, given = weights[start:stop].view(torch.int32), [rows.view(torch.int32) for rows in table]
             reduce_rows(words, given, handle.send_head[start:stop], compact_shifts)

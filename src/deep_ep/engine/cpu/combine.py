@@ -199,7 +199,7 @@ class CpuCombine:
         fetch_rows(call, theirs, rows)
         token_idx = (self._handle.send_head.t() >= 0).nonzero()[:, 1]
         for out, part, bias in zip(self._sums, rows, (self._biases, ()), strict=False):
-            sum_rows(out, part, token_idx, counts, bias)
+            sum_rows(out, [part], [token_idx], bias)
 
     def _sum_in_rounds(self, call: Call, headers: list[Header], offers: list[Offer], staging: Staging | None) -> int:
         """Sum the rows round by round: copy in if staged, signal, wait, sum, signal, wait.
@@ -249,7 +249,8 @@ class CpuCombine:
         shifts = self._shifts(offers, start, range_tokens)
         biases = [[bias[start:stop] for bias in self._biases], []]
         for out, table, bias in zip(self._sums, tables, biases, strict=False):
-            reduce_rows(out[start:stop], table, slots[start:stop], shifts, bias)
+            tokens = slice(start, stop)
+            reduce_rows(out[tokens], table, slots[tokens], shifts, bias, scratch=self._chain.scratch)
 
     def _shifts(self, offers: list[Offer], start: int, range_tokens: int) -> list[int]:
         """Return the distance between the rows of a range and their slots.

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from ... import logfmt, quant
+from ..reduce import Addends, Scratch, sum_bags, sum_tiles, tile_cuts, tile_tokens
 from ..script import Scripted
 
 _TILE_BYTES = 1 << 18  # of float32 rows: they and what they are made of stay in a core's cache
-_SUM_TILE_BYTES = 1 << 21  # of float32 rows: fewer tiles cost less than rows that leave a core's cache
 LOGFMT_ROWS = 32  # compressed, or decoded, at a time: what is made on the way stays in a core's cache
 _MAGNITUDE = 0x7FFF  # bits of a BF16 without its sign: as integers, magnitudes are in order
 _INFINITY = 0x7F80
@@ -249,8 +249,7 @@ class Summer:
     """
 
     def __init__(self) -> None:
-        self._wide = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._narrow = torch.empty(0, dtype=torch.bfloat16, device="cpu")
+        self._scratch = Scratch()
 
     def sum(
         self,
@@ -275,118 +274,39 @@ class Summer:
         if out.numel() == 0 or num_topk == 0:
             out.zero_()
             return
-        tile = min(num_tokens, max(1, _SUM_TILE_BYTES // (4 * hidden * num_topk)))
-        bags = _Bags.of(grains, weights, is_skipped, tile)
-        size = tile * num_topk * hidden
-        self._wide, self._narrow = _at_least(self._wide, size), _at_least(self._narrow, size)
-        wide, narrow = (one[:size].view(-1, hidden) for one in (self._wide, self._narrow))
-        if ranges is not None:
-            _sum_logfmt(out, atlas, ranges, bags, tile, wide, narrow)
-        else:
-            _sum_tiles(out, atlas, *bags, tile, wide, narrow)
-
-
-class _Bags(NamedTuple):
-    """What each token sums, without what it skips, in tiles of tokens. m selections.
-
-    Attributes:
-        grains: [m] int64, the rows, by token.
-        weights: [m] float32.
-        starts: [T] int64, the first selection of each token, counted from the first of its tile.
-        order: At least as many numbers 0, 1, ... as a tile has selections.
-        bounds: The first selection of each tile, and m.
-    """
-
-    grains: torch.Tensor
-    weights: torch.Tensor
-    starts: torch.Tensor
-    order: torch.Tensor
-    bounds: list[int]
-
-    @classmethod
-    def of(cls, grains: torch.Tensor, weights: torch.Tensor, is_skipped: torch.Tensor, tile: int) -> _Bags:
-        """Make them from [T, K] each.
-
-        Example:
-            2 tokens of 2 selections, of which token 0 skips its first, in a tile: starts `[0, 1]`, bounds `[0, 3]`.
-        """
-        is_kept = is_skipped.logical_not()
-        counts = is_kept.sum(1)
-        starts = counts.cumsum(0) - counts
-        firsts = starts[::tile]
-        inside = starts - firsts.repeat_interleave(tile)[: starts.numel()]
         # Not weights of zero for what is skipped: an infinity times zero would be NaN.
-        kept = grains[is_kept], weights[is_kept]
-        order = torch.arange(tile * grains.size(1), device="cpu")
-        return cls(*kept, inside, order, [*firsts.tolist(), kept[0].numel()])
-
-
-@Scripted
-def _sum_tiles(
-    out: torch.Tensor,
-    atlas: torch.Tensor,
-    grains: torch.Tensor,
-    weights: torch.Tensor,
-    starts: torch.Tensor,
-    order: torch.Tensor,
-    bounds: list[int],
-    tile: int,
-    wide: torch.Tensor,
-    narrow: torch.Tensor,
-) -> None:
-    """Tile by tile of tokens: gather, widen, sum.
-
-    Args:
-        out: [T, H].
-        atlas: [grains, H].
-        grains: See `_Bags`, also for the next four.
-        weights: Likewise.
-        starts: Likewise.
-        order: Likewise.
-        bounds: Likewise.
-        tile: Tokens of a tile.
-        wide: [tile * K, H] float32 scratch.
-        narrow: [tile * K, H] scratch of out's dtype.
-    """
-    for index in range(len(bounds) - 1):
-        first, last, start = bounds[index], bounds[index + 1], index * tile
-        stop = min(start + tile, out.size(0))
-        if first == last:
-            out[start:stop].zero_()
-            continue
-        rows, gathered = wide[: last - first], narrow[: last - first]
-        torch.index_select(atlas, 0, grains[first:last], out=gathered)
-        rows.copy_(gathered)
-        _sum_bags(out[start:stop], rows, weights[first:last], starts[start:stop], order)
-
-
-def _sum_bags(
-    out: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor, order: torch.Tensor
-) -> None:
-    """Sum float32 rows for each token of a tile, see `_Bags`."""
-    sums = torch.embedding_bag(rows, order[: rows.size(0)], starts, False, 0, False, weights)
-    out.copy_(sums[0])
+        is_kept = is_skipped.logical_not()
+        grains, weights = grains[is_kept], weights[is_kept]
+        counts, m = is_kept.numpy().sum(1), grains.numel()
+        cuts = tile_cuts(num_tokens, tile_tokens(hidden, out.dtype, num_topk, are_gathered=True))
+        addends = Addends.of(counts, np.zeros(m, dtype=np.int64), np.arange(m), 1, cuts)
+        scratch = self._scratch.pair((cuts[1] - cuts[0]) * num_topk, hidden, out.dtype)
+        if ranges is not None:
+            _sum_logfmt(out, atlas, ranges, grains, weights, addends, *scratch)
+        else:
+            sum_tiles(out, [atlas], [grains], *addends, weights, 0.0, *scratch)
 
 
 def _sum_logfmt(
     out: torch.Tensor,
     atlas: torch.Tensor,
     ranges: torch.Tensor,
-    bags: _Bags,
-    tile: int,
+    grains: torch.Tensor,
+    weights: torch.Tensor,
+    addends: Addends,
     wide: torch.Tensor,
     narrow: torch.Tensor,
 ) -> None:
-    """Do what `_sum_tiles` does, with rows that are LogFMT. Its operators are few and long: there is no script."""
-    for index, (first, last) in enumerate(itertools.pairwise(bags.bounds)):
-        part, start = out[index * tile : (index + 1) * tile], index * tile
+    """Do what `sum_tiles` does, with rows that are LogFMT. Its operators are few and long: there is no script."""
+    tiles = zip(itertools.pairwise(addends.cuts), itertools.pairwise(addends.firsts), strict=True)
+    for (start, stop), (first, last) in tiles:
+        part, rows = out[start:stop], wide[: last - first]
         if first == last:
             part.zero_()
             continue
-        rows = wide[: last - first]
         for begin in range(first, last, LOGFMT_ROWS):
-            wanted = bags.grains[begin : min(begin + LOGFMT_ROWS, last)]
+            wanted = grains[begin : min(begin + LOGFMT_ROWS, last)]
             units = torch.index_select(atlas, 0, wanted, out=narrow[: wanted.numel()]).view(torch.uint8)
             decoded = rows[begin - first : begin - first + wanted.numel()]
             logfmt.decode_into(decoded, units, ranges.index_select(0, wanted).unflatten(-1, (-1, 2)))
-        _sum_bags(part, rows, bags.weights[first:last], bags.starts[start : start + tile], bags.order)
+        part.copy_(sum_bags(rows, addends.order[first:last], addends.starts[start:stop], weights[first:last]))

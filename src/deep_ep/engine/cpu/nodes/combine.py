@@ -8,14 +8,16 @@ the second rounding changes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ....config import Config
 from ....handle import check_rail_rows, require_filled
-from ....kernels.reduce import RowSums, Scratch, tile_tokens
+from ....kernels.reduce import RowSums, unit_tokens
 from ....kernels.rows import row_bytes
+from ....sizing import ceil_div
 from ....trace import RECEIVE, SEND
 from ....transport.links import Page
 from ...protocol import OFFERED, READY, TAKEN, Agreement, Header, Offer
@@ -30,7 +32,7 @@ from .routes import CpuNodesRoutes
 from .totals import Totals
 from .traffic import ChunkForm, Chunks, Traffic
 
-_TILES = 4  # that are summed before the network is looked after again
+_UNITS = 4  # that are summed before the network is looked after again
 
 
 class CpuNodesCombine(CpuCombine):
@@ -147,12 +149,12 @@ class CpuNodesCombine(CpuCombine):
         `taken` is the step that says that the rows have been read.
         """
         sections, shifts = self._sections(), [0] * self._topology.ranks_per_node
-        scratch = Scratch()
-        blocks = [[RowSums(table, block, shifts, scratch, is_part=True) for table in tables] for block in routes.blocks]
         form, pool = ChunkForm([(part.size(1), part.dtype) for part in sections]), self._rails.rail.pool
-        tile = tile_tokens(sections[0])
-        chunks, wait, rail = Chunks.of(self._config, form.row_bytes, tile), self._rails.waiting(call), self._rails.rail
-        totals = self._totals(routes, scratch)
+        unit = unit_tokens(sections[0].size(1), sections[0].dtype)
+        chunks, wait, rail = Chunks.of(self._config, form.row_bytes, unit), self._rails.waiting(call), self._rails.rail
+        make = partial(RowSums, scratch=self._chain.scratch, unit=chunks.num_rows, is_part=True)
+        blocks = [[make(table, block, shifts) for table in tables] for block in routes.blocks]
+        totals = self._totals(routes)
 
         def pack(node: int, first: int, last: int) -> Page:
             page = pool.take(form.num_bytes(last - first))
@@ -164,7 +166,7 @@ class CpuNodesCombine(CpuCombine):
             return page
 
         def sum_own() -> Iterator[None]:
-            own, count = self._topology.node, _TILES * tile
+            own, count = self._topology.node, chunks.num_rows * ceil_div(_UNITS * unit, chunks.num_rows)
             for first in range(0, routes.num_in[own], count):
                 last = min(first + count, routes.num_in[own])
                 for sums, out in zip(blocks[own], totals.target(own, first, last), strict=True):
@@ -185,6 +187,6 @@ class CpuNodesCombine(CpuCombine):
         with call.slice("add up the rest", RECEIVE):
             totals.finish()
 
-    def _totals(self, routes: CpuNodesRoutes, scratch: Scratch) -> Totals:
+    def _totals(self, routes: CpuNodesRoutes) -> Totals:
         sections = list(zip(self._sums, (self._biases, ()), strict=False))
-        return Totals(self._chain, routes, self._handle.send_rdma_head, sections, scratch)
+        return Totals(self._chain, routes, self._handle.send_rdma_head, sections)

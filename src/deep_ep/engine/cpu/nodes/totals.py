@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from ....kernels.reduce import RowSums, Scratch, tile_tokens
+from ....kernels.reduce import RowSums, unit_tokens
 from ..call import Chain
 from .routes import CpuNodesRoutes
 
-_LEAST_TILES = 2  # worth adding up at once
+_LEAST_UNITS = 2  # worth adding up at once
 
 
 class Totals:
@@ -21,7 +22,6 @@ class Totals:
         routes: The rows that each rank sends.
         slots: [T, nodes] int32, where a token's sum lies among those of its node; -1: it was not there.
         sections: For each section the tensor [T, columns] to fill, and its biases.
-        scratch: Where to add.
     """
 
     def __init__(
@@ -30,7 +30,6 @@ class Totals:
         routes: CpuNodesRoutes,
         slots: torch.Tensor,
         sections: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
-        scratch: Scratch,
     ):
         counts = routes.num_out
         self._sections = sections
@@ -39,10 +38,12 @@ class Totals:
         self._num_there = [0] * len(counts)
         self._num_tokens, self._num_done = slots.size(0), 0
         shifts = [0] * len(counts)
+        self._unit = unit_tokens(sections[0][0].size(1), sections[0][0].dtype)
+        make = partial(RowSums, scratch=chain.scratch, unit=self._unit)
         self._totals = [
-            RowSums([sums[index] for sums in self._sums], slots, shifts, scratch) for index in range(len(sections))
+            make([sums[index] for sums in self._sums], slots, shifts, biases)
+            for index, (_, biases) in enumerate(sections)
         ]
-        self._tile = tile_tokens(sections[0][0])
 
     def target(self, node: int, first: int, last: int) -> list[torch.Tensor]:
         """Return, for each section, where sums [first, last) of a node are to be written."""
@@ -55,8 +56,8 @@ class Totals:
             tokens[there] if there < len(tokens) else self._num_tokens
             for tokens, there in zip(self._tokens, self._num_there, strict=True)
         )
-        ready -= ready % self._tile
-        if ready - self._num_done >= _LEAST_TILES * self._tile:
+        ready -= ready % self._unit
+        if ready - self._num_done >= _LEAST_UNITS * self._unit:
             self._add_up(ready)
 
     def finish(self) -> None:
@@ -66,5 +67,5 @@ class Totals:
     def _add_up(self, end: int) -> None:
         """Add the biases and then the nodes' sums, in ascending order of nodes."""
         begin, self._num_done = self._num_done, end
-        for totals, (out, biases) in zip(self._totals, self._sections, strict=True):
-            totals.sum(out[begin:end], begin, [bias[begin:end] for bias in biases])
+        for totals, (out, _) in zip(self._totals, self._sections, strict=True):
+            totals.sum(out[begin:end], begin)
