@@ -197,6 +197,10 @@ def test_json_holds_the_raw_times(tmp_path: Path):
     assert skipped["summary"] is None
 
 
+def unwrapped(text: str) -> str:
+    return " ".join(text.split())
+
+
 def test_readme_keeps_everything_around_the_table(tmp_path: Path):
     path = tmp_path / "README.md"
     path.write_text("# Title\n<!-- bench normal -->\nold | table\n<!-- /bench normal -->\nend\n")
@@ -208,6 +212,18 @@ def test_readme_keeps_everything_around_the_table(tmp_path: Path):
     assert "| cached dispatch, BF16 | 2 | 4000.0 | 3000 | 1.33 | 1.50 [1.25, 1.75] | 3.00x [2.50, 3.50] |" in once
     report.write_readme(make_report(), path)
     assert path.read_text() == once
+
+
+def test_prose_of_a_table_is_wrapped_and_its_command_stays_whole(tmp_path: Path):
+    path = tmp_path / "README.md"
+    path.write_text("<!-- bench normal -->\n<!-- /bench normal -->\n")
+    made = dataclasses.replace(
+        make_report(), shape="4096 tokens a rank, " * 5, command="python -m deep_ep " + "x " * 40
+    )
+    report.write_readme(made, path)
+    prose = [line for line in path.read_text().splitlines() if not line.startswith("|")]
+    assert max(map(len, prose)) <= 120
+    assert any(f"`{made.command}`" in line for line in prose)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +399,7 @@ def test_two_hops_stand_beside_one_and_say_that_it_is_no_network(tmp_path: Path)
     report.write_readme(make_hop_report(), readme)
     text = readme.read_text()
     assert HOP_LINE in text
-    assert "; ranks 2; several ranks on one GPU as nodes: memory, not a network; 16 tokens a rank" in text
+    assert "; ranks 2; several ranks on one GPU as nodes: memory, not a network; 16 tokens a rank" in unwrapped(text)
     assert "| two hops us | one hop us | two hops / one hop | floor us | two hops / floor |" in text
     assert "on one GPU" not in make_hop_report(num_gpus=2).header[1]
     assert "memory, not a network" in make_hop_report(num_gpus=2).header[1]
@@ -458,7 +474,7 @@ def test_a_results_file_becomes_the_table_of_a_readme(tmp_path: Path, capsys: py
     text = readme.read_text()
     assert text.startswith("<!-- bench normal -->\n<!-- /bench normal -->\n<!-- bench gpu -->\n\nNVIDIA H200")
     assert "| cached dispatch, BF16, 16 blocks | 3 | 3000 | - | - | - | 133 | 1.75 [1.62, 1.88] |" in text
-    assert "Script loop: cached dispatch as DeepEP's own script times it" in text
+    assert "Script loop: cached dispatch as DeepEP's own script times it" in unwrapped(text)
     assert "old" not in text
     assert report.read_json(tmp_path / name).rows == make_gpu_report().rows
 

@@ -41,6 +41,8 @@ LABELS = {
     ONE_HOP: "deep_ep, one hop",
     BUFFER: "Buffer and torch",
 }
+_PROSE_WIDTH = 120  # of lines of a page
+_UNBROKEN = "\N{NO-BREAK SPACE}"  # stands for a space where no line may end
 _NORMAL = "normal"
 _GPU_CAPTION = (
     "Floor: the least bytes that the call must read and write through the GPU's memory, those of all ranks on it, at "
@@ -278,12 +280,19 @@ def markdown_table(report: BenchReport) -> str:
     """The table for a README, with its machine and command above it."""
     machine, shape, command = report.header
     heads = columns(report)
-    lines = [f"{machine}; {shape}. `{command}`", ""]
+    whole = f"`{command}`".replace(" ", _UNBROKEN)
+    lines = [_prose(f"{machine}; {shape}. {whole}"), ""]
     lines += [_markdown_line(heads), _markdown_line(["---", *["---:"] * (len(heads) - 1)])]
     lines += [_markdown_line(cells(report, row)) for row in report.rows]
     if report.has_tail or report.is_internode or report.has_waits:
-        lines += ["", *report.caption]
+        lines += ["", _prose(" ".join(report.caption))]
     return "\n".join(lines)
+
+
+def _prose(text: str) -> str:
+    """Text for a page, wrapped as all prose of this project is."""
+    filled = textwrap.fill(text, _PROSE_WIDTH, break_long_words=False, break_on_hyphens=False)
+    return filled.replace(_UNBROKEN, " ")
 
 
 def _markdown_line(items: Sequence[str]) -> str:
