@@ -28,7 +28,7 @@ from .script import Scripted
 
 _TILE_BYTES = 1 << 22  # of the rows of a tile: fewer tiles cost less than rows that leave a core's cache
 _UNIT_BYTES = 1 << 19  # of widened sums, which are worth a step of their own
-_MOST_IN_TURN = 2  # sources: of few rows a token, those that were just summed or sent had better stay in the cache
+_MOST_IN_TURN = 2  # sources; with so few, small tiles that stay in a core's own cache save more than registers do
 _ALL = torch.empty(0, dtype=torch.int64, device="cpu")  # stands for the indices of rows that lie side by side
 
 
@@ -226,7 +226,7 @@ class RowSums:
         counts = is_added.sum(1)
         source_idx = peer_idx + len(biases)
         if biases:
-            row_idx, source_idx = _behind_biases(len(biases), counts, row_idx, source_idx)
+            row_idx, source_idx = _with_biases(len(biases), counts, row_idx, source_idx)
             counts += len(biases)
         grouped = source_idx.astype(np.int16).argsort(kind="stable")  # of 16 bits it takes a tenth of the time
         self._sources, self._row_idx = _rows_of_sources([*biases, *peers], row_idx[grouped], source_idx)
@@ -250,6 +250,7 @@ class RowSums:
             return
         cuts, firsts, starts, order, bounds = self._addends
         begin, end = bisect_left(cuts, first), bisect_left(cuts, first + out.size(0))
+        assert (cuts[begin], cuts[end]) == (first, first + out.size(0)), (cuts, first, out.size(0))
         tiles = slice(begin, end + 1)
         cuts, firsts, bounds = cuts[tiles], firsts[tiles], [one[tiles] for one in bounds]
         if self._in_turn:
@@ -269,7 +270,7 @@ def _tile_idx(counts: np.ndarray, grouped: np.ndarray, addends: Addends) -> list
     return list(tokens.split([bounds[-1] for bounds in addends.bounds]))
 
 
-def _behind_biases(
+def _with_biases(
     num_biases: int, counts: np.ndarray, row_idx: np.ndarray, source_idx: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Put the biases of each token before its rows: source s has its row number t for token t."""
