@@ -64,7 +64,7 @@ def test_sums_skip_rows_and_have_one_order(num_tokens: int, hidden: int, share: 
         exact = want[kept].double() + values[grains[kept, k]].double() * weights[kept, k, None].double()
         want[kept] = exact.float()
     out = torch.full((num_tokens, hidden), float("nan"), dtype=torch.bfloat16)
-    rows.Summer().sum(out, source, grains, given, is_skipped, ranges)
+    rows.WeightedSums().sum(out, source, grains, given, is_skipped, ranges)
     assert torch.equal(out, want.bfloat16())
 
 

@@ -8,7 +8,7 @@ import torch
 
 from deep_ep.errors import EPError
 from deep_ep.kernels.blocks import peer_tokens, tile_bounds
-from deep_ep.kernels.reduce import Addends, RowSums, reduce_rows, sum_rows, tile_cuts
+from deep_ep.kernels.reduce import RowSums, SumPlan, reduce_rows, sum_rows, tile_cuts
 from deep_ep.kernels.rows import Section, SlotRange, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
 
 
@@ -112,12 +112,12 @@ def test_reduce_rows_sums_in_order(dtype: torch.dtype, num_tokens: int, hidden: 
         assert torch.equal(out[token], total.to(dtype))
 
 
-def test_addends_worked_examples() -> None:
+def test_sum_plan_worked_examples() -> None:
     counts, sources, grouped = np.array([2, 2]), np.array([0, 1, 0, 1]), np.array([0, 2, 1, 3])
-    together = Addends.of(counts, sources, grouped, 2, [0, 2])
+    together = SumPlan.of(counts, sources, grouped, 2, [0, 2])
     assert (together.cuts, together.firsts, together.bounds) == ([0, 2], [0, 4], [[0, 2], [0, 2]])
     assert (together.starts.tolist(), together.order.tolist()) == ([0, 2], [0, 2, 1, 3])
-    apart = Addends.of(counts, sources, grouped, 2, [0, 1, 2])
+    apart = SumPlan.of(counts, sources, grouped, 2, [0, 1, 2])
     assert (apart.firsts, apart.bounds) == ([0, 2, 4], [[0, 1, 2], [0, 1, 2]])
     assert (apart.starts.tolist(), apart.order.tolist()) == ([0, 0], [0, 1, 0, 1])
     assert tile_cuts(7, 3, 4) == [0, 3, 4, 7]

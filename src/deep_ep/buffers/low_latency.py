@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import env
-from ..engine.low_latency.calls import CallMode, CombineInputs, Combining, Dispatching, Hook
+from ..engine.low_latency.calls import CallMode, CombineInputs, CombineKind, DispatchKind, Hook
 from ..engine.low_latency.engine import LowLatencyEngine
 from ..engine.low_latency.geometry import MOST_TOKENS, Geometry, RowFormat
 from ..errors import EPUnsupported
@@ -42,8 +42,8 @@ class LowLatencyMethods:
     runtime: Any
     _lock: threading.RLock | ForkedLock
     _engine: Engine
-    _known_dispatches: dict[tuple, Dispatching]
-    _known_combines: dict[tuple, Combining]
+    _known_dispatches: dict[tuple, DispatchKind]
+    _known_combines: dict[tuple, CombineKind]
     _trace: Trace | None
     _num_cleans: int = 0  # calls of `clean_low_latency_buffer` that have given up what was in flight
     _ranks: tuple[int, ...] | None
@@ -140,7 +140,7 @@ class LowLatencyMethods:
         topk_idx: torch.Tensor,
         recv_stats: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
-    ) -> tuple[Dispatching, tuple]:
+    ) -> tuple[DispatchKind, tuple]:
         """Check a dispatch. Returns its kind, and its tensors, made ordinary."""
         where = _DISPATCH
         mode = _check_mode(where, async_finish, return_recv_hook)
@@ -156,7 +156,7 @@ class LowLatencyMethods:
         recv_stats = self._check_stats(where, "cumulative_local_expert_recv_stats", recv_stats, num_local, torch.int32)
         wait_stats = self._check_stats(where, "dispatch_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
         has_stats = (recv_stats is not None, wait_stats is not None)
-        kind = Dispatching(geometry, form, mode, topk_idx.dtype, *has_stats)
+        kind = DispatchKind(geometry, form, mode, topk_idx.dtype, *has_stats)
         return kind, (x, topk_idx, recv_stats, wait_stats)
 
     @call
@@ -243,7 +243,7 @@ class LowLatencyMethods:
         topk_weights: torch.Tensor,
         out: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
-    ) -> tuple[Combining, torch.Tensor, tuple]:
+    ) -> tuple[CombineKind, torch.Tensor, tuple]:
         """Check a combine. Returns its kind, the handle's layout, and its tensors, made ordinary."""
         where, device = _COMBINE, self.device
         mode = _check_mode(where, async_finish, return_recv_hook)
@@ -267,7 +267,7 @@ class LowLatencyMethods:
             out = checks.check_tensor(where, "out", out, result, (torch.bfloat16,), is_written=True, device=device)
         wait_stats = self._check_stats(where, "combine_wait_recv_cost_stats", wait_stats, self.group_size, torch.int64)
         has_stats = wait_stats is not None
-        kind = Combining(geometry, mode, bool(use_logfmt), bool(zero_copy), topk_idx.dtype, has_stats)
+        kind = CombineKind(geometry, mode, bool(use_logfmt), bool(zero_copy), topk_idx.dtype, has_stats)
         return kind, layout_range, (x, topk_idx, topk_weights, out, wait_stats)
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:

@@ -203,7 +203,7 @@ class Unfold:
 
     Args:
         request: What is asked for.
-        expansion: By which rows may be put straight into an expanded result; None: they are not.
+        expansion: With it rows may be put straight into an expanded result; None: compact rows come.
 
     Attributes:
         is_straight: Rows and scales came as an expanded result.

@@ -21,7 +21,7 @@ from .payload import DispatchResult, Payload, Routing
 
 @dataclass(frozen=True)
 class CallOrder:
-    """How a call stands to the caller's stream.
+    """How a call is ordered with the caller's stream.
 
     Attributes:
         after: What the call waits for on the comm stream; None: nothing.
@@ -32,7 +32,7 @@ class CallOrder:
     is_async: bool
 
     def is_due(self) -> bool:
-        """Whether there is nothing to wait for any more."""
+        """Return whether the event to wait for has completed."""
         return self.after is None or self.after.query()
 
 
@@ -114,7 +114,7 @@ class CallScope(Protocol):
     Autograd does not record inside, and an exception that leaves the call is reported to the peers.
 
     Attributes:
-        outputs: Ordinary tensors that the caller gets are made inside of it.
+        outputs: A context manager, inside of which ordinary tensors for the caller are allocated.
         is_elsewhere: The call does not run on the caller's stream: what the caller gets must be held.
         event: After the call: its event, if it is asynchronous.
     """

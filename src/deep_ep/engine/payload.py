@@ -44,7 +44,7 @@ class SendPlan:
 
 @dataclass(slots=True)
 class Expansion:
-    """That rows of a dispatch should be put straight into an expanded result, if there is memory for it.
+    """A request to put the rows of a dispatch straight into an expanded result, if there is memory for it.
 
     Attributes:
         alignment: To which the rows of each expert are rounded up.

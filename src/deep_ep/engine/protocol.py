@@ -152,7 +152,7 @@ def _arguments(operation: str) -> dict[str, str]:
     return names
 
 
-def _telling(mine: Agreement, theirs: Agreement) -> list[str]:
+def _independent_differences(mine: Agreement, theirs: Agreement) -> list[str]:
     """Return the items in which two agreements differ, without those that follow from others."""
     items = mine.differing(theirs)
     if "operation" in items:
@@ -174,7 +174,7 @@ def _is_elastic(agreement: Agreement) -> bool:
 
 def _remedies(mine: Agreement, theirs: Agreement) -> list[str]:
     """Return what to pass so that two ranks make the same call; empty: it is another call."""
-    operations, items = (mine.operation, theirs.operation), _telling(mine, theirs)
+    operations, items = (mine.operation, theirs.operation), _independent_differences(mine, theirs)
     if "operation" in items:
         if not all(operation in _DISPATCHES for operation in operations):
             return []
@@ -225,7 +225,7 @@ def _differences(mine: Agreement, theirs: Agreement) -> str:
     """Describe in what a rank differs, for a message."""
     if mine.operation != theirs.operation:
         return f"{theirs.operation}, not {mine.operation}"
-    items, operation = _telling(mine, theirs), mine.operation
+    items, operation = _independent_differences(mine, theirs), mine.operation
     named = [_difference(item, getattr(mine, item), getattr(theirs, item), operation) for item in items]
     return ", ".join(named) or "another call (what differs is in the output of the rank that saw it)"
 

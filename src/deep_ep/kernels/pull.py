@@ -132,7 +132,7 @@ class Pull:
 
 
 def wide_type(dtype: torch.dtype) -> tl.dtype:
-    """Return what rows of a type are summed in."""
+    """Return the type to add rows of a type in."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
@@ -232,7 +232,7 @@ def _sum_items(
         AT_ONCE: Rows that are loaded before the first is added.
         LANES: At least R.
         VECTOR: Bytes that rows are aligned to.
-        WIDE: What is summed in.
+        WIDE: The type to add in.
         TOPK: At least K; 0: no weights come.
     """
     _, _, _, table, _, num_ranks, rank, _, _, _ = context
@@ -275,7 +275,7 @@ def add_weights(
     out, table, has_row, row_idx, token, num_topk, num_ranks, AT_ONCE: tl.constexpr, LANES: tl.constexpr,
     TOPK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum a token's weights, [R] rows of which peers have given.
+    """Sum the weights of a token over the peers that have a row of it.
 
     Args:
         out: [T, K], written: a pointer to words of 4 bytes, in whose type the peers' rows are read.
@@ -288,7 +288,7 @@ def add_weights(
         AT_ONCE: Rows that are loaded before the first is added.
         LANES: At least R.
         TOPK: At least K.
-        WIDE: What is summed in, `out`'s type. As int32, a word that all peers but one give as 0 keeps all its bits.
+        WIDE: The type to add in, `out`'s. As int32, a word that all peers but one give as 0 keeps all its bits.
     """
     lanes = tl.arange(0, LANES)
     bases = tl.load(table + num_ranks + lanes, mask=lanes < num_ranks, other=0)
@@ -317,7 +317,7 @@ def add_rows(
         NUM_BIASES: How many there are.
         AT_ONCE: Rows that are loaded before the first is added.
         VECTOR: Bytes that rows are aligned to.
-        WIDE: What is summed in.
+        WIDE: The type to add in.
     """
     total = add_biases(bias_0 + start, bias_1 + start, columns, hidden, NUM_BIASES, VECTOR, WIDE)
     total = add_to(total, out, rows, columns, hidden, num_ranks, AT_ONCE, VECTOR, WIDE)
@@ -353,7 +353,7 @@ def add_to(
         count: Rows.
         AT_ONCE: Rows that are loaded before the first is added.
         VECTOR: Bytes that rows are aligned to.
-        WIDE: What is summed in.
+        WIDE: The type to add in.
     """
     lanes = tl.arange(0, rows.shape[0])
     for first in range(0, count, AT_ONCE):

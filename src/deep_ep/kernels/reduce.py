@@ -7,8 +7,14 @@ rounding at the end: the result does not depend on tiles, threads or timing.
 A sum without biases begins with 0.0, so that a token whose rows are all -0.0 gets 0.0. A *part* of a sum, which will be
 added to something, begins with -0.0: that changes no number, not even the sign of a zero.
 
-Sums are made in tiles of tokens: the rows of a tile are widened, source by source, and `embedding_bag` adds them, which
-keeps the sum of a token in registers.
+There are three ways, which give the same bits:
+
+    sum_rows          few tokens: each source is added by one operator
+    _sum_in_turn      few sources, whose rows lie side by side: likewise, in small tiles of tokens
+    sum_in_registers  everything else, in larger tiles: rows are widened, source by source, and `embedding_bag` adds
+                      them, which keeps the sum of a token in registers
+
+`reduce_rows` chooses the first, or `RowSums`, which plans the other two.
 """
 
 from __future__ import annotations
@@ -50,7 +56,7 @@ def reduce_rows(
         slots: [T, R] int32; -1 where a peer has no row of the token. Ascending without gaps down each column.
         shifts: What to add to the slots of each peer.
         biases: Tensors [T, H] of out's dtype, added first and in order.
-        scratch: Where to add.
+        scratch: Working memory, which calls use again; None: it is allocated.
 
     Raises:
         EPError: A peer has no such rows.
@@ -61,7 +67,7 @@ def reduce_rows(
     """
     if not out.numel():
         return
-    if out.size(0) > unit_tokens(out.size(1), out.dtype):
+    if out.size(0) > tokens_per_unit(out.size(1), out.dtype):
         RowSums(peers, slots, shifts, biases, scratch=scratch).sum(out)
         return
     columns = slots.t()
@@ -102,18 +108,22 @@ def _block(rows: torch.Tensor, first: int, stop: int) -> torch.Tensor:
     return rows[first:stop]
 
 
-def unit_tokens(hidden: int, dtype: torch.dtype) -> int:
+def tokens_per_unit(hidden: int, dtype: torch.dtype) -> int:
     """Return how many tokens of sums [T, H] are worth a step of their own, see `RowSums`."""
     return max(1, _UNIT_BYTES // max(1, hidden * _accumulator(dtype).itemsize))
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type to add in. Words are exact in it: those of a column that all peers but one give as 0 keep their bits."""
+    """Return the type to add in.
+
+    Words (int32, weights that must keep their bits) are added in FP64, which is exact: where one peer gives a word and
+    all others give 0, the sum is that word.
+    """
     return torch.float64 if dtype in (torch.float64, torch.int32) else torch.float32
 
 
 class Scratch:
-    """Memory that is used again: memory fresh from the system costs more than to add in it."""
+    """Working memory that is used again: to touch fresh pages costs more than to add in them."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -133,8 +143,10 @@ class Scratch:
         return self._last[1]
 
 
-class Addends(NamedTuple):
-    """The rows that are added up, in tiles of tokens. They are in order by token, then as they are added.
+class SumPlan(NamedTuple):
+    """Which rows are added for which token, by tiles of tokens.
+
+    Rows are in the order of tokens, those of a token in the order in which they are added.
 
     Attributes:
         cuts: The first token of each tile, and T.
@@ -153,7 +165,7 @@ class Addends(NamedTuple):
     @classmethod
     def of(
         cls, counts: np.ndarray, source_idx: np.ndarray, grouped: np.ndarray, num_sources: int, cuts: list[int]
-    ) -> Addends:
+    ) -> SumPlan:
         """Plan the sums.
 
         Args:
@@ -185,7 +197,7 @@ class Addends(NamedTuple):
 
 
 class RowSums:
-    """The sums of tokens, for callers that want them a few tokens at a time; see `reduce_rows`.
+    """The sums of all tokens, planned once and made for ranges of tokens; see `reduce_rows`.
 
     Args:
         peers: R tensors [rows, H], the peers' rows, read when a sum is made.
@@ -193,7 +205,7 @@ class RowSums:
         shifts: What to add to the slots of each peer.
         biases: Tensors [T, H] of the same dtype, added first and in order.
         owners: [T, K] int32, the peer of each column. None: column d is peer d's.
-        scratch: Where to add.
+        scratch: Working memory, which calls use again; None: it is allocated.
         unit: Sums are made of so many tokens at a time, or of a multiple of them. None: of all tokens at once.
         is_part: The sums will be added to something; a token without rows or biases gets -0.0.
 
@@ -234,21 +246,23 @@ class RowSums:
         lie_together = all(rows is _ALL for rows in self._row_idx)
         self._in_turn = owners is None and len(self._sources) <= _MOST_IN_TURN and lie_together
         most = int(counts.max(initial=1))
-        tile = unit_tokens(hidden, dtype) if self._in_turn else tile_tokens(hidden, dtype, most, not lie_together)
+        tile = (
+            tokens_per_unit(hidden, dtype) if self._in_turn else tokens_per_tile(hidden, dtype, most, not lie_together)
+        )
         cuts = tile_cuts(len(table), tile, unit)
-        self._addends = Addends.of(counts, source_idx, grouped, len(self._sources), cuts)
-        self._tile_idx = _tile_idx(counts, grouped, self._addends) if self._in_turn else []
+        self._plan = SumPlan.of(counts, source_idx, grouped, len(self._sources), cuts)
+        self._tile_idx = _tile_idx(counts, grouped, self._plan) if self._in_turn else []
 
     def sum(self, out: torch.Tensor, first: int = 0) -> None:
         """Sum the rows of some tokens.
 
         Args:
             out: [n, H], written: the sums of tokens `first` to `first + n`.
-            first: The first token.
+            first: The first token. It, and the token behind the last one, are multiples of `unit`, or the end.
         """
         if not out.numel():
             return
-        cuts, firsts, starts, order, bounds = self._addends
+        cuts, firsts, starts, order, bounds = self._plan
         begin, end = bisect_left(cuts, first), bisect_left(cuts, first + out.size(0))
         assert (cuts[begin], cuts[end]) == (first, first + out.size(0)), (cuts, first, out.size(0))
         tiles = slice(begin, end + 1)
@@ -260,14 +274,16 @@ class RowSums:
             return
         rows = max(stop - start for start, stop in pairwise(firsts))
         scratch = self._scratch.pair(rows, out.size(1), out.dtype)
-        sum_tiles(out, self._sources, self._row_idx, cuts, firsts, starts, order, bounds, None, self._zero, *scratch)
+        sum_in_registers(
+            out, self._sources, self._row_idx, cuts, firsts, starts, order, bounds, None, self._zero, *scratch
+        )
 
 
-def _tile_idx(counts: np.ndarray, grouped: np.ndarray, addends: Addends) -> list[torch.Tensor]:
+def _tile_idx(counts: np.ndarray, grouped: np.ndarray, plan: SumPlan) -> list[torch.Tensor]:
     """Return, for each source, the tokens of its rows, counted from the first of their tile."""
-    inside = np.arange(len(counts)) - np.asarray(addends.cuts[:-1]).repeat(np.diff(addends.cuts))
+    inside = np.arange(len(counts)) - np.asarray(plan.cuts[:-1]).repeat(np.diff(plan.cuts))
     tokens = torch.from_numpy(inside.repeat(counts)[grouped])
-    return list(tokens.split([bounds[-1] for bounds in addends.bounds]))
+    return list(tokens.split([bounds[-1] for bounds in plan.bounds]))
 
 
 def _with_biases(
@@ -303,7 +319,7 @@ def _rows_of_sources(
     return rows, indices
 
 
-def tile_tokens(hidden: int, dtype: torch.dtype, most: int, are_gathered: bool) -> int:
+def tokens_per_tile(hidden: int, dtype: torch.dtype, most: int, are_gathered: bool) -> int:
     """Return the tokens of a tile.
 
     Args:
@@ -344,7 +360,7 @@ def _sum_in_turn(
         out: [T, H] of the tokens of these tiles.
         sources: Of each source its rows, of each token one at most.
         tile_idx: Of each source the tokens of its rows, counted from the first of their tile.
-        cuts: See `Addends`, of these tiles.
+        cuts: See `SumPlan`, of these tiles.
         bounds: Likewise.
         zero: What a sum begins with, 0.0 or -0.0.
         total: Scratch for the sums of a tile.
@@ -371,7 +387,7 @@ def _sum_in_turn(
 
 
 @Scripted
-def sum_tiles(
+def sum_in_registers(
     out: torch.Tensor,
     sources: list[torch.Tensor],
     row_idx: list[torch.Tensor],
@@ -391,7 +407,7 @@ def sum_tiles(
         out: [T, H] of the tokens of these tiles.
         sources: Of each source its rows, in order, or the rows that it takes some of.
         row_idx: Of each source which rows, int64; empty: all of them.
-        cuts: See `Addends`, of these tiles.
+        cuts: See `SumPlan`, of these tiles.
         firsts: Likewise.
         starts: Likewise, of all tiles.
         order: Likewise.
@@ -423,20 +439,20 @@ def sum_tiles(
                         wanted = row_idx[source][start:stop]
                         space.copy_(torch.index_select(rows, 0, wanted, out=narrow[: stop - start]))
             widened, bags = wide[:filled], starts[begin:end]
-            sums = sum_bags(widened, order[first:last], bags, None if weights is None else weights[first:last])
+            sums = sum_tile(widened, order[first:last], bags, None if weights is None else weights[first:last])
             if keeps_zeros:
                 numbers = torch.diff(bags, append=bags.new_full([1], last - first))
                 has_negative_zero = widened.view(dtype=words).amin() == negative_zero
                 if bool((has_negative_zero | (numbers.amin() == 0)).item()):
                     # Sums begin with 0.0. One of rows that all have a sign is 0.0 only if all of them are -0.0.
                     signs = torch.copysign(torch.ones_like(wide[0]), widened, out=widened)
-                    are_negative = sum_bags(signs, order[first:last], bags, None) == -numbers.unsqueeze(1)
+                    are_negative = sum_tile(signs, order[first:last], bags, None) == -numbers.unsqueeze(1)
                     sums.masked_fill_((sums == 0).logical_and(are_negative), zero)
             part.copy_(sums)
 
 
-def sum_bags(
+def sum_tile(
     rows: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """Sum the rows of each token of a tile, see `Addends`: weighted, if there are weights, beginning with 0.0."""
+    """Sum the rows of each token of a tile, see `SumPlan`: weighted, if there are weights, beginning with 0.0."""
     return torch.embedding_bag(rows, order, starts, False, 0, False, weights)[0]

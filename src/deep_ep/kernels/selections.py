@@ -1105,7 +1105,7 @@ def _sum_selections(
         AT_ONCE: Rows that are loaded before the first is added.
         LANES: At least R.
         VECTOR: Bytes that rows are aligned to.
-        WIDE: What is summed in.
+        WIDE: The type to add in.
         IS_GROUPED: Rows are summed in groups.
         HAS_WEIGHTS: Weights come.
         SIGN: Of the zero that a sum without biases begins with.

@@ -112,7 +112,7 @@ class CpuScope:
     # For the script --------------------------------------------------------------------------------------------------
 
     def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Any) -> None:
-        """The functions that are handed over hold what they read."""
+        """Do nothing: the functions that are handed over hold references to what they read."""
 
     def hold_received(self, received: DispatchResult) -> DispatchResult:
         """What the caller gets: see `apart`. The steps have done the same with handle, ids and weights."""
@@ -124,7 +124,7 @@ class CpuScope:
         return apart(sums)
 
     def hold_outputs(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """The functions that are handed over hold what they write."""
+        """Do nothing: the functions that are handed over hold references to what they write."""
 
     def apart(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[Any]:
         """The same memory as other tensors, if the caller has them before they are written."""
@@ -165,7 +165,7 @@ class CpuScope:
         except BaseException as error:
             # After other mistakes than one of all ranks the calls that are queued behind this one cannot match the
             # peers'.
-            if self._is_foreign or not self._is_of_all(error):
+            if self._is_foreign or not self._is_shared_overflow(error):
                 self._chain.fail(error, self._name(), is_foreign=self._is_foreign)
             raise
 
@@ -187,7 +187,7 @@ class CpuScope:
                 stream.run_in_turn(chain.tell_failure)
         elif self._is_foreign:
             stream.run_in_turn(partial(chain.fail, error, None, is_foreign=True))
-        elif self._is_of_all(error):
+        elif self._is_shared_overflow(error):
             pass
         elif self._is_cancelled or (not self._is_begun and is_refusal(error)):
             stream.run_in_turn(partial(chain.refuse, account(error)))
@@ -197,7 +197,7 @@ class CpuScope:
             self._abandon(error)
         chain.scope = None
 
-    def _is_of_all(self, error: BaseException) -> bool:
+    def _is_shared_overflow(self, error: BaseException) -> bool:
         """Return whether the call is not made because of an overflow before it, which all ranks see.
 
         That is not reported as a refusal: how many calls a rank has queued behind it, and thus refuses, is chance.

@@ -355,7 +355,8 @@ class Memory:
 def next_guess(guessed: int, num_rows: int) -> int:
     """Return how many rows the next dispatch is expected to receive at most, if the last one received `num_rows`.
 
-    A guess that will do stays: calls that take as much memory as the one before take the same memory.
+    A guess that still fits, and is not much too large, is kept: a call that takes as many bytes as the one before takes
+    the same memory.
     """
     if num_rows // 32 + 32 <= guessed - num_rows <= num_rows // 8 + 128:
         return guessed

@@ -90,7 +90,7 @@ class CombineSignature(NamedTuple):
 
 
 class Ops(Protocol):
-    """Where steps come from: one hop (`one_hop.py`), or two (`nodes/two_hops.py`).
+    """Makes the steps of calls: of one hop (`one_hop.py`), or of two (`nodes/two_hops.py`).
 
     Attributes:
         shapes: How bulk kernels are launched, of steps that are made from now on.

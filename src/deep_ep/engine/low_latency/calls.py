@@ -75,13 +75,13 @@ class CallMode(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dispatching:
+class DispatchKind:
     """A kind of dispatch of one buffer: what it was asked for, apart from its tensors.
 
     Attributes:
         geometry: Its sizes.
         form: How rows travel.
-        mode: How it stands to the caller's stream.
+        mode: How it is ordered with the caller's stream.
         idx_dtype: The dtype of `topk_idx`.
         has_recv_stats: The rows of each expert are added to a tensor.
         has_wait_stats: The nanoseconds waited for each rank are added to a tensor.
@@ -98,12 +98,12 @@ class Dispatching:
 
 
 @dataclass(frozen=True)
-class Combining:
+class CombineKind:
     """A kind of combine of one buffer: what it was asked for, apart from its tensors.
 
     Attributes:
         geometry: Its sizes.
-        mode: How it stands to the caller's stream.
+        mode: How it is ordered with the caller's stream.
         use_logfmt: Compress rows on their way.
         zero_copy: The rows lie in the handle's zero-copy tensor, `CombineInputs.x` is not read.
         idx_dtype: The dtype of `topk_idx`.
@@ -156,7 +156,7 @@ class CombineInputs(NamedTuple):
     layout_range: torch.Tensor
 
 
-class Met(NamedTuple):
+class JoinResult(NamedTuple):
     """How an attempt to get into step with all ranks went (`cpu/rejoin.py`).
 
     Attributes:

@@ -14,7 +14,18 @@ import torch
 
 from ...event import EventHandle
 from ..ops import CallOrder
-from .calls import BARRIER, COMBINE, METHODS, CallMode, CombineInputs, Combining, Dispatching, Hook, Met, Packed
+from .calls import (
+    BARRIER,
+    COMBINE,
+    METHODS,
+    CallMode,
+    CombineInputs,
+    CombineKind,
+    DispatchKind,
+    Hook,
+    JoinResult,
+    Packed,
+)
 from .geometry import Geometry, SetPlan
 from .in_flight import InFlight
 from .slots import FREE_SLOT, OWN_SLOT, Slots, zero_copy_view
@@ -70,7 +81,7 @@ class LowLatencyEngine(ABC):
 
     def dispatch(
         self,
-        kind: Dispatching,
+        kind: DispatchKind,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         recv_stats: torch.Tensor | None,
@@ -90,7 +101,7 @@ class LowLatencyEngine(ABC):
 
     def combine(
         self,
-        kind: Combining,
+        kind: CombineKind,
         rows: CombineInputs,
         out: torch.Tensor | None,
         wait_stats: torch.Tensor | None,
@@ -199,7 +210,7 @@ class LowLatencyEngine(ABC):
     @abstractmethod
     def _new_dispatch(
         self,
-        kind: Dispatching,
+        kind: DispatchKind,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         recv_stats: torch.Tensor | None,
@@ -209,7 +220,7 @@ class LowLatencyEngine(ABC):
 
     @abstractmethod
     def _new_combine(
-        self, kind: Combining, rows: CombineInputs, out: torch.Tensor | None, wait_stats: torch.Tensor | None
+        self, kind: CombineKind, rows: CombineInputs, out: torch.Tensor | None, wait_stats: torch.Tensor | None
     ) -> tuple[torch.Tensor, LowLatencyPhases]:
         """Return the result of a combine, still to be filled, and its phases."""
 
@@ -218,10 +229,10 @@ class LowLatencyEngine(ABC):
         """Return the phases of a call without rows."""
 
     @abstractmethod
-    def _join(self, scope: Any) -> Met:
+    def _join(self, scope: Any) -> JoinResult:
         """Get into step with all ranks that are not masked."""
 
-    def _tell_lost(self, met: Met) -> None:
+    def _tell_lost(self, met: JoinResult) -> None:
         """Warn of the ranks that did not come. On a GPU the host learns of them later."""
         del met
 

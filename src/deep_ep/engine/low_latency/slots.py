@@ -56,7 +56,7 @@ class Slots:
         return self.leased.bit_count()
 
     def lease(self, src_info: torch.Tensor, num_consumed: int, bytes_for_two: int = 0) -> tuple[int, int]:
-        """The zero-copy tensor of a handle, known by its `packed_recv_src_info`: the one that it has, or a free slot.
+        """Lease a free slot to a handle, as its zero-copy tensor, or return the slot that it has.
 
         Args:
             src_info: `packed_recv_src_info` of the handle.
@@ -97,7 +97,7 @@ class Slots:
         return index, slot.last_call
 
     def give_back(self, src_info: torch.Tensor, call: int) -> int:
-        """The slot that a handle's combine is about to send. It is not leased any more.
+        """End the lease of a handle whose combine is about to send, and return its slot.
 
         Args:
             src_info: `packed_recv_src_info` of the handle.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ... import logfmt, quant
-from ..reduce import Addends, Scratch, sum_bags, sum_tiles, tile_cuts, tile_tokens
+from ..reduce import Scratch, SumPlan, sum_in_registers, sum_tile, tile_cuts, tokens_per_tile
 from ..script import Scripted
 
 _TILE_BYTES = 1 << 18  # of float32 rows: they and what they are made of stay in a core's cache
@@ -242,10 +242,10 @@ def _at_least(scratch: torch.Tensor, size: int) -> torch.Tensor:
 # Sums ----------------------------------------------------------------------------------------------------------------
 
 
-class Summer:
+class WeightedSums:
     """Sums each token's rows, weighted: FP32, k ascending, each product and its sum in one rounding, the result in one.
 
-    `embedding_bag` adds up so: it keeps a token's sum in registers, where `addcmul_` for each k reads and writes it.
+    `reduce.sum_in_registers` does this; `addcmul_` for each k would read and write the sums K times.
     """
 
     def __init__(self) -> None:
@@ -278,13 +278,13 @@ class Summer:
         is_kept = is_skipped.logical_not()
         grains, weights = grains[is_kept], weights[is_kept]
         counts, m = is_kept.numpy().sum(1), grains.numel()
-        cuts = tile_cuts(num_tokens, tile_tokens(hidden, out.dtype, num_topk, are_gathered=True))
-        addends = Addends.of(counts, np.zeros(m, dtype=np.int64), np.arange(m), 1, cuts)
+        cuts = tile_cuts(num_tokens, tokens_per_tile(hidden, out.dtype, num_topk, are_gathered=True))
+        plan = SumPlan.of(counts, np.zeros(m, dtype=np.int64), np.arange(m), 1, cuts)
         scratch = self._scratch.pair((cuts[1] - cuts[0]) * num_topk, hidden, out.dtype)
         if ranges is not None:
-            _sum_logfmt(out, atlas, ranges, grains, weights, addends, *scratch)
+            _sum_logfmt(out, atlas, ranges, grains, weights, plan, *scratch)
         else:
-            sum_tiles(out, [atlas], [grains], *addends, weights, 0.0, *scratch)
+            sum_in_registers(out, [atlas], [grains], *plan, weights, 0.0, *scratch)
 
 
 def _sum_logfmt(
@@ -293,12 +293,12 @@ def _sum_logfmt(
     ranges: torch.Tensor,
     grains: torch.Tensor,
     weights: torch.Tensor,
-    addends: Addends,
+    plan: SumPlan,
     wide: torch.Tensor,
     narrow: torch.Tensor,
 ) -> None:
-    """Do what `sum_tiles` does, with rows that are LogFMT. Its operators are few and long: there is no script."""
-    tiles = zip(itertools.pairwise(addends.cuts), itertools.pairwise(addends.firsts), strict=True)
+    """Do what `sum_in_registers` does, with LogFMT rows. Its operators are few and long: there is no script."""
+    tiles = zip(itertools.pairwise(plan.cuts), itertools.pairwise(plan.firsts), strict=True)
     for (start, stop), (first, last) in tiles:
         part, rows = out[start:stop], wide[: last - first]
         if first == last:
@@ -309,4 +309,4 @@ def _sum_logfmt(
             units = torch.index_select(atlas, 0, wanted, out=narrow[: wanted.numel()]).view(torch.uint8)
             decoded = rows[begin - first : begin - first + wanted.numel()]
             logfmt.decode_into(decoded, units, ranges.index_select(0, wanted).unflatten(-1, (-1, 2)))
-        part.copy_(sum_bags(rows, addends.order[first:last], addends.starts[start:stop], weights[first:last]))
+        part.copy_(sum_tile(rows, plan.order[first:last], plan.starts[start:stop], weights[first:last]))

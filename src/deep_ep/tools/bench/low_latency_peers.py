@@ -31,7 +31,7 @@ class GlooExchange:
         num_sent = work.num_selections
         num_recv = work.num_rows * min(setting.num_topk, work.num_local)
         self._work = work
-        self._caster, self._summer = kernels.Caster(), kernels.Summer()
+        self._caster, self._summer = kernels.Caster(), kernels.WeightedSums()
         self._scales_at = align(hidden, 4)
         self._token_at = self._scales_at + 4 * num_groups
         row_bytes = align(self._token_at + 4, _ROW_ALIGNMENT)

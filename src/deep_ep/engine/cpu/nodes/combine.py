@@ -15,7 +15,7 @@ import torch
 
 from ....config import Config
 from ....handle import check_rail_rows, require_filled
-from ....kernels.reduce import RowSums, unit_tokens
+from ....kernels.reduce import RowSums, tokens_per_unit
 from ....kernels.rows import row_bytes
 from ....sizing import ceil_div
 from ....trace import RECEIVE, SEND
@@ -150,7 +150,7 @@ class CpuNodesCombine(CpuCombine):
         """
         sections, shifts = self._sections(), [0] * self._topology.ranks_per_node
         form, pool = ChunkForm([(part.size(1), part.dtype) for part in sections]), self._rails.rail.pool
-        unit = unit_tokens(sections[0].size(1), sections[0].dtype)
+        unit = tokens_per_unit(sections[0].size(1), sections[0].dtype)
         chunks, wait, rail = Chunks.of(self._config, form.row_bytes, unit), self._rails.waiting(call), self._rails.rail
         make = partial(RowSums, scratch=self._chain.scratch, unit=chunks.num_rows, is_part=True)
         blocks = [[make(table, block, shifts) for table in tables] for block in routes.blocks]
@@ -171,13 +171,13 @@ class CpuNodesCombine(CpuCombine):
                 last = min(first + count, routes.num_in[own])
                 for sums, out in zip(blocks[own], totals.target(own, first, last), strict=True):
                     sums.sum(out, first)
-                totals.has(own, last)
+                totals.note_arrived(own, last)
                 yield
 
         def take(node: int, first: int, last: int, views: list[torch.Tensor]) -> None:
             for view, out in zip(views, totals.target(node, first, last), strict=True):
                 out.copy_(view)
-            totals.has(node, last)
+            totals.note_arrived(node, last)
 
         traffic = Traffic(rail, wait, call.epoch, form, chunks, routes.num_in, routes.num_out, pack, take, sum_own())
         traffic.start()

@@ -40,7 +40,7 @@ class Packer:
 
         Args:
             tokens: [n] int64, ascending.
-            names: The same.
+            names: The same numbers, as a list.
         """
         sizes, runs = self._form.sizes(len(names)), runs_of(names)
         page = self._pool.take(sum(size for size, named in zip(sizes, self._is_named, strict=True) if not named))
@@ -63,7 +63,7 @@ class FanOut:
     Args:
         slots: [n, P] int32; -1 where a row does not go. Ascending without gaps down each column.
         tables: For each section, P tensors [capacity, columns]: where the ranks take rows.
-        rows: [n] int64, which row of what is put is the block's n-th; None: what is put are the block's rows.
+        rows: [n] int64, for each row of the block its index in what `put` is given; None: `put` is given the block.
         first_peer: The rank to begin with, so that not all write to the same one first.
 
     Raises:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ....kernels.reduce import RowSums, unit_tokens
+from ....kernels.reduce import RowSums, tokens_per_unit
 from ..call import Chain
 from .routes import CpuNodesRoutes
 
@@ -38,7 +38,7 @@ class Totals:
         self._num_there = [0] * len(counts)
         self._num_tokens, self._num_done = slots.size(0), 0
         shifts = [0] * len(counts)
-        self._unit = unit_tokens(sections[0][0].size(1), sections[0][0].dtype)
+        self._unit = tokens_per_unit(sections[0][0].size(1), sections[0][0].dtype)
         make = partial(RowSums, scratch=chain.scratch, unit=self._unit)
         self._totals = [
             make([sums[index] for sums in self._sums], slots, shifts, biases)
@@ -49,7 +49,7 @@ class Totals:
         """Return, for each section, where sums [first, last) of a node are to be written."""
         return [sums[first:last] for sums in self._sums[node]]
 
-    def has(self, node: int, count: int) -> None:
+    def note_arrived(self, node: int, count: int) -> None:
         """Note that the first sums of a node have arrived, and add up the tokens whose sums are complete."""
         self._num_there[node] = count
         ready = min(

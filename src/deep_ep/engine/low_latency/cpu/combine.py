@@ -15,7 +15,7 @@ from ....errors import EPError
 from ....kernels.low_latency import rows as kernels
 from ....transport import ordinary_tensor
 from ....transport.sparse import GRAIN_BYTES
-from ..calls import COMBINE, CombineInputs, Combining, agreement_of
+from ..calls import COMBINE, CombineInputs, CombineKind, agreement_of
 from ..geometry import SetPlan
 from ..slots import FREE_SLOT, zero_copy_view
 from . import remote_rows
@@ -42,7 +42,7 @@ class LowLatencyCombine(LowLatencyCall):
         shared: Shared,
         plan: SetPlan,
         wait_stats: torch.Tensor | None,
-        kind: Combining,
+        kind: CombineKind,
         rows: CombineInputs,
         out: torch.Tensor,
     ):

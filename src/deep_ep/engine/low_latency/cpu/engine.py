@@ -21,7 +21,7 @@ from ...cpu.call import Chain, recycled
 from ...cpu.scope import CpuScope
 from ...ops import CallOrder
 from ...payload import apart
-from ..calls import BARRIER, COMBINE, DISPATCH, METHODS, CombineInputs, Combining, Dispatching, Met, Packed
+from ..calls import BARRIER, COMBINE, DISPATCH, METHODS, CombineInputs, CombineKind, DispatchKind, JoinResult, Packed
 from ..engine import LowLatencyEngine
 from ..geometry import Geometry, RowFormat, SetPlan, plan_combine, plan_dispatch
 from .combine import LowLatencyCombine
@@ -79,7 +79,7 @@ class CpuLowLatency(LowLatencyEngine):
 
     def _new_dispatch(
         self,
-        kind: Dispatching,
+        kind: DispatchKind,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         recv_stats: torch.Tensor | None,
@@ -98,7 +98,7 @@ class CpuLowLatency(LowLatencyEngine):
         )
 
     def _new_combine(
-        self, kind: Combining, rows: CombineInputs, out: torch.Tensor | None, wait_stats: torch.Tensor | None
+        self, kind: CombineKind, rows: CombineInputs, out: torch.Tensor | None, wait_stats: torch.Tensor | None
     ) -> tuple[torch.Tensor, LowLatencyCombine]:
         geometry = kind.geometry
         if self._stream.query():  # else the dispatch that fills it may still be under way
@@ -112,7 +112,7 @@ class CpuLowLatency(LowLatencyEngine):
     def _new_barrier(self) -> Barrier:
         return Barrier(self.shared, _NO_PLAN, None)
 
-    def _join(self, scope: CpuScope) -> Met:
+    def _join(self, scope: CpuScope) -> JoinResult:
         """Get into step with all ranks that are not masked. Ranks that do not come are masked."""
         shared, following, found = self.shared, self._in_flight.next_number, []
 
@@ -126,7 +126,7 @@ class CpuLowLatency(LowLatencyEngine):
         scope.run()
         return found[0]
 
-    def _tell_lost(self, met: Met) -> None:
+    def _tell_lost(self, met: JoinResult) -> None:
         me = self.shared.window.me()
         log_event(logging.INFO, f"low latency: in step with all but {len(met.lost)} ranks, at call {met.number} ({me})")
         if met.lost:

@@ -18,11 +18,11 @@ from ....transport import LOW_LATENCY as LOW_LATENCY_CALLS
 from ....transport.board import Meeting
 from ....transport.senders import Sender, raise_if_failed
 from ....transport.window import Waiting, Where
-from ..calls import BARRIER, Met
+from ..calls import BARRIER, JoinResult
 from .shared import Shared
 
 
-def meet(shared: Shared, following: int, look: Callable[[object], None]) -> Met:
+def meet(shared: Shared, following: int, look: Callable[[object], None]) -> JoinResult:
     """Agree with all ranks that are not masked on the number of the next call, whatever calls they have made.
 
     Runs on the comm stream.
@@ -48,7 +48,7 @@ def meet(shared: Shared, following: int, look: Callable[[object], None]) -> Met:
         shared.window.board.joining.store_release(0)
 
 
-def _meet(shared: Shared, attempt: int, following: int, look: Callable[[object], None]) -> Met:
+def _meet(shared: Shared, attempt: int, following: int, look: Callable[[object], None]) -> JoinResult:
     where, limit_secs, number = Where(BARRIER, following), shared.window.limit_secs, following
     pending = {rank: sender for rank, sender in shared.senders.items() if rank not in shared.masks}
     echoes = {rank: sender.meeting().attempt for rank, sender in pending.items()}
@@ -73,7 +73,7 @@ def _meet(shared: Shared, attempt: int, following: int, look: Callable[[object],
                 lost[rank] = reason
                 del pending[rank]
         if not pending:
-            return Met(number, lost)
+            return JoinResult(number, lost)
         waiting.sleep()
         look(where)
 

@@ -85,7 +85,7 @@ class Shared:
         self._done = Done()
         self.atlas = Atlas()
         self.caster = kernels.Caster()
-        self.summer = kernels.Summer()
+        self.summer = kernels.WeightedSums()
         self._segment = segment
         self._segments: dict[int, Span] = {}
         self.atlas.add(segment.mapping)

@@ -37,9 +37,9 @@ from ..calls import (
     DISPATCH,
     CallMode,
     CombineInputs,
-    Combining,
-    Dispatching,
-    Met,
+    CombineKind,
+    DispatchKind,
+    JoinResult,
     Packed,
     agreement_of,
 )
@@ -303,7 +303,7 @@ class CudaLowLatency(LowLatencyEngine):
 
     def _new_dispatch(
         self,
-        kind: Dispatching,
+        kind: DispatchKind,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         recv_stats: torch.Tensor | None,
@@ -333,7 +333,7 @@ class CudaLowLatency(LowLatencyEngine):
         )
 
     def _new_combine(
-        self, kind: Combining, rows: CombineInputs, out: torch.Tensor | None, wait_stats: torch.Tensor | None
+        self, kind: CombineKind, rows: CombineInputs, out: torch.Tensor | None, wait_stats: torch.Tensor | None
     ) -> tuple[torch.Tensor, _KernelPhases]:
         x, topk_idx, topk_weights, _, layout_range = rows
         num_tokens = topk_idx.shape[0]
@@ -360,10 +360,10 @@ class CudaLowLatency(LowLatencyEngine):
         copier = self._copies.for_barrier(call) if self._copies is not None else None
         return _BarrierPhases(self, call, copier, WaitOptions(can_mask=self._can_mask))
 
-    def _join(self, scope: CudaScope) -> Met:
+    def _join(self, scope: CudaScope) -> JoinResult:
         """Launch an attempt to get into step. The kernels agree on the number, see `words.join`."""
         scope.launch(lambda: words.join(self.context))
-        return Met(self._in_flight.next_number, {})
+        return JoinResult(self._in_flight.next_number, {})
 
     def _receive(self, call: LowLatencyPhases) -> None:
         """Launch the receive phase behind the caller's stream of the send phase, wherever the hook is called."""
@@ -418,14 +418,14 @@ class CudaLowLatency(LowLatencyEngine):
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
-    def _kernels_of(self, kind: Dispatching | Combining, alignment: Any) -> Kernels:
+    def _kernels_of(self, kind: DispatchKind | CombineKind, alignment: Any) -> Kernels:
         """Return the kernels of a kind of call, and of every equal kind.
 
         They are cached in the kind for its next call.
         """
         kernels = self._kernels.get((kind, alignment))
         if kernels is None:
-            if isinstance(kind, Dispatching):
+            if isinstance(kind, DispatchKind):
                 kernels = self._dispatch_kernels(kind, alignment)
             else:
                 kernels = self._combine_kernels(kind, *alignment)
@@ -433,7 +433,7 @@ class CudaLowLatency(LowLatencyEngine):
         kind.found[alignment] = kernels
         return kernels
 
-    def _dispatch_kernels(self, kind: Dispatching, is_aligned: bool) -> Kernels:
+    def _dispatch_kernels(self, kind: DispatchKind, is_aligned: bool) -> Kernels:
         setup, context = self._dispatch_setup(kind.geometry, kind.form), self.context
         call, sizes, wait_options = setup.call, setup.sizes, self._wait_options(kind)
         waiting = self._waiting(kind.mode, wait_options)
@@ -450,7 +450,7 @@ class CudaLowLatency(LowLatencyEngine):
             kind.mode.is_async,
         )
 
-    def _combine_kernels(self, kind: Combining, is_aligned: bool, is_out_aligned: bool) -> Kernels:
+    def _combine_kernels(self, kind: CombineKind, is_aligned: bool, is_out_aligned: bool) -> Kernels:
         setup, context = self._combine_setup(kind.geometry, kind.use_logfmt), self.context
         call, sizes, wait_options = setup.call, setup.sizes, self._wait_options(kind)
         waiting, is_copied = self._waiting(kind.mode, wait_options), not kind.zero_copy
@@ -474,7 +474,7 @@ class CudaLowLatency(LowLatencyEngine):
             scratch,
         )
 
-    def _wait_options(self, kind: Dispatching | Combining) -> WaitOptions:
+    def _wait_options(self, kind: DispatchKind | CombineKind) -> WaitOptions:
         """Return how a call waits."""
         return WaitOptions(self.context.state if kind.has_wait_stats else None, self._can_mask)
 
