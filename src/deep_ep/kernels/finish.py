@@ -101,7 +101,7 @@ def num_dispatch_rounds(context, prefix, LANES: tl.constexpr):
 
 
 @triton.jit
-def copy_out(context, prefix, index, num_rows, widths, targets):
+def unstage(context, prefix, index, num_rows, widths, targets):
     """If this rank is staged: copy the rows of a round to where they stay. The rows of a source stay side by side.
 
     Args:
@@ -148,7 +148,7 @@ def first_rows(context, prefix, LANES: tl.constexpr):
 
 
 @triton.jit
-def copy_in(context, prefix, source_idx, rows, start, range_tokens, num_rows, given, widths, LANES: tl.constexpr):
+def stage_in(context, prefix, source_idx, rows, start, range_tokens, num_rows, given, widths, LANES: tl.constexpr):
     """If this rank is staged: copy its rows of a range of source tokens into the sources' parts of staging.
 
     The rows of a source are in the order of its tokens, so that each round begins where the one before it ended.

@@ -29,8 +29,7 @@ from .exchange import (
     num_lanes,
     open_context,
 )
-from .finish import copy_in as stage_in
-from .finish import count_rounds, first_rows, range_tokens_of, signal_and_wait
+from .finish import count_rounds, first_rows, range_tokens_of, signal_and_wait, stage_in
 from .primitives import rounded, widened
 from .put import VECTOR_BYTES, End, LaunchShape, load_slots, word_of
 

@@ -35,7 +35,7 @@ from .exchange import (
     num_lanes,
     open_context,
 )
-from .finish import copy_out, count_rounds, num_dispatch_rounds, signal_and_wait
+from .finish import count_rounds, num_dispatch_rounds, signal_and_wait, unstage
 
 _FAILED, _STAGED, _ENDED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_STAGED), tl.constexpr(STATE_ENDED)
 _CAPACITIES, _STARTS = tl.constexpr(TABLE_CAPACITIES), tl.constexpr(TABLE_STARTS)
@@ -373,7 +373,7 @@ def dispatch_rows_kernel(
                         row_bytes, scale_bytes = row_words.to(tl.int64) * WORD_BYTES, num_scales * SCALE_BYTES
                         row_widths = (row_bytes, scale_bytes, num_record_words * 4)
                         stays = (staged_x, staged_scales, records.to(tl.int64))
-                        copy_out(context, prefix, turn // 2, num_rows, row_widths, stays)
+                        unstage(context, prefix, turn // 2, num_rows, row_widths, stays)
                     turn += 1
                 count_rounds(context, is_well, num_rounds - 1)
             if HAS_RECORDS and num_split > 0:
