@@ -5,6 +5,7 @@ import os
 from .buffers.legacy import Buffer as _Buffer
 from .buffers.legacy import topk_idx_t
 from .config import Config
+from .elastic_sizing import SIZE_UNIT_BYTES
 from .event import EventHandle
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "EventHandle",
     "check_nccl_so",
     "find_cuda_home",
+    "get_elastic_buffer_alignment",
     "get_low_latency_rdma_size_hint",
     "init_jit",
     "is_sm90_compiled",
@@ -29,6 +31,11 @@ def check_nccl_so() -> None:
 def find_cuda_home() -> str | None:
     """Where a CUDA toolkit is, as far as the environment says; none is needed."""
     return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+
+
+def get_elastic_buffer_alignment() -> int:
+    """Bytes of which the sizes of `ElasticBuffer` are multiples."""
+    return SIZE_UNIT_BYTES
 
 
 def init_jit(*args: object) -> None:

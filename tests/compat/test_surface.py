@@ -406,8 +406,9 @@ def test_what_is_not_there_yet_says_so(name: str, args: tuple, kwargs: dict[str,
 
 
 def test_attributes_of_a_buffer(device: str):
-    buffer = Buffer(None, 1024, 0, explicitly_destroy=True, comm=OneRank())
-    assert (buffer.rank, buffer.group_size, buffer.group) == (0, 1, None)
+    comm = OneRank()
+    buffer = Buffer(None, 1024, 0, explicitly_destroy=True, comm=comm)
+    assert (buffer.rank, buffer.group_size, buffer.group) == (0, 1, comm)
     assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (1024, 0)
     assert buffer.low_latency_mode is False
     assert buffer.explicitly_destroy is True
@@ -446,6 +447,7 @@ def test_static_answers():
     assert Buffer.is_sm90_compiled() is True
     assert Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 288) == 2146961792
     assert deep_ep._C.get_low_latency_rdma_size_hint(128, 7168, 8, 288) == 2146961792
+    assert deep_ep._C.get_elastic_buffer_alignment() == 2097152
     assert Buffer.get_dispatch_config(8) == Config(20, 6, 256, 6, 128)
     assert Buffer.get_combine_config(8) == Config(20, 4, 256, 6, 128)
     assert Buffer.get_dispatch_config(3) == Buffer.get_dispatch_config(4)

@@ -144,7 +144,10 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
     ):
         del allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
         control = Control(group, comm, env.TIMEOUT_SECS.default)
+        self._process_group = group
         self.group = group
+        if group is None and not control.generation:
+            self.group = comm  # as DeepEP has it
         self.generation = control.generation
         self.rank = control.rank
         self.group_size = control.num_ranks
@@ -209,7 +212,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             low_latency_bytes=self.num_rdma_bytes if self.low_latency_mode else 0,
             remote_bytes=self.num_rdma_bytes,
         )
-        group = None if control.generation else self.group  # of a generation the group may have dead members
+        group = None if control.generation else self._process_group  # of a generation the group may have dead members
         limit_secs, shrinks = self._gpu_limit_secs, self.enable_shrink
         return make_engine(control, group, self.device, sizes, limit_secs, topology, shrinks)
 

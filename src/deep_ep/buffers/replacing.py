@@ -62,7 +62,8 @@ class ReplacingMethods:
 
     rank: int
     group_size: int
-    group: dist.ProcessGroup | None
+    group: Any
+    _process_group: dist.ProcessGroup | None
     generation: int
     device: torch.device
     num_nvl_bytes: int
@@ -197,7 +198,7 @@ class ReplacingMethods:
         engine, trace = self._engine, self._trace
         self._finalizer.detach()
         self._install(made)
-        self.group = None  # a member of it has ended
+        self.group = self._process_group = None  # a member of it has ended
         # A process that was taken for ended, and still waits in a call, learns it. Nothing is waited for here.
         engine.abandon(f"{GONE_ON} generation {made.number} of the buffer: earlier ones are not used any more")
         Closing(self, functools.partial(_close_generation, engine, trace)).close_soon()

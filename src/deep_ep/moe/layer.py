@@ -317,7 +317,7 @@ class MoELayer(nn.Module):
         if mesh is not None and mesh.ndim > 1:
             return [mesh.get_group(dim) for dim in range(mesh.ndim)]
         num_ranks = self.buffer.group_size
-        if self.buffer.group is not None and num_ranks < dist.get_world_size():
+        if self.buffer._process_group is not None and num_ranks < dist.get_world_size():
             warnings.warn(
                 f"MoELayer.update_bias: choices are summed over the {num_ranks} ranks of the buffer, and there are "
                 f"{dist.get_world_size()}. If others hold replicas of the layer, biases drift apart: pass `group`, the "
@@ -325,7 +325,7 @@ class MoELayer(nn.Module):
                 RuntimeWarning,
                 stacklevel=3,
             )
-        return [self.buffer.group]
+        return [self.buffer._process_group]
 
     @torch.no_grad()
     def move_experts(self, placement: Placement, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -348,7 +348,7 @@ class MoELayer(nn.Module):
                         f"does not say what belongs to each of {parameter.size(0)} experts. Use another optimizer"
                     )
                 tensors.append(value)
-        move_experts(tensors, self.placement, placement, self.buffer.rank, self.buffer.group)
+        move_experts(tensors, self.placement, placement, self.buffer.rank, self.buffer._process_group)
         self._set_placement(placement)
 
     def _set_placement(self, placement: Placement) -> None:
@@ -365,7 +365,7 @@ class MoELayer(nn.Module):
         for parameter in self.experts.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            sum_over_copies(parameter.grad, self.placement, self.buffer.rank, self.buffer.group)
+            sum_over_copies(parameter.grad, self.placement, self.buffer.rank, self.buffer._process_group)
 
     def extra_repr(self) -> str:
         """Shown by `print(layer)`."""
@@ -401,7 +401,7 @@ def _find_buffer(group: dist.ProcessGroup | None, buffer: Buffer | None, mesh: D
 
 def _ranks_of(buffer: Buffer) -> list[int]:
     """The ranks of a buffer, numbered as in the world; without a process group the world is the buffer's ranks."""
-    return list(group_ranks(buffer.group) or range(buffer.group_size))
+    return list(group_ranks(buffer._process_group) or range(buffer.group_size))
 
 
 def _find_device(device: torch.device | str | None, buffer: Buffer) -> torch.device:
@@ -420,6 +420,7 @@ def _find_device(device: torch.device | str | None, buffer: Buffer) -> torch.dev
 def _common_seed(buffer: Buffer) -> int:
     """A seed from the first rank's default generator. The other ranks' generators move on alike."""
     seed = [int(torch.randint(2**31, (), device="cpu"))]
-    if buffer.group is not None and buffer.group_size > 1:
-        dist.broadcast_object_list(seed, src=dist.get_global_rank(buffer.group, 0), group=buffer.group)
+    group = buffer._process_group
+    if group is not None and buffer.group_size > 1:
+        dist.broadcast_object_list(seed, src=dist.get_global_rank(group, 0), group=group)
     return seed[0]
