@@ -23,7 +23,7 @@ class Handle(NamedTuple):
     Attributes:
         rank_prefix_matrix: [R, R] int32, `[s, d]` rows that rank d receives from ranks 0..s.
         channel_prefix_matrix: [R, C] int32; we have no channels: zeros, kept for its shape.
-        recv_channel_prefix_matrix: [R, C] int32; likewise.
+        recv_channel_prefix_matrix: [R, C] int32; likewise. (Of V2 on the CPU, the number of the dispatch.)
         recv_src_idx: [n] int32, token index at its source of each received row.
         is_token_in_rank: [T, R] bool, the caller's.
         send_head: [T, R] int32, the row that each token takes at each destination; -1: it is not sent there.
@@ -96,6 +96,11 @@ class ColumnHandle(NamedTuple):
     def rank_prefix_matrix(self) -> torch.Tensor:
         """`rank_prefix_matrix` of the dispatch's handle."""
         return self.compact.rank_prefix_matrix
+
+    @property
+    def recv_channel_prefix_matrix(self) -> torch.Tensor:
+        """`recv_channel_prefix_matrix` of the dispatch's handle."""
+        return self.compact.recv_channel_prefix_matrix
 
     @property
     def send_head(self) -> torch.Tensor:

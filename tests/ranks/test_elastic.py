@@ -813,6 +813,77 @@ def test_handles_of_different_expanded_dispatches_are_noticed(is_dispatch: bool,
         assert not any(written)
 
 
+def other_batch(rank: int, num_ranks: int, is_dispatch: bool, is_expanded: bool, is_synchronised: bool) -> tuple:
+    """Two dispatches of the same counts: rank 1 takes the handle of the other one."""
+    buffer = ElasticBuffer(None, 1 << 21, explicitly_destroy=True)
+    topk_idx = torch.arange(2 * num_ranks).repeat(8, 1)
+    options = {"num_experts": 2 * num_ranks, "num_max_tokens_per_rank": 8, "do_expand": is_expanded}
+    made = [
+        buffer.dispatch(torch.full((8, 64), 1.0 + batch), topk_idx, do_cpu_sync=is_synchronised, **options)
+        for batch in range(2)
+    ]
+    rows, _, _, handle, _ = made[rank]
+    again = torch.ones(8, 64)
+    dist.barrier()
+    return error_of(buffer.dispatch, again, handle=handle) if is_dispatch else error_of(buffer.combine, rows, handle)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("is_dispatch", [True, False])
+@pytest.mark.parametrize("is_expanded", [True, False])
+@pytest.mark.parametrize("is_synchronised", [True, False])
+@pytest.mark.parametrize("env", [{}, NOTHING_POSTED], ids=["posted", "put"])
+def test_handles_of_dispatches_with_the_same_counts_are_told_apart(
+    is_dispatch: bool, is_expanded: bool, is_synchronised: bool, env: dict[str, str]
+) -> None:
+    for kind, text in run_ranks(other_batch, 2, is_dispatch, is_expanded, is_synchronised, env=env):
+        assert kind in ("EPError", "EPPeerFailed")
+        assert "Pass handles of one and the same dispatch" in text or kind == "EPPeerFailed", text
+
+
+def wrong_metadata(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    buffer = ElasticBuffer(None, 1 << 21, num_max_tokens_per_rank=4, explicitly_destroy=True)
+    seen = []
+    for make in (lambda rows: rows[:, :3], torch.Tensor.float, id):
+        rows, _, _, handle, _ = buffer.dispatch(torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int64), num_experts=2)
+        handle.recv_src_metadata = make(handle.recv_src_metadata)
+        seen.append(error_of(buffer.combine, rows, handle))
+    rows, _, _, handle, _ = buffer.dispatch(torch.ones(4, 64), torch.zeros(4, 2, dtype=torch.int64), num_experts=2)
+    assert torch.equal(buffer.combine(rows, handle)[0], torch.full((4, 64), float(num_ranks)))
+    return seen
+
+
+def test_metadata_that_is_no_handle_s_is_refused() -> None:
+    for columns, dtype, nothing in run_ranks(wrong_metadata, 1):
+        assert columns[0] == "ValueError"
+        assert "`handle.recv_src_metadata` must have shape [rows, 4]" in columns[1]
+        assert dtype[0] in ("TypeError", "ValueError")
+        assert "handle.recv_src_metadata" in dtype[1]
+        assert nothing[0] == "TypeError"
+
+
+def one_wrong_argument(rank: int, num_ranks: int, arguments: dict[str, Any]) -> tuple[str, str]:
+    options = arguments if rank == 1 else {"num_bytes": 1 << 21}
+    return error_of(ElasticBuffer, None, num_cpu_timeout_secs=30, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, "pass `num_bytes`, or"),
+        ({"num_bytes": 0}, "`num_bytes` must be at least 1, got 0"),
+        ({"num_max_tokens_per_rank": 4, "hidden": -1}, "`hidden` must be at least 0, got -1"),
+        ({"num_bytes": 1 << 21, "num_allocated_qps": "a"}, "`num_allocated_qps` must be an integer"),
+    ],
+)
+def test_a_wrong_argument_of_one_rank_is_reported_to_the_others(arguments: dict[str, Any], reason: str) -> None:
+    other, mine = run_ranks(one_wrong_argument, 2, arguments)
+    assert mine[0] in ("ValueError", "TypeError")
+    assert reason in mine[1]
+    assert other[0] == "EPTransportError"
+    assert f"rank 1 failed: {mine[0]}: {mine[1]}" in other[1], "not that it is silent, at the limit"
+
+
 @pytest.mark.cpu_only
 def test_kernels_take_many_columns() -> None:
     run_ranks(many_columns, 1, env={"DEEP_EP_TRANSPORT": "interpreted"})

@@ -354,3 +354,34 @@ def test_an_interrupt_at_any_step_of_a_scope_leaves_no_half_call(name: str, env:
         # It has ended, or was not begun: then it was made again. Or all ranks are told at once, not at the limit.
         assert said == "none" or (said.startswith("EP") and "rank 1" in said), (where, said)
         assert not said.startswith("EPTimeout"), (where, said)
+
+
+def interrupted_at_the_lock(rank: int, num_ranks: int) -> str:
+    """Rank 1 is interrupted where it waits for a call that another thread of it makes, for which rank 0 is late."""
+    kit = Kit(rank, num_ranks)
+    dist.barrier()
+    if rank == 0:
+        time.sleep(1)
+        kit.dispatch(1)
+        told = attempt(lambda: kit.dispatch(2))
+        dist.barrier()
+        return told
+    other = threading.Thread(target=kit.dispatch, args=(1,))
+    other.start()
+    time.sleep(0.2)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    seen = attempt(lambda: kit.dispatch(2))
+    other.join()
+    dist.barrier()
+    return seen
+
+
+def test_an_interrupt_behind_a_call_of_another_thread_is_reported() -> None:
+    told, seen = run_ranks(interrupted_at_the_lock, 2)
+    assert seen == "KeyboardInterrupt"
+    assert "rank 1 refused this call" in told, "not named at the limit"

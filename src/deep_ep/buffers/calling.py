@@ -30,17 +30,24 @@ def call(method: F) -> F:
             from .untraced import untraced
 
             return untraced(made, self, *args, **kwargs)
-        with self._lock:
-            engine, trace = self._engine, self._trace
-            engine.expect_call()
-            try:
-                if trace is None:
-                    return method(self, *args, **kwargs)
-                with trace.caller_slice(name):
-                    return method(self, *args, **kwargs)
-            except BaseException as error:
-                engine.leave(error, name)
-                raise
+        is_entered = False
+        try:
+            with self._lock:
+                engine, trace = self._engine, self._trace
+                engine.expect_call()
+                is_entered = True
+                try:
+                    if trace is None:
+                        return method(self, *args, **kwargs)
+                    with trace.caller_slice(name):
+                        return method(self, *args, **kwargs)
+                except BaseException as error:
+                    engine.leave(error, name)
+                    raise
+        except BaseException as error:
+            if not is_entered and not isinstance(error, Exception):  # Ctrl-C while another thread was in a call
+                refuse(self, name, error)
+            raise
 
     return cast(F, made)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -34,6 +35,7 @@ from .elastic_families import UnsupportedFamilies
 from .engines import find_device, forced_ranks_per_node
 from .legacy import Buffer
 
+_MOST_BYTES = env.MOST_BYTES // 2  # of a buffer, whose window is twice as large
 _QPS_HYBRID, _QPS_DIRECT, _DIRECT_QPS_PER_CALL = 129, 17, 9
 _NVLINK_GBS, _NVLINK_GBS_SM100, _RDMA_GBS = 405.0, 810.0, 50.0  # where nothing else is known
 _SM_READ_GBS, _SM_WRITE_GBS = 200.0, 50.0
@@ -202,18 +204,18 @@ class ElasticBuffer(UnsupportedFamilies):
         trace: str | os.PathLike[str] | None = None,
     ):
         del sl_idx
-        where, most = "ElasticBuffer", checks.MOST_ROWS
-        for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("hidden", hidden)):
-            checks.check_int(where, name, value, 0, most)
-        if num_bytes is None and not (num_max_tokens_per_rank and hidden):
-            raise ValueError(f"{where}: pass `num_bytes`, or `num_max_tokens_per_rank` and `hidden`")
-        if num_bytes is None and num_cpu_bytes:
-            raise ValueError(f"{where}: `num_cpu_bytes` is a part of `num_bytes`, which must be given with it")
-        if num_bytes is not None:
-            checks.check_int(where, "num_bytes", num_bytes, 1, env.MOST_BYTES // 2)
-        checks.check_int(where, "num_cpu_bytes", num_cpu_bytes, 0, num_bytes)
-        checks.check_int(where, "num_allocated_qps", num_allocated_qps, 0)
-        group = self.group = _group_of(where, group)
+        group = self.group = _group_of("ElasticBuffer", group)
+        with _checked_for_all(group):
+            sizes = num_max_tokens_per_rank, hidden, num_topk
+            _check_sizes(num_bytes, num_cpu_bytes, sizes)
+            checks.check_int("ElasticBuffer", "num_allocated_qps", num_allocated_qps, 0)
+            if num_bytes is None:
+                # Without asking the others where they are: on several nodes the buffer is refused below.
+                domains = Domains(group.size(), group.size(), bool(allow_hybrid_mode))
+                num_bytes = elastic_buffer_bytes(
+                    domains, *sizes, bool(use_fp8_dispatch), bool(allow_multiple_reduction)
+                )
+                checks.check_int("ElasticBuffer", "num_bytes", num_bytes, 1, _MOST_BYTES)
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.deterministic = bool(deterministic)
         self.allow_hybrid_mode = bool(allow_hybrid_mode)
@@ -222,12 +224,6 @@ class ElasticBuffer(UnsupportedFamilies):
         self.num_allocated_qps = num_allocated_qps or (_QPS_HYBRID if allow_hybrid_mode else _QPS_DIRECT)
         self.explicitly_destroy = bool(explicitly_destroy)
         self.nccl_comm_handle = None
-        if num_bytes is None:
-            # Without asking the others where they are: on several nodes the buffer is refused below.
-            num_ranks = group.size()
-            domains = Domains(num_ranks, num_ranks, self.allow_hybrid_mode)
-            sizes = (num_max_tokens_per_rank, hidden, checks.check_int(where, "num_topk", num_topk, 0, most))
-            num_bytes = elastic_buffer_bytes(domains, *sizes, bool(use_fp8_dispatch), self.allow_multiple_reduction)
         self.num_bytes = align(num_bytes, SIZE_UNIT_BYTES)
         self._buffer = Buffer(
             group,
@@ -762,6 +758,11 @@ class ElasticBuffer(UnsupportedFamilies):
         checks.check_int(where, "num_sms", num_sms, 0)
         del allocate_on_comm_stream
         layout, sources = handle._layout, handle.recv_src_metadata
+        if sources is not layout.sources:  # callers may cut it to the rows that came
+            name, columns = "handle.recv_src_metadata", 2 + layout.form.num_topk
+            sources = checks.check_tensor(
+                where, name, sources, ("rows", columns), (torch.int32,), contiguous=False, device=device
+            )
         num_rows: int | str = "rows" if handle.do_expand else sources.shape[0]
         x = checks.check_tensor(where, "x", x, (num_rows, "hidden"), checks.COMBINE_DTYPES, device=device)
         if layout.num_used is not None:
@@ -851,6 +852,30 @@ def _event(where: str, name: str, event: Any) -> EventHandle | None:
 
 def _order(where: str, previous_event: Any, is_async: bool) -> CallOrder:
     return CallOrder(_event(where, "previous_event", previous_event), bool(is_async))
+
+
+def _check_sizes(num_bytes: int | None, num_cpu_bytes: int, sizes: tuple[int, int, int]) -> None:
+    """Check the bytes that a buffer is made with, or the sizes from which they follow."""
+    where, most = "ElasticBuffer", checks.MOST_ROWS
+    for name, value in zip(("num_max_tokens_per_rank", "hidden", "num_topk"), sizes, strict=True):
+        checks.check_int(where, name, value, 0, most)
+    if num_bytes is None and not (sizes[0] and sizes[1]):
+        raise ValueError(f"{where}: pass `num_bytes`, or `num_max_tokens_per_rank` and `hidden`")
+    if num_bytes is None and num_cpu_bytes:
+        raise ValueError(f"{where}: `num_cpu_bytes` is a part of `num_bytes`, which must be given with it")
+    if num_bytes is not None:
+        checks.check_int(where, "num_bytes", num_bytes, 1, _MOST_BYTES)
+    checks.check_int(where, "num_cpu_bytes", num_cpu_bytes, 0, num_bytes)
+
+
+@contextmanager
+def _checked_for_all(group: dist.ProcessGroup) -> Iterator[None]:
+    """What is raised in the block is reported to the peers, which make a `Buffer` already."""
+    try:
+        yield
+    except BaseException:
+        with Control(group, None, env.TIMEOUT_SECS.default).joint("making the buffer"):
+            raise
 
 
 def _group_of(where: str, group: Any) -> dist.ProcessGroup:

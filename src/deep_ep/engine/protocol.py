@@ -296,6 +296,19 @@ def checksum(counts: Sequence[Sequence[int]]) -> int:
     return 1 + zlib.crc32(array("q", chain.from_iterable(counts)))
 
 
+def handle_number(ends: Sequence[Sequence[int]], handle: Any) -> int:
+    """Return the number of a handle inside one node, which ranks compare.
+
+    On the CPU the handle of a V2 dispatch carries the number of that dispatch, in items that are zeros otherwise: the
+    rows from each rank to each, which other handles are compared by, are often the same in all dispatches.
+
+    Args:
+        ends: Its `rank_prefix_matrix`.
+        handle: The handle.
+    """
+    return checksum([*ends, handle.recv_channel_prefix_matrix.flatten()[:1].tolist()])
+
+
 class Header(NamedTuple):
     """What a rank publishes when it enters a call.
 

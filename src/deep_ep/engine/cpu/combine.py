@@ -18,7 +18,7 @@ from ...handle import check_rows, is_refused, refusal
 from ...kernels.reduce import reduce_rows, sum_rows
 from ...kernels.rows import as_bytes, row_bytes
 from ...trace import RECEIVE, SEND
-from ..protocol import OFFERED, READY, TAKEN, Agreement, Header, Offer, checksum
+from ..protocol import OFFERED, READY, TAKEN, Agreement, Header, Offer, handle_number
 from ..staging import Staging, token_blocks
 from .call import Call, Chain
 from .posted import Block, fetch_rows, post_rows, section_starts
@@ -141,8 +141,12 @@ class CpuCombine:
             num_topk=weights.size(1) if weights is not None else 0,
             hidden=self._x.size(1),
             dtype=self._x.dtype,
-            handle=checksum(self._ends),
+            handle=self._handle_number(),
         )
+
+    def _handle_number(self) -> int:
+        """Return the number of the handle, which ranks compare."""
+        return handle_number(self._ends, self._handle)
 
     def _sections(self) -> list[torch.Tensor]:
         return [self._x] if self._topk_weights is None else [self._x, self._topk_weights]

@@ -37,11 +37,13 @@ from ..payload import (
     section_columns,
     unpack_records,
 )
-from ..protocol import ANNOUNCED, OFFERED, READY, TAKEN, Agreement, Header, Offer, checksum, overflow
+from ..protocol import ANNOUNCED, OFFERED, READY, TAKEN, Agreement, Header, Offer, handle_number, overflow
 from ..staging import Blocks, Staging, num_staged_rounds, round_rows, round_slots, rows_per_source, token_blocks
 from .call import Call, Chain
 from .posted import Block, fetch_rows, post_rows, section_starts
 from .scope import CpuScope
+
+_MOST_NUMBER = (1 << 31) - 2  # of a handle, whose items are int32
 
 
 class CpuDispatch:
@@ -62,6 +64,7 @@ class CpuDispatch:
         self._payload = payload
         self._routing = routing
         self._num_channels = 0  # columns of the handle's unused items
+        self._number = 0  # which the new handle of a V2 dispatch carries in them, see `handle_number`
         self._num_worst_tokens = 0  # rows of memory that was made beforehand; 0: as many as come
         self._counts: list[int] = []  # tokens for each peer
         self._ends: list[list[int]] = []  # the call's `rank_prefix_matrix`
@@ -199,7 +202,7 @@ class CpuDispatch:
     def _make_handle(self, num_rows: int) -> Any:
         assert self._routing is not None
         mask = self._routing.is_token_in_rank
-        no_channels = mask.new_zeros(mask.size(1), self._num_channels, dtype=torch.int32)
+        no_channels = mask.new_full((mask.size(1), self._num_channels), self._number, dtype=torch.int32)
         if not self._ends:  # they come with the counts
             return empty_handle(self._routing, num_rows, no_channels)
         prefix = mask.new_tensor(self._ends, dtype=torch.int32)
@@ -266,7 +269,7 @@ class CpuDispatch:
         if routing is None:
             require_filled(handle, "dispatch")
             self._ends = handle.rank_prefix_matrix.tolist()
-            number = checksum(self._ends)
+            number = handle_number(self._ends, handle)
             self._counts = [stop - start for start, stop in token_blocks(self._ends)[self._window.rank]]
             is_sent = handle.send_head >= 0
         else:
@@ -276,6 +279,8 @@ class CpuDispatch:
         is_posted = self._can_post(num_sent, parts)
         max_tokens = routing.max_tokens if routing is not None else 0
         call = scope.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens, is_posted, max_tokens))
+        if routing is not None and routing.keeps_weights:  # of V2, whose callers never see this handle
+            self._number = 1 + call.epoch % _MOST_NUMBER
         if is_posted:
             with call.slice("post rows", SEND, rows=num_sent):
                 post_rows(call, num_sent, lay_rows(parts, is_sent, self._counts))
@@ -330,6 +335,7 @@ class CpuDispatch:
         handle, mask = self._handle, self._routing.is_token_in_rank
         prefix = handle.rank_prefix_matrix.copy_(mask.new_tensor(self._ends, dtype=torch.int32))
         handle.send_head.copy_(layout.token_slots(mask, prefix, self._window.rank))
+        handle.recv_channel_prefix_matrix.fill_(self._number)
 
     def _local_expert_counts(self, call: Call) -> list[int]:
         assert self._routing is not None

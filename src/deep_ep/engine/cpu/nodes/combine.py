@@ -20,7 +20,7 @@ from ....kernels.rows import row_bytes
 from ....sizing import ceil_div
 from ....trace import RECEIVE, SEND
 from ....transport.links import Page
-from ...protocol import OFFERED, READY, TAKEN, Agreement, Header, Offer
+from ...protocol import OFFERED, READY, TAKEN, Header, Offer
 from ...staging import Staging, round_rows
 from ..call import Call
 from ..combine import CpuCombine
@@ -95,8 +95,8 @@ class CpuNodesCombine(CpuCombine):
         bytes_each = sum(row_bytes(part) for part in self._sections())
         self._chain.stats.count("combine", source.path, max(1, rounds), routes.rows_got, routes.rows_put, bytes_each)
 
-    def _agreement(self) -> Agreement:
-        return super()._agreement()._replace(handle=int(self._handle.recv_rdma_channel_prefix_matrix[0, 0]))
+    def _handle_number(self) -> int:
+        return int(self._handle.recv_rdma_channel_prefix_matrix[0, 0])
 
     def _collect(
         self, call: Call, routes: CpuNodesRoutes, staging: Staging | None
