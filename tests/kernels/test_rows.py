@@ -58,7 +58,7 @@ def test_sum_rows_adds_one_peer_after_the_other(dtype: torch.dtype, num_tokens: 
     rows = torch.randn(sum(counts), hidden, generator=generator).mul(100).to(dtype)
     biases = [torch.randn(num_tokens, hidden, generator=generator).to(dtype) for _ in range(num_biases)]
     out = torch.full((num_tokens, hidden), torch.nan, dtype=dtype)
-    sum_rows(out, rows.split(counts), token_idx.split(counts), biases)
+    sum_rows(out, rows, token_idx, counts, biases)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     total = torch.zeros(num_tokens, hidden, dtype=wide)
     for bias in biases:
@@ -66,6 +66,16 @@ def test_sum_rows_adds_one_peer_after_the_other(dtype: torch.dtype, num_tokens: 
     for row, token in zip(rows, token_idx.tolist(), strict=True):
         total[token] += row
     assert torch.equal(out, total.to(dtype))
+
+
+def test_sums_of_many_tokens_with_few_rows_are_not_widened_at_once() -> None:
+    out = torch.empty(20_000, 1024, dtype=torch.bfloat16)
+    token_idx = torch.tensor([1, 19_999, 1])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        sum_rows(out, torch.ones(3, 1024, dtype=torch.bfloat16), token_idx, [2, 1])
+    assert out[:, 0].count_nonzero() == 2
+    assert out[1].eq(2).all()
+    assert max(event.self_cpu_memory_usage for event in seen.key_averages()) < out.nbytes // 2
 
 
 def test_blocks_worked_examples() -> None:

@@ -9,12 +9,12 @@ added to something, begins with -0.0: that changes no number, not even the sign 
 
 There are three ways, which give the same bits:
 
-    sum_rows          few tokens: each source is added by one operator
-    _sum_in_turn      few sources, whose rows lie side by side: likewise, in small tiles of tokens
+    _sum_few          few tokens: all sums are widened at once, and each source is added by one operator
+    _sum_in_turn      few sources, whose rows lie side by side: one source after the other, in small tiles of tokens
     sum_in_registers  everything else, in larger tiles: rows are widened, source by source, and `embedding_bag` adds
                       them, which keeps the sum of a token in registers
 
-`reduce_rows` chooses the first, or `RowSums`, which plans the other two.
+`reduce_rows` and `sum_rows` choose the first, or `RowSums`, which plans the other two.
 """
 
 from __future__ import annotations
@@ -75,23 +75,42 @@ def reduce_rows(
     for rows, tokens, last, shift in zip(peers, token_idx, columns.amax(1).tolist(), shifts, strict=True):
         stop = last + 1 + shift if tokens.numel() else 0
         blocks.append(_block(rows, stop - tokens.numel(), stop))
-    sum_rows(out, blocks, token_idx, biases)
+    _sum_few(out, blocks, token_idx, biases)
 
 
 def sum_rows(
     out: torch.Tensor,
-    blocks: Sequence[torch.Tensor],
-    token_idx: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    token_idx: torch.Tensor,
+    counts: Sequence[int],
     biases: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Sum each token's rows, as `reduce_rows` does, with few operators: for few tokens.
+    """Sum each token's rows, as `reduce_rows` does, where all rows lie together: those of peer 0, then those of peer 1,
+    and so on. For few tokens it takes few operators.
 
     Args:
         out: [T, H], written.
-        blocks: Tensors [n, H] of out's dtype, in which the rows lie as they are added.
-        token_idx: Tensors [n] int64, their tokens.
+        rows: [m, H] of out's dtype.
+        token_idx: [m] int64, their tokens, ascending within a peer.
+        counts: R numbers of rows, m together.
         biases: Tensors [T, H] of out's dtype, added first and in order.
     """
+    if out.size(0) > tokens_per_unit(out.size(1), out.dtype):
+        slots = token_idx.new_full((out.size(0), len(counts)), -1)
+        for column, tokens in zip(slots.unbind(1), token_idx.split(list(counts)), strict=True):
+            column[tokens] = torch.arange(tokens.numel(), device="cpu")
+        RowSums(rows.split(list(counts)), slots, [0] * len(counts), biases).sum(out)
+        return
+    _sum_few(out, [rows], [token_idx], biases)
+
+
+def _sum_few(
+    out: torch.Tensor,
+    blocks: Sequence[torch.Tensor],
+    token_idx: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+) -> None:
+    """Sum the rows of blocks that follow on each other in the order of addition. All sums are widened at once."""
     wide = _accumulator(out.dtype)
     total = biases[0].to(wide, copy=True) if biases else torch.zeros_like(out, dtype=wide)
     for bias in biases[1:]:
@@ -171,7 +190,7 @@ class SumPlan(NamedTuple):
         Args:
             counts: [T] int64, the rows of each token.
             source_idx: [m] int64, the source of each row.
-            grouped: [m] int64, the rows by source.
+            grouped: [m] int64, the order that brings the rows together by source.
             num_sources: S.
             cuts: The first token of each tile, and T.
 
@@ -201,7 +220,7 @@ class RowSums:
 
     Args:
         peers: R tensors [rows, H], the peers' rows, read when a sum is made.
-        slots: [T, K] int32, the row of each column; -1 where a column has none.
+        slots: [T, K] int32 or int64, the row of each column; -1 where a column has none.
         shifts: What to add to the slots of each peer.
         biases: Tensors [T, H] of the same dtype, added first and in order.
         owners: [T, K] int32, the peer of each column. None: column d is peer d's.

@@ -203,7 +203,7 @@ class CpuCombine:
         fetch_rows(call, theirs, rows)
         token_idx = (self._handle.send_head.t() >= 0).nonzero()[:, 1]
         for out, part, bias in zip(self._sums, rows, (self._biases, ()), strict=False):
-            sum_rows(out, [part], [token_idx], bias)
+            sum_rows(out, part, token_idx, counts, bias)
 
     def _sum_in_rounds(self, call: Call, headers: list[Header], offers: list[Offer], staging: Staging | None) -> int:
         """Sum the rows round by round: copy in if staged, signal, wait, sum, signal, wait.
