@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,8 +57,9 @@ def test_worked_example_of_expanded_rows() -> None:
     counts = torch.empty(3, dtype=torch.int32)
     count_experts(ids, counts)
     assert counts.tolist() == [5, 0, 2]
-    starts = torch.tensor([0, 8, 8], dtype=torch.int32)
-    assert expanded_rows(ids, counts, starts).tolist() == [[0, 8], [1, -1], [2, 3], [9, 4]]
+    selections, rows = expanded_rows(ids, counts.numpy(), np.array([0, 8, 8]))
+    assert selections.tolist() == [0, 2, 4, 5, 7, 1, 6]
+    assert rows.tolist() == [0, 1, 2, 3, 4, 8, 9]
     assert Form(3, 2, 16, 4, True).most_expanded(2) == 76
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..event import EventHandle
@@ -81,8 +82,8 @@ class Layout:
         topk_idx: [T, K], this rank's selections.
         ids: [N, K] the local ids of each compact row; -1: none. On a GPU None, if the result is expanded.
         sources: [N, 2 + K] int32, see `EPHandle.recv_src_metadata`.
-        row_sources: [X] int32, the compact row of each expanded row; -1: padding. Empty if it is not expanded; None on
-            a GPU.
+        selections: [X] int64, the selection of each expanded row, as an index into the flattened `ids`; -1: padding.
+            Empty if it is not expanded; None on a GPU.
         slots: [T, K] int32, the compact row of each token at the rank of column k, in the highest column of that rank;
             -1 in others.
         owners: [T, K] int32, the rank of column k; -1: it selects nothing.
@@ -103,7 +104,7 @@ class Layout:
     topk_idx: torch.Tensor
     ids: torch.Tensor | None
     sources: torch.Tensor
-    row_sources: torch.Tensor | None
+    selections: torch.Tensor | None
     slots: torch.Tensor
     owners: torch.Tensor
     num_per_expert: torch.Tensor
@@ -122,7 +123,7 @@ class Layout:
             "topk_idx",
             "ids",
             "sources",
-            "row_sources",
+            "selections",
             "slots",
             "owners",
             "num_per_expert",
@@ -304,7 +305,7 @@ class Unfold:
                 topk_idx=topk_idx,
                 ids=new((num_rows, num_topk), dtype=topk_idx.dtype),
                 sources=new((num_rows, 2 + num_topk)),
-                row_sources=new(num_expanded if form.is_expanded else 0),
+                selections=new(num_expanded if form.is_expanded else 0, dtype=torch.int64),
                 slots=new((num_tokens, num_topk)),
                 owners=new((num_tokens, num_topk)),
                 num_per_expert=new(form.num_local),
@@ -389,20 +390,18 @@ class Unfold:
 
     def _fill_sources(self, layout: Layout, ids: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor) -> None:
         """Fill where each row comes from, and which expanded rows its selections take."""
-        form = self._form
+        form, sources = self._form, layout.sources
         row_idx = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
         ranks = torch.searchsorted(layout.rank_ends, row_idx, right=True, out_int32=True)
-        columns = torch.arange(form.num_topk, dtype=torch.int32, device=ids.device)
-        highest = torch.where(ids >= 0, columns, -1).amax(1) if form.num_topk else torch.full_like(row_idx, -1)
-        layout.sources[:, 0] = ranks * form.max_tokens + tokens
-        layout.sources[:, 1] = ranks * form.num_topk + highest
-        layout.sources[:, 2:] = -1
+        sources[:, 0] = ranks * form.max_tokens + tokens
+        sources[:, 1] = ranks * form.num_topk + _highest_columns(ids)
+        sources[:, 2:] = -1
         if form.is_expanded:
-            assert layout.row_sources is not None
-            rows = expanded_rows(ids, layout.num_per_expert, starts)
-            layout.sources[:, 2:] = rows
-            nothing = layout.row_sources.new_full((layout.num_expanded + 1,), -1)
-            layout.row_sources.copy_(_by_row(nothing, rows, row_idx[:, None].expand_as(rows)))
+            assert layout.selections is not None
+            selections, rows = expanded_rows(ids, layout.num_per_expert.numpy(), starts.numpy())
+            layout.selections.fill_(-1).numpy()[rows] = selections
+            compact_rows, columns = np.divmod(selections, max(1, form.num_topk))
+            sources.numpy()[compact_rows, 2 + columns] = rows
 
     def _fill_slots(self, layout: Layout, send_head: torch.Tensor) -> None:
         """Fill the slots of this rank's tokens: at each column's rank, in the highest column of that rank."""
@@ -461,30 +460,26 @@ class Unfold:
 
     def _unfold(self, layout: Layout, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Each expanded row is a copy of its compact one."""
-        assert layout.row_sources is not None
+        assert layout.selections is not None
         if not out.numel() or not rows.shape[0]:  # without compact rows all experts are empty
             return
         rows, out = _as_integers(rows), _as_integers(out)
-        row_idx = layout.row_sources.clamp(min=0)
+        row_idx = layout.selections.clamp(min=0).div_(self._form.num_topk, rounding_mode="floor")
         if out.is_contiguous():
             torch.index_select(rows, 0, row_idx, out=out)
         else:
             out.copy_(rows.index_select(0, row_idx))
         if self._extras.has_zero_padding:
-            out.masked_fill_((layout.row_sources < 0)[:, None], 0)
+            out.masked_fill_((layout.selections < 0)[:, None], 0)
 
     def _unfold_weights(self, layout: Layout, weights: torch.Tensor, out: torch.Tensor) -> None:
         """The weight of each expanded row is that of its selection."""
-        out.copy_(_by_row(out.new_zeros(layout.num_expanded + 1), layout.sources[:, 2:], weights))
-
-
-def _by_row(found: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Write [n, K] values at their expanded rows, which are those of [n, K]; -1: none. Returns [X].
-
-    `found` has one element more, which takes the values without a row.
-    """
-    target = torch.where(rows >= 0, rows, found.shape[0] - 1).long()
-    return found.scatter_(0, target.flatten(), values.reshape(-1))[:-1]
+        assert layout.selections is not None
+        if not weights.numel():  # without compact rows all experts are empty
+            out.zero_()
+            return
+        torch.index_select(weights.reshape(-1), 0, layout.selections.clamp(min=0), out=out)
+        out.masked_fill_(layout.selections < 0, 0)
 
 
 def _as_integers(rows: torch.Tensor) -> torch.Tensor:
@@ -508,40 +503,39 @@ def count_experts(ids: torch.Tensor, out: torch.Tensor) -> None:
     Example:
         `[[0, -1], [2, 0]]` with three experts is `[2, 0, 1]`.
     """
-    counted = out.new_zeros(out.shape[0] + 1)
-    flat = ids.flatten().long() + 1
-    counted.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-    out.copy_(counted[1:])
+    out.copy_(torch.bincount(ids.flatten() + 1, minlength=out.shape[0] + 1)[1:])
 
 
-def expanded_rows(ids: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The row that each selection takes: experts ascending, then rows, then columns. `cpu.expanded.fill_plan` agrees,
-    and so does `kernels.selections.Place`.
+def _highest_columns(ids: torch.Tensor) -> torch.Tensor:
+    """Return the highest column of each row that selects something, of [n, K] local ids; K - 1 if none does."""
+    num_topk = ids.shape[1]
+    if not num_topk:
+        return ids.new_full((ids.shape[0],), -1)
+    return torch.from_numpy(num_topk - 1 - (ids.numpy() >= 0)[:, ::-1].argmax(1))
+
+
+def expanded_rows(ids: torch.Tensor, counts: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Find the rows that selections take: experts ascending, then rows, then columns.
+
+    Sender and receiver of an expanded dispatch find the same ones. `kernels.selections.Place` agrees.
 
     Args:
-        ids: [N, K] local ids; -1: none.
-        counts: [L] int32 selections of each expert.
-        starts: [L] int32, the first row of each expert.
+        ids: [n, K]; a selection outside of [0, experts) takes no row.
+        counts: [experts], the selections of each expert.
+        starts: [experts], the first row of each expert.
 
     Returns:
-        [N, K] int32; -1 where nothing is selected.
+        [m] selections in the order of their experts, as indices into the flattened ids, and the row of each.
 
     Example:
-        `[[1, 0], [1, -1]]` with starts `[0, 4]` is `[[4, 0], [5, -1]]`.
+        `[[1, 0], [1, -1]]`, counts `[1, 2]`, starts `[0, 4]`: selections `[1, 0, 2]` take rows `[0, 4, 5]`.
     """
-    num_local = counts.shape[0]
-    # Columns that select nothing are sorted behind all experts.
-    keys = torch.where(ids >= 0, ids, num_local).flatten()
-    order = keys.to(_narrowest(num_local)).argsort(stable=True)
-    in_order = torch.arange(keys.shape[0], dtype=torch.int32, device=ids.device)
-    places = torch.empty_like(in_order).scatter_(0, order, in_order)
-    shifts = torch.cat([starts - (counts.cumsum(0) - counts), starts.new_zeros(1)]).to(torch.int32)
-    return torch.where(ids >= 0, (places + shifts[keys.long()]).view(ids.shape), -1)
-
-
-def _narrowest(number: int) -> torch.dtype:
-    """The narrowest integers that have this number: they are sorted several times as fast."""
-    return torch.int16 if number < 1 << 15 else torch.int64
+    flat = ids.numpy().ravel()
+    chosen = ((flat >= 0) & (flat < len(counts))).nonzero()[0]
+    # There are at most 16,384 experts, and 16 bits are sorted in a tenth of the time that 64 bits take.
+    in_order = chosen[flat[chosen].astype(np.int16).argsort(kind="stable")]
+    shifts = starts - (counts.cumsum() - counts)
+    return in_order, np.arange(len(in_order)) + shifts.repeat(counts)
 
 
 def with_weights(scope: Any, payload: Payload, topk_weights: torch.Tensor | None) -> Payload:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ...kernels.rows import Section, SlotRange, put_blocks, put_rows, row_bytes
 from ...sizing import align
+from ..elastic import expanded_rows
 from ..ops import Sections
 from ..payload import Expansion, Payload, Routing, SendPlan
 from ..protocol import Agreement, Header, Offer, checksum, expanded_overflow
@@ -185,7 +187,7 @@ def fill_plan(
 ) -> None:
     """Find the row of each selection at the rank of its expert: by expert, source rank, token, column.
 
-    The receiver computes the same rows from the ids that come: `elastic.expanded_rows`.
+    The receiver finds the same rows from the ids that come.
 
     Args:
         plan: Written.
@@ -199,23 +201,17 @@ def fill_plan(
         Two ranks with an expert each, counts `[[1, 2], [3, 0]]`, alignment 4: the rows of rank 1 for expert 0 begin at
         row 1, those of rank 0 for expert 1 at row 0, and both results have 4 rows.
     """
-    each = torch.tensor(counts, device="cpu")
-    num_ranks, num_experts = each.shape
-    aligned = (each.sum(0) + alignment - 1) // alignment * alignment
-    by_rank = aligned.view(num_ranks, -1)
-    first = (by_rank.cumsum(1) - by_rank).flatten() + each[:rank].sum(0)
-    keys = torch.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, num_experts).flatten().long()
-    order = keys.argsort(stable=True)
-    num_selected, num_topk = sum(counts[rank]), max(1, topk_idx.size(1))
-    plan.token_idx = list(torch.split_with_sizes(order[:num_selected] // num_topk, counts[rank]))
+    each, num_ranks = np.array(counts), len(counts)
+    aligned = -(-each.sum(0) // alignment) * alignment
+    by_rank = aligned.reshape(num_ranks, -1)
+    first = (by_rank.cumsum(1) - by_rank).ravel() + each[:rank].sum(0)
+    selections, rows = expanded_rows(topk_idx, each[rank], first)
+    tokens = torch.from_numpy(selections // max(1, topk_idx.size(1)))
+    plan.token_idx = list(torch.split_with_sizes(tokens, counts[rank]))
     plan.first_rows = first.tolist()
     plan.num_rows = by_rank.sum(1).tolist()
-    plan.rows_to = each[rank].view(num_ranks, -1).sum(1).tolist()
-    plan.rows_from = each.view(num_ranks, num_ranks, -1)[:, rank].sum(1).tolist()
+    plan.rows_to = each[rank].reshape(num_ranks, -1).sum(1).tolist()
+    plan.rows_from = each.reshape(num_ranks, num_ranks, -1)[:, rank].sum(1).tolist()
     plan.number = checksum(counts)
     if peer_rows is not None:
-        mine, chosen = each[rank], order[:num_selected]
-        experts = keys[chosen]
-        found = torch.full_like(keys, -1)
-        found[chosen] = torch.arange(num_selected, device="cpu") + (first - (mine.cumsum(0) - mine))[experts]
-        peer_rows.copy_(found.view(topk_idx.shape))
+        peer_rows.fill_(-1).numpy().reshape(-1)[selections] = rows

@@ -562,7 +562,7 @@ class DeviceUnfold(Unfold):
             topk_idx=topk_idx,
             ids=self.ids,
             sources=self.sources,
-            row_sources=None,
+            selections=None,
             slots=self.slots,
             owners=self.owners,
             num_per_expert=num_per_expert,
@@ -600,11 +600,16 @@ class DeviceUnfold(Unfold):
                     self._zero_gaps(layout, out)
 
     def _unfold_weights(self, layout: Layout, weights: torch.Tensor, out: torch.Tensor) -> None:
+        rows = layout.sources[:, 2:]
         if self.is_straight and weights.shape[0]:  # those of a cached dispatch came by expanded row
-            rows = layout.sources[:, 2:]
             columns = torch.arange(rows.shape[1], device=rows.device)
             weights = weights[rows.clamp(min=0).long(), columns]
-        super()._unfold_weights(layout, weights, out)
+        # One element more takes the weights of the columns that have no row.
+        targets, found = (
+            torch.where(rows >= 0, rows, layout.num_expanded).long(),
+            out.new_zeros(layout.num_expanded + 1),
+        )
+        out.copy_(found.scatter_(0, targets.flatten(), weights.reshape(-1))[:-1])
 
     def _zero_gaps(self, layout: Layout, out: torch.Tensor) -> None:
         zero_gaps(out, layout.ends, self._form.alignment)
