@@ -22,8 +22,9 @@ class Handle(NamedTuple):
 
     Attributes:
         rank_prefix_matrix: [R, R] int32, `[s, d]` rows that rank d receives from ranks 0..s.
-        channel_prefix_matrix: [R, C] int32; we have no channels: zeros, kept for its shape.
-        recv_channel_prefix_matrix: [R, C] int32; likewise. (Of V2 on the CPU, the number of the dispatch.)
+        channel_prefix_matrix: [R, C] int32, kept for its shape: we have no channels. On the CPU all elements are the
+            number of the dispatch, or 0; on a GPU 0.
+        recv_channel_prefix_matrix: [R, C] int32; likewise.
         recv_src_idx: [n] int32, token index at its source of each received row.
         is_token_in_rank: [T, R] bool, the caller's.
         send_head: [T, R] int32, the row that each token takes at each destination; -1: it is not sent there.

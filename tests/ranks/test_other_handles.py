@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from common import error_of, run_ranks
+from common import NOTHING_POSTED, error_of, layout_of, run_ranks
 
 TOKENS, HIDDEN, EXPERTS = 4, 128, 4
 
@@ -79,3 +79,31 @@ def test_a_new_buffer_takes_the_handles_of_the_one_before(device: str, env: dict
         pytest.skip("low latency across nodes needs NVSHMEM there")
     for errors in run_ranks(exchange_handles, 2, env=env):
         assert all(error == ("none", "") for error in errors.values()), errors
+
+
+def confuse_batches(rank: int, num_ranks: int, is_dispatch: bool) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Two dispatches of the same counts: rank 1 takes the handle of the other one. Then all take that of one."""
+    calls = []
+    for confuses in (True, False):
+        with deep_ep.Buffer(dist.group.WORLD, 1 << 20) as buffer:
+            ids = torch.arange(2 * num_ranks).repeat(8, 1)
+            layout = layout_of(buffer, ids, 2 * num_ranks)
+            made = [buffer.dispatch(torch.full((8, 64), 1.0 + batch), **layout) for batch in range(2)]
+            rows, _, _, _, handle, _ = made[rank if confuses else 0]
+            dist.barrier()
+            if is_dispatch:
+                calls.append(error_of(buffer.dispatch, torch.ones(8, 64), handle))
+            else:
+                calls.append(error_of(buffer.combine, rows, handle))
+            dist.barrier()
+    return calls[0], calls[1]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("is_dispatch", [True, False])
+@pytest.mark.parametrize("env", [{}, NOTHING_POSTED, {"DEEP_EP_RANKS_PER_NODE": "1"}], ids=["posted", "put", "2x1"])
+def test_handles_of_dispatches_with_the_same_counts_are_told_apart(is_dispatch: bool, env: dict[str, str]) -> None:
+    for (kind, text), alike in run_ranks(confuse_batches, 2, is_dispatch, env=env):
+        assert kind in ("EPError", "EPPeerFailed")
+        assert "Pass handles of one and the same dispatch" in text or kind == "EPPeerFailed", text
+        assert alike == ("none", "")

@@ -218,7 +218,7 @@ def empty_handle(
     Args:
         routing: The routing, of which the handle keeps the mask.
         num_rows: n.
-        no_channels: [R, C] int32 zeros, which stand for what we do not have.
+        no_channels: [R, C] int32, which stands for what we do not have.
         prefix: Its `rank_prefix_matrix`, if it is there already.
         slots: Its `send_head`, likewise.
     """

@@ -299,8 +299,9 @@ def checksum(counts: Sequence[Sequence[int]]) -> int:
 def handle_number(ends: Sequence[Sequence[int]], handle: Any) -> int:
     """Return the number of a handle inside one node, which ranks compare.
 
-    On the CPU the handle of a V2 dispatch carries the number of that dispatch, in items that are zeros otherwise: the
-    rows from each rank to each, which other handles are compared by, are often the same in all dispatches.
+    On the CPU the handle carries the number of its dispatch, in items that are zeros otherwise (also after a worst-case
+    dispatch of V1): the rows from each rank to each, which other handles are compared by, are often the same in all
+    dispatches.
 
     Args:
         ends: Its `rank_prefix_matrix`.

@@ -64,7 +64,7 @@ class CpuDispatch:
         self._payload = payload
         self._routing = routing
         self._num_channels = 0  # columns of the handle's unused items
-        self._number = 0  # which the new handle of a V2 dispatch carries in them, see `handle_number`
+        self._number = 0  # which the new handle carries in them, see `handle_number`
         self._num_worst_tokens = 0  # rows of memory that was made beforehand; 0: as many as come
         self._counts: list[int] = []  # tokens for each peer
         self._ends: list[list[int]] = []  # the call's `rank_prefix_matrix`
@@ -279,7 +279,8 @@ class CpuDispatch:
         is_posted = self._can_post(num_sent, parts)
         max_tokens = routing.max_tokens if routing is not None else 0
         call = scope.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens, is_posted, max_tokens))
-        if routing is not None and routing.keeps_weights:  # of V2, whose callers never see this handle
+        # A worst-case handle of V1 may travel through a compiled graph, and these items do not (`moe/compiled.py`).
+        if self._is_full or (routing is not None and routing.keeps_weights):
             self._number = 1 + call.epoch % _MOST_NUMBER
         if is_posted:
             with call.slice("post rows", SEND, rows=num_sent):
