@@ -108,7 +108,7 @@ class TwoHopOps:
         notify.prepare_nodes(context, [(True, True)] if is_whole else [(True, False), (False, True)])
         proxy.prepare(self.plan)
         Finish(self.patient, READY, 0).launch.prepare()
-        for one in (self.aimed, self.patient, context):
+        for one in (self.aimed, self.own, self.patient, context):
             _ = one.words  # uploaded now: the first call may be captured
 
     def dispatch(self, signature: DispatchSignature) -> TwoHopDispatch:
