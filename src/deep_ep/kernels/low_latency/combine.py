@@ -27,6 +27,7 @@ from .words import (
     awaiting,
     free_slot,
     is_working,
+    last_refusal,
     masks_of,
     memories_of,
     one_of,
@@ -217,7 +218,7 @@ def _send_kernel(
     """
     number = tl.load(ll) + 1
     memories = memories_of(windows, num_ranks, LANES)
-    masks = masks_of(ranks_mask, num_ranks, LANES)
+    masks, refused = masks_of(ranks_mask, num_ranks, LANES), last_refusal(ll, number)
     taken = free_slot(ll, slot) if IS_COPIED else slot
     if is_working(state):
         memory = one_of(memories, rank, LANES)
@@ -248,10 +249,10 @@ def _send_kernel(
             number_tokens(topk_idx, earlier, expert, num_tokens, num_topk, num_experts, False, TOPK, TOKENS)
         if is_last_block(ll + ARRIVED):
             use_slot(ll, taken, number)
-            signal_all(memories, ll, masks, number, num_ranks, rank, word_a, word_b, num_tokens, offset, LANES)
+            signal_all(memories, ll, masks, refused, number, num_ranks, rank, word_a, word_b, num_tokens, offset, LANES)
             if WAITS:
                 await_all(
-                    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, own_boards, host, limit_ns,
+                    memories, ll, state, ranks_mask, refused, seen, ll_host, stats, boards, own_boards, host, limit_ns,
                     operation, can_mask, num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
                 )  # fmt: skip
 

@@ -28,6 +28,7 @@ from .words import (
     copy_set_offset,
     free_slot,
     is_working,
+    last_refusal,
     masks_of,
     memories_of,
     offset_of_set,
@@ -225,7 +226,7 @@ def _send_kernel(
     """
     number = tl.load(ll) + 1
     memories = memories_of(windows, num_ranks, LANES)
-    masks = masks_of(ranks_mask, num_ranks, LANES)
+    masks, refused = masks_of(ranks_mask, num_ranks, LANES), last_refusal(ll, number)
     slot = free_slot(ll, leased) if IS_WIDE else 0
     if is_working(state):
         memory = one_of(memories, rank, LANES)
@@ -254,10 +255,10 @@ def _send_kernel(
         if is_last_block(ll + ARRIVED):
             if IS_WIDE:
                 use_slot(ll, slot, number)
-            signal_all(memories, ll, masks, number, num_ranks, rank, word_a, word_b, num_tokens, offset, LANES)
+            signal_all(memories, ll, masks, refused, number, num_ranks, rank, word_a, word_b, num_tokens, offset, LANES)
             if WAITS:
                 await_all(
-                    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, own_boards, host, limit_ns,
+                    memories, ll, state, ranks_mask, refused, seen, ll_host, stats, boards, own_boards, host, limit_ns,
                     operation, can_mask, num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
                 )  # fmt: skip
 

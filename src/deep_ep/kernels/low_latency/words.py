@@ -323,8 +323,17 @@ def masks_of(ranks_mask, num_ranks, LANES: tl.constexpr):
 
 
 @triton.jit
+def last_refusal(ll, number):
+    """Return the word of this rank's last refusal of this call, or of an earlier one, see `times_of`.
+
+    Kernels load it when they begin: a load behind the rows would delay the signal.
+    """
+    return tl.load(ll + _REFUSED + number % _KEPT)
+
+
+@triton.jit
 def signal_all(
-    memories, ll, masks, number, num_ranks, rank, word_a, word_b, num_tokens, base, LANES: tl.constexpr
+    memories, ll, masks, refused, number, num_ranks, rank, word_a, word_b, num_tokens, base, LANES: tl.constexpr
 ):  # fmt: skip
     """Write the post of a call, and store the call's number at every peer.
 
@@ -332,6 +341,7 @@ def signal_all(
         memories: Addresses of the ranks' memory.
         ll: The private words.
         masks: Of this rank, as they were when the call began.
+        refused: See `last_refusal`.
         number: The number of the call.
         num_ranks: R.
         rank: This rank.
@@ -347,7 +357,7 @@ def signal_all(
     tl.store(post + _TOKENS, tl.cast(num_tokens, tl.int64))
     tl.store(post + _NUMBER, number)
     tl.store(post + _BASE, tl.cast(base, tl.int64))
-    tl.store(post + _TIMES, times_of(tl.load(ll + _REFUSED + number % _KEPT), (number << 1) + _LOW_LATENCY))
+    tl.store(post + _TIMES, times_of(refused, (number << 1) + _LOW_LATENCY))
     lanes = tl.arange(0, LANES)
     bits = tl.full([LANES], 1, tl.int64) << (lanes % _BITS).to(tl.int64)
     for word in tl.static_range((LANES + _BITS - 1) // _BITS):
@@ -402,8 +412,9 @@ def _signal_all_kernel(
     number = tl.load(ll) + 1
     memories = memories_of(windows, num_ranks, LANES)
     masks = masks_of(ranks_mask, num_ranks, LANES)
+    refused = last_refusal(ll, number)
     if is_working(state):
-        signal_all(memories, ll, masks, number, num_ranks, rank, word_a, word_b, 0, 0, LANES)
+        signal_all(memories, ll, masks, refused, number, num_ranks, rank, word_a, word_b, 0, 0, LANES)
 
 
 @jit(name="low_latency::join")
@@ -428,9 +439,7 @@ def _join_kernel(
     here = words_at(one_of(memories, rank, LANES)) + peer * _LINE
     attempt = tl.load(ll + _ATTEMPTS) + 1
     following = tl.load(ll) + 1
-    following += (times_of(tl.load(ll + _REFUSED + following % _KEPT), (following << 1) + _LOW_LATENCY) > 0).to(
-        tl.int64
-    )
+    following += (times_of(last_refusal(ll, following), (following << 1) + _LOW_LATENCY) > 0).to(tl.int64)
     if is_working(state):
         tl.store(ll + _ATTEMPTS, attempt)
         tl.store(there + _NEXT, tl.zeros([LANES], tl.int64) + following, mask=is_peer)
@@ -464,17 +473,18 @@ def _wait_kernel(
     """Wait until all ranks that are not masked have sent a call."""
     number = tl.load(ll) - age
     memories = memories_of(windows, num_ranks, LANES)
+    refused = last_refusal(ll, number)
     if is_working(state):
         await_all(
-            memories, ll, state, ranks_mask, seen, ll_host, stats, boards, own_boards, host, limit_ns, operation,
-            can_mask, num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
+            memories, ll, state, ranks_mask, refused, seen, ll_host, stats, boards, own_boards, host, limit_ns,
+            operation, can_mask, num_ranks, rank, number, word_a, word_b, HAS_STATS, LANES,
         )  # fmt: skip
 
 
 @triton.jit
 def await_all(
-    memories, ll, state, ranks_mask, seen, ll_host, stats, boards, own_boards, host, limit_ns, operation, can_mask,
-    num_ranks, rank, number, word_a, word_b, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
+    memories, ll, state, ranks_mask, refused, seen, ll_host, stats, boards, own_boards, host, limit_ns, operation,
+    can_mask, num_ranks, rank, number, word_a, word_b, HAS_STATS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Poll the words that the peers write here, until all have come, one has failed, or the limit has passed.
 
@@ -491,7 +501,6 @@ def await_all(
     board, own_board = tl.load(own_boards + peer), tl.load(own_boards + rank)
     words = words_at(one_of(memories, rank, LANES)) + line
     failures = words_at(board) + num_ranks * _LINE + line
-    refused = tl.load(ll + _REFUSED + number % _KEPT)
     begin = tl.min(clock_ns(lanes))
     sent = load_acquire(words)
     failed = tl.zeros([LANES], tl.int64)
