@@ -891,14 +891,14 @@ def test_kernels_take_many_columns() -> None:
 
 def many_columns(rank: int, num_ranks: int) -> None:
     buffer = ElasticBuffer(None, 1 << 21, num_max_tokens_per_rank=2, explicitly_destroy=True)
-    topk_idx = torch.arange(300).repeat(2, 1)
-    _, recv_idx, _, handle, _ = buffer.dispatch(torch.ones(2, 8), topk_idx, num_experts=300)
+    topk_idx = torch.arange(128).repeat(2, 1)
+    _, recv_idx, _, handle, _ = buffer.dispatch(torch.ones(2, 8), topk_idx, num_experts=128)
     assert torch.equal(recv_idx, topk_idx)
     assert handle.dst_buffer_slot_idx[:, -1].tolist() == [0, 1]
     assert (handle.dst_buffer_slot_idx[:, :-1] == -1).all()
-    kind, text = error_of(buffer.dispatch, torch.ones(1, 8), torch.zeros(1, 1025, dtype=torch.int64), num_experts=1)
+    kind, text = error_of(buffer.dispatch, torch.ones(1, 8), torch.zeros(1, 129, dtype=torch.int64), num_experts=1)
     assert kind == "ValueError"
-    assert "at most 1024 columns on a GPU, it has 1025" in text
+    assert "at most 128 columns on a GPU, it has 129" in text
 
 
 def handle_and_pointers(rank: int, num_ranks: int) -> None:

@@ -58,7 +58,8 @@ from .put import (
 _FAILED, _HELD, _ENDED = tl.constexpr(STATE_FAILED), tl.constexpr(STATE_HELD), tl.constexpr(STATE_ENDED)
 _CAPACITIES, _STARTS = tl.constexpr(TABLE_CAPACITIES), tl.constexpr(TABLE_STARTS)
 _EXPANDED = tl.constexpr(TABLE_EXPANDED)
-MOST_TOPK = 1024  # columns are compared with each other, and a block of Triton has at most the square of it
+MOST_TOPK = 128  # columns are compared with each other: with more, kernels take minutes to compile, and spill
+_MOST_PAIRS = 1 << 15  # of columns that a block compares at once: more do not fit into registers
 _TILE = 256  # selections that a block numbers: each is compared with all others of the tile
 _COMPARED = tl.constexpr(8)  # with which it is compared at once
 _SUMMED_TILES, _SUMMED_BINS = tl.constexpr(16), tl.constexpr(256)  # whose counts are added up at once
@@ -582,7 +583,7 @@ class Describe:
         self._nothing = context.state
         self._most_blocks, self._num_topk, self._is_expanded = num_blocks, num_topk, is_expanded
         topk = next_power_of_2(num_topk)
-        self._tile = max(1, min(4096 // topk, MOST_TOPK**2 // topk**2))
+        self._tile = max(1, min(4096 // topk, _MOST_PAIRS // topk**2))
         constants = {
             "IS_EXPANDED": is_expanded,
             "TOPK": topk,
