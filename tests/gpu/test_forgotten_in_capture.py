@@ -1,4 +1,6 @@
-"""A buffer that is collected while a CUDA graph is captured: the capture goes on, and the buffer is closed later."""
+"""A buffer, or the last tensor of one, that goes while a CUDA graph is captured: the capture goes on, and what must not
+be done meanwhile is done later.
+"""
 
 from __future__ import annotations
 
@@ -56,3 +58,25 @@ def forgotten(rank: int, num_ranks: int, is_captured: bool) -> None:
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_a_buffer_is_forgotten_inside_a_capture(is_captured: bool) -> None:
     run_ranks(forgotten, NUM_RANKS, is_captured)
+
+
+def dropped(rank: int, num_ranks: int) -> None:
+    layer = make_layer(rank, num_ranks, 14)
+    buffer = deep_ep.Buffer(torch.distributed.group.WORLD, 64 << 20, device="cuda", explicitly_destroy=True)
+    received = dispatch(buffer, layer)[0]
+    buffer.destroy()
+    del buffer
+    gc.collect()
+    torch.cuda.synchronize()
+    graph, target = torch.cuda.CUDAGraph(), torch.zeros(4, device="cuda")
+    with torch.cuda.graph(graph):
+        target.add_(1)
+        del received  # and with it the memory of the buffer
+        time.sleep(PAUSE_SECS)
+        target.add_(1)
+    graph.replay()
+    assert target.tolist() == [2.0] * 4
+
+
+def test_the_last_tensor_of_a_buffer_goes_inside_a_capture() -> None:
+    run_ranks(dropped, NUM_RANKS)

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .. import reaper
 from ..errors import EPTransportError
+from ..stream import CudaStream
 from .spans import Span, SpanSet, whole_units
 
 MAX_SEGMENTS = 64
@@ -157,9 +159,38 @@ class _Segment:
     address: int
     usable_bytes: int
     owner: Part
+    keeper: object  # of the memory, for regions
     device: torch.device
     is_cuda: bool
     free: SpanSet
+
+
+class _Keeper:
+    """Keeps the memory of a segment on a GPU until the last region is gone, which may outlive the buffer.
+
+    Torch waits for the device before it frees symmetric memory. In a capture that ends the process: there the reaper
+    frees it, after the capture.
+    """
+
+    def __init__(self, part: Part):
+        weakref.finalize(self, _let_go, part).atexit = False
+
+
+def _let_go(part: Part) -> None:
+    """Release the memory of a segment: with the argument, unless the current stream is being captured."""
+    if torch.cuda.is_current_stream_capturing():
+        reaper.hand_over(functools.partial(_let_go_later, part))
+
+
+def _let_go_later(part: Part) -> None:
+    """Release the memory of a segment once no graph is captured. Runs on the reaper's thread."""
+    stream = CudaStream(part.memory.device)
+    with stream.on_device():
+        if not stream.await_capture():
+            _kept.append(part)
+
+
+_kept: list[Part] = []  # memory that could not be released
 
 
 @dataclass(eq=False, slots=True)
@@ -295,7 +326,9 @@ class DeviceArena:
         address, num_bytes, device = memory.data_ptr(), memory.numel(), memory.device
         free = SpanSet(Span(reserved_bytes, num_bytes)) if num_bytes > reserved_bytes else SpanSet()
         is_cuda = device.type == "cuda"
-        self._segments.append(_Segment(number, address, num_bytes - reserved_bytes, part, device, is_cuda, free))
+        keeper = _Keeper(part) if is_cuda else part
+        usable_bytes = num_bytes - reserved_bytes
+        self._segments.append(_Segment(number, address, usable_bytes, part, keeper, device, is_cuda, free))
         self.bounds.append((address, address + num_bytes, number))
 
     def allocate(
@@ -571,7 +604,7 @@ class DeviceArena:
             watched = _Foreign(address, layout.num_bytes)
         else:
             watched = (ctypes.c_ubyte * layout.num_bytes).from_address(address)
-        watched.owner = segment.owner  # keeps the memory mapped
+        watched.owner = segment.keeper  # keeps the memory mapped
         # A region may die on any thread, inside garbage collection or a capture, and beside an interrupt: so nothing
         # happens then but that its reference is appended, by code that is not Python's.
         region = _Region(watched, self._freed.append)
