@@ -255,6 +255,20 @@ def hooks_in_flight(rank: int, num_ranks: int) -> list[tuple[str, str]]:
     return errors
 
 
+def hook_after_destroy(rank: int, num_ranks: int) -> tuple[str, str]:
+    buffer = make_buffer(num_ranks, Case())
+    hook = dispatch(buffer, inputs(rank, num_ranks, Case()), Case(), return_recv_hook=True)[-1]
+    dist.barrier()  # all have sent
+    buffer.destroy()
+    return error_of(hook)
+
+
+def test_a_hook_of_a_destroyed_buffer_raises(device: str) -> None:
+    for kind, text in run_ranks(hook_after_destroy, 2):
+        assert kind == "EPClosed"
+        assert "low-latency hook: the buffer was destroyed" in text
+
+
 def test_two_results_in_flight_in_any_order(device: str) -> None:
     for (too_many, text), (twice, again) in run_ranks(hooks_in_flight, 3):
         assert too_many == "EPError"

@@ -47,6 +47,8 @@ class RecvHook:
         lock, trace = buffer._lock, buffer._trace
         # Where nothing is traced the lock is taken twice: of all blocks that do nothing, the quickest.
         with lock, lock if trace is None else trace.caller_slice("receive hook"):
+            if buffer.runtime is None:
+                buffer._require_engine("low-latency hook")  # raises: what is not mapped yet cannot be read any more
             self._receive()
         # Not before: of a call that was given up, or has failed, nothing was received.
         self.pending.clear()

@@ -237,8 +237,7 @@ class SharedMemory:
             EPTransportError: There is not enough memory.
         """
         _require_available(span)
-        if self.fd < 0:
-            raise EPClosed("window: the buffer was closed during the call, since its process ends")
+        self._require_open()
         try:
             os.posix_fallocate(self.fd, span.start, span.num_bytes)
         except OSError as error:
@@ -247,8 +246,18 @@ class SharedMemory:
             raise _too_little(span.num_bytes, f"the system says: {error.strerror}") from None
 
     def map(self, span: Span) -> Mapping:
-        """Map a span. Forked children have a private copy of it, or zeros if it is a peer's."""
+        """Map a span. Forked children have a private copy of it, or zeros if it is a peer's.
+
+        Raises:
+            EPClosed: See `commit`.
+            EPTransportError: The system refuses it.
+        """
+        self._require_open()  # without a descriptor this would be memory of zeros
         return Mapping(_mapped(span, self.fd, offset=span.start), span)
+
+    def _require_open(self) -> None:
+        if self.fd < 0:
+            raise EPClosed("window: the buffer was closed during the call, since its process ends")
 
     def close(self) -> None:
         """Close the descriptor. Mappings stay valid."""
