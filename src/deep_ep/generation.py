@@ -20,6 +20,7 @@ The outcome of a gather is written by `compare_set`, so all ranks have the same 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import platform
@@ -42,6 +43,9 @@ _SHORTEST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 1e-3, 2e-2
 _MOST_STEP_SECS = 0.5  # between two looks; a process that was stopped for longer has not observed its peers meanwhile
 _MOST_TEXT_CHARS = 2000
 STORE_REMEDY = "Its process may have ended: let a process host it that is no rank"
+
+_PROCESS = uuid.uuid4().hex[:8]  # a process number may be given again, also on a host of the same name
+_attempts = itertools.count()
 
 T = TypeVar("T")
 
@@ -327,16 +331,20 @@ class StoreGather:
 
 def _claim(where: str, store: Store, rank: int, num_ranks: int, deadline: float, own: int | None) -> Generation:
     """Become a rank of the next generation; see `Generation.enter`. Runs on a thread."""
-    me = f"process {os.getpid()} on {platform.node()} [{uuid.uuid4().hex[:8]}]"
+    process = f"process {os.getpid()} on {platform.node()} [{_PROCESS}-"
+    me = f"{process}{next(_attempts)}]"
     number = _next_number(store, own or 0)
     while True:
         made = int(_read(store, "made") or 0)
         if own is not None and made > own:
-            raise EPClosed(
-                f"{where}: generation {made} of the buffer was made without this process, which is rank "
-                f"{rank}/{num_ranks} of generation {own}: {_read(store, f'{made}/member/{rank}') or 'another'} is in "
-                "its position. End this process; or, if another buffer uses the same store, give each a PrefixStore"
-            )
+            member = _read(store, f"{made}/member/{rank}") or "another"
+            # An interrupt may have kept this process from using a generation that it has helped to make.
+            if not member.startswith(process):
+                raise EPClosed(
+                    f"{where}: generation {made} of the buffer was made without this process, which is rank "
+                    f"{rank}/{num_ranks} of generation {own}: {member} is in its position. End this process; or, if "
+                    "another buffer uses the same store, give each a PrefixStore"
+                )
         size = store.compare_set(_key(f"{number}/size"), "", str(num_ranks)).decode()
         if size != str(num_ranks):
             error = EPError(f"{where}: generation {number} is of {size} ranks, rank {rank} has {num_ranks}")

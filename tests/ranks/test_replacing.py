@@ -254,6 +254,42 @@ def test_a_failed_attempt_names_who_is_missing_and_can_be_repeated(tmp_path: Pat
     assert "has been taken: process" in twice[0][1]
 
 
+def interrupted_at_the_end(rank: int, num_ranks: int, path: str, before: bool) -> list[str]:
+    """Ctrl-C on rank 0 when the generation is made, before or after it uses that. Then all call `replace` again."""
+    signs = Signs(path)
+    buffer: Any = join(signs, rank, num_ranks)
+    assert Round(buffer, 0).go() == []
+    files, install = len(os.listdir("/proc/self/fd")), buffer._install
+
+    def interrupt(made: Any) -> None:
+        buffer._install = install
+        if not before:
+            install(made)
+        raise KeyboardInterrupt
+
+    results = []
+    if rank == 0:
+        buffer._install = interrupt
+    for _ in range(2):
+        try:
+            buffer.replace(signs.store)
+            results.append("replaced")
+        except KeyboardInterrupt:
+            results.append("interrupted")
+        dist.barrier()
+    assert Round(buffer, 1).go() == []
+    signs.until(lambda: len(os.listdir("/proc/self/fd")) <= files, f"end of what {files} descriptors were")
+    dist.barrier()
+    buffer.destroy()
+    return results
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_rank_that_is_interrupted_at_the_end_can_repeat(tmp_path: Path, before: bool) -> None:
+    path = str(tmp_path / "store")
+    assert run_ranks(interrupted_at_the_end, 2, path, before) == [["interrupted", "replaced"], ["replaced"] * 2]
+
+
 def joins_and_is_killed(process: int, num_processes: int, path: str) -> list[int]:
     signs = Signs(path)
     if process == 1:

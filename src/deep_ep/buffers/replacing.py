@@ -195,13 +195,18 @@ class ReplacingMethods:
 
     def _go_on_in(self, made: Generated) -> None:
         """Leave the generation before, for good, and use a new one."""
-        engine, trace = self._engine, self._trace
-        self._finalizer.detach()
-        self._install(made)
-        self.group = self._process_group = None  # a member of it has ended
-        # A process that was taken for ended, and still waits in a call, learns it. Nothing is waited for here.
-        engine.abandon(f"{GONE_ON} generation {made.number} of the buffer: earlier ones are not used any more")
-        Closing(self, functools.partial(_close_generation, engine, trace)).close_soon()
+        engine, trace, finalizer = self._engine, self._trace, self._finalizer
+        try:
+            self._install(made)
+            self.group = self._process_group = None  # a member of it has ended
+            # A process that was taken for ended, and still waits in a call, learns it. Nothing is waited for here.
+            engine.abandon(f"{GONE_ON} generation {made.number} of the buffer: earlier ones are not used any more")
+        finally:  # an interrupt may have come before the new generation was installed
+            left: tuple[Engine, Trace | None] = (made.engine, made.trace)
+            if self._engine is made.engine:
+                left = (engine, trace)
+                finalizer.detach()
+            Closing(self, functools.partial(_close_generation, *left)).close_soon()
 
     def _require_same_terms(self, control: Control) -> None:
         """Compare the arguments of all ranks.
