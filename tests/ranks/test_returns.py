@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from low_latency import SMALL, Round, make_buffer, masks_of
+from low_latency import BF16, SMALL, Round, check_dispatch, make_buffer, masks_of
 
 import deep_ep
 from common import error_of, run_ranks
@@ -84,6 +84,36 @@ def test_a_rank_leaves_and_returns(num_ranks: int, goes_on: bool, env: dict[str,
             assert "rank 1" in texts[0]
         elif goes_on:
             assert any("rank 0" in text and "without this rank" in text for text in texts), texts
+
+
+def leave_a_call_out(rank: int, num_ranks: int, num_further: int) -> tuple[list[int], list[int]]:
+    """The caller of rank 1 leaves between a dispatch and its combine. The others take it for lost and make some further
+    calls; then it goes on with its next dispatch, which has the number of the combine.
+    """
+    buffer = make_buffer(num_ranks, SMALL, enable_shrink=True, limit_secs=1.5)
+    assert Round(buffer, 0).go() == []
+    dist.barrier()
+    warnings.simplefilter("ignore", RuntimeWarning)
+    got = Round(buffer, 1).dispatch()
+    if rank != 1:
+        assert Round(buffer, 1).finish(got) == [1]
+        for seed in range(2, 2 + num_further):
+            Round(buffer, seed).dispatch()
+    dist.barrier()
+    if rank == 1:
+        late = Round(buffer, 2)
+        check_dispatch(late.dispatch(), late.expected()[0][rank], BF16)
+    masks = masks_of(buffer)
+    dist.barrier()
+    take_all_in(buffer)
+    assert Round(buffer, 9).go() == []
+    buffer.destroy()
+    return masks
+
+
+@pytest.mark.parametrize("num_further", [0, 1, 3, 4])
+def test_a_rank_that_leaves_a_call_out_learns_it_and_can_return(num_further: int) -> None:
+    assert run_ranks(leave_a_call_out, 3, num_further) == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
 
 
 def late_sender(rank: int, num_ranks: int, seed: int) -> list[int]:

@@ -50,6 +50,11 @@ class Verdict:
                     told.update({one: self._why_missed(one, rank) for one in lost})
         return told
 
+    def excludes_this_rank(self, rank: int) -> bool:
+        """Return whether another rank of the node has received the call without this rank, which it took for lost."""
+        # Received first: until then it may drop its verdict.
+        return self._has_done(rank, self._number) and self._shared.rank in self._said(rank, self._number)
+
     def _why_missed(self, rank: int, by_rank: int) -> str:
         """Return the reason that another rank misses a rank, for a message: this rank's own reason, if it has one."""
         shared = self._shared

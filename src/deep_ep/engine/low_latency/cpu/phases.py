@@ -189,8 +189,10 @@ class LowLatencyCall(ABC):
                 continue
             except SpoiledError as error:
                 spoiled = error
-            # A rank that went on without this one may have overwritten what was being read.
+            # A rank that went on without this one may have overwritten what was being read, or made another call.
             ahead = self._ahead()
+            if spoiled is not None and not ahead:
+                ahead = self._excluding()
             if not ahead:
                 break
             self._lose(ahead)
@@ -438,6 +440,16 @@ class LowLatencyCall(ABC):
         )
         return {
             rank: f", which has gone on without this rank (it is at call {number})" for rank, number in ahead.items()
+        }
+
+    def _excluding(self) -> dict[int, str]:
+        """Return the ranks of this node that have received the call without this rank, each with a reason."""
+        shared, verdict = self.shared, self._verdict()
+        others = [rank for rank in shared.local if rank != shared.rank and not shared.is_masked(rank, self.number)]
+        return {
+            rank: ", which took this rank for lost, and has gone on without it"
+            for rank in others
+            if verdict.excludes_this_rank(rank)
         }
 
     def _lose(self, lost: dict[int, str]) -> None:
