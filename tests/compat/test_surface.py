@@ -110,6 +110,13 @@ def test_a_name_is_importable(module: str, name: str):
     assert getattr(importlib.import_module(module), name) is not None
 
 
+def test_modules_are_attributes_of_the_package():
+    """Behind `import deep_ep` alone, in a process that has imported nothing else of it."""
+    named = [name.removeprefix("deep_ep.") for name in NAMES if name.startswith("deep_ep.")]
+    program = f"import deep_ep, operator\nfor name in {named}: operator.attrgetter(name)(deep_ep)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @pytest.mark.parametrize("name", ["find_cuda_home", "check_nccl_so", "init_jit"])
 def test_plumbing_of_the_package_is_importable(name: str):
     assert callable(getattr(deep_ep, name))
