@@ -260,8 +260,14 @@ class Launch:
         return loaded
 
     def _seen(self, args: Sequence[torch.Tensor | int]) -> list[torch.Tensor | int]:
-        pairs = zip(args, self._types, strict=True)
-        return [arg if kind is None or arg.dtype == kind else arg.view(kind) for arg, kind in pairs]  # type: ignore[union-attr]
+        return [arg if kind is None else _viewed(arg, kind) for arg, kind in zip(args, self._types, strict=True)]  # type: ignore[arg-type]
+
+
+def _viewed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the same memory as another type. One without elements may begin where none of that type could."""
+    if tensor.dtype == dtype:
+        return tensor
+    return tensor.view(dtype) if tensor.numel() else tensor.new_empty(0, dtype=dtype)
 
 
 def launch(
