@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from common import error_of, run_ranks
+from common import error_of, layout_of, run_ranks
 from deep_ep import Buffer
 from deep_ep.kernels import _triton, relay
 from internode import (
@@ -136,6 +136,22 @@ def test_remote_memory_grows(device: str, transport: str) -> None:
     if device == "cpu":
         pytest.skip("it takes a minute in the interpreter")
     run_ranks(growing, 2, env=remote_env(device, transport, 2, 1))
+
+
+def widening(rank: int, num_ranks: int) -> None:
+    """Rows of BF16 come, and rows of FP32 go back. Both are more than remote memory holds at first."""
+    buffer = make_buffer(limit_secs=60.0)
+    num_tokens, hidden = 24, buffer._engine._ops.remote.outbox_bytes // 48
+    ids = torch.arange(num_ranks, device=buffer.device).repeat(num_tokens, 1)
+    x = torch.ones(num_tokens, hidden, dtype=torch.bfloat16, device=buffer.device)
+    recv_x, *_, handle, _ = buffer.dispatch(x, **layout_of(buffer, ids, num_ranks))
+    equal(buffer.combine(recv_x.float() / 3, handle)[0], num_ranks * x.float() / 3)
+    buffer.check()
+    buffer.destroy()
+
+
+def test_a_combine_brings_back_wider_elements(device: str, transport: str) -> None:
+    run_ranks(widening, 2, env=remote_env(device, transport, 2, 1))
 
 
 # When something goes wrong -------------------------------------------------------------------------------------------

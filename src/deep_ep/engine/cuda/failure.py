@@ -101,8 +101,8 @@ class Record:
             return EPOverflow(
                 f"{where}: rank {self.subject} has {self.seen} rows that cross between nodes, and room for "
                 f"{self.expected} ({me}). Make the buffer with a larger num_rdma_bytes, or begin with a dispatch "
-                "without handle or num_worst_tokens, in which it grows; or raise num_worst_tokens, from which the room "
-                "follows. The buffer is closed: make a new one"
+                "without handle or num_worst_tokens, of rows as wide as these, in which it grows; or raise "
+                "num_worst_tokens, from which the room follows. The buffer is closed: make a new one"
             )
         if operation == LEAVE:
             left = "left its `with` block by an exception, as its output will say"

@@ -55,9 +55,9 @@ class Columns:
         scale_bytes = self.num_scales * self.scale_dtype.itemsize if self.scale_dtype is not None else 0
         return self.hidden * self.dtype.itemsize, scale_bytes, 4 * self.record_words
 
-    def back_bytes(self, num_topk: int) -> int:
-        """Bytes of a row that a combine may bring back, with weights."""
-        row_bytes = self.hidden * max(self.dtype.itemsize, _LEAST_COMBINE_BYTES)
+    def back_bytes(self, num_topk: int, least_bytes: int = _LEAST_COMBINE_BYTES) -> int:
+        """Bytes of a row that a combine may bring back, with weights, if an element has at least so many bytes."""
+        row_bytes = self.hidden * max(self.dtype.itemsize, least_bytes)
         return align(row_bytes, VECTOR_BYTES) + align(4 * num_topk, VECTOR_BYTES)
 
     def layout(self, num_rows: int, device: torch.device) -> RegionLayout:

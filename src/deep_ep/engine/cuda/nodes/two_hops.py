@@ -52,6 +52,10 @@ from .proxies import Transfer
 from .remote import RemoteMemory
 from .routes import Router, TwoHopRoutes
 
+# Of an element that a combine may bring back: FP32, whatever was dispatched. Rows for which remote memory is too small
+# cannot be staged, and it grows in full dispatches alone.
+_LEAST_COMBINE_BYTES = 4
+
 
 class TwoHopOps:
     """Where the steps of calls across nodes come from.
@@ -271,7 +275,8 @@ class TwoHopDispatch(DeviceDispatch):
         ops.guessed_forwarded = num_forwarded + num_forwarded // 16 + 64
         ops.memory.grow_alike(told, columns, self._num_topk)
         most = max(max(told.remote_rows), max(told.num_tokens) * ops.topology.num_nodes)
-        ops.remote.reserve(most, max(sum(self._widths), columns.back_bytes(self._num_topk)))
+        back_bytes = columns.back_bytes(self._num_topk, _LEAST_COMBINE_BYTES)
+        ops.remote.reserve(most, max(sum(self._widths), back_bytes))
 
     def rerouted(self, scope: CudaScope, routes: TwoHopRoutes, told: Counts, routing: Routing) -> TwoHopRoutes:
         """Return the routes with memory for exactly the rows that this rank forwards."""
