@@ -55,6 +55,7 @@ _SIZES = (
     ("metrics_port", "rank R serves OpenMetrics at port N + R of loopback; 0: none"),
 )
 BINS_PER_SEC = 4  # of the picture
+_NUM_PORTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -495,10 +496,14 @@ def main() -> None:
     require("serve_moe", device=args.device, plot=args.plot, ranks=args.ranks, seconds=args.seconds, **positive)
     if args.kill is not None and not 0 <= args.kill < args.ranks:
         parser.error(f"--kill must be a rank below {args.ranks}, got {args.kill}")
+    if args.kill is not None and args.ranks == 1:
+        parser.error("--kill needs ranks that go on, --ranks 2 or more")
     if args.revive and args.kill is None:
         parser.error("--revive needs --kill RANK")
     if args.requests < 2 or args.requests % 2:
         parser.error(f"--requests must be even, for two micro-batches, got {args.requests}")
+    if args.metrics_port + args.ranks > _NUM_PORTS:
+        parser.error(f"--metrics-port must be at most {_NUM_PORTS - args.ranks}, got {args.metrics_port}")
     options = Options(args.device, args.ranks, **sizes)
     if options.device == "cuda" and args.kill is None:  # MPS does not survive a client that is killed in a kernel
         with shared_gpu(options.ranks):
@@ -506,6 +511,9 @@ def main() -> None:
     else:
         launcher = run(options, args.seconds, args.kill, args.revive)
 
+    answers = [answer for report in launcher.reports for answer in report.answers]
+    if not answers:
+        raise SystemExit("serve_moe: no request was answered in that time. Give it more --seconds")
     begun = min(report.time for report in launcher.reports)
     speeds = speeds_of(launcher.reports, begun)
     events = [(secs - begun, text) for secs, text in launcher.events]
@@ -513,7 +521,6 @@ def main() -> None:
     for secs, full, degraded in zip(*speeds, strict=True):
         what = "".join(f"  <- {text}" for at, text in events if secs <= at < secs + 1 / BINS_PER_SEC)
         print(f"{secs:7.2f}  {full + degraded:8,.0f}  {degraded:16,.0f}{what}")
-    answers = [answer for report in launcher.reports for answer in report.answers]
     right, degraded, wrong = check_answers(options, answers)
     if args.revive:
         (started, _), (serves, _) = events[-2:]

@@ -37,6 +37,10 @@ class Watch:
         self._told: dict[int, float] = {}  # by rank, when there was a verdict on it
         self._begin()
 
+    def anew(self) -> Watch:
+        """Return one for a new generation of the buffer, whose counters begin anew."""
+        return Watch(self.rank, self.num_ranks, self.num_waits, self.interval_secs)
+
     def _begin(self) -> None:
         self._begun, self._num = time.monotonic(), 0
         self._last, self._secs = [0] * self.num_ranks, [0.0] * self.num_ranks

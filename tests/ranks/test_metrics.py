@@ -13,9 +13,11 @@ import time
 import urllib.error
 import urllib.request
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from low_latency import SMALL, Round, inputs, make_buffer
 
 import deep_ep
@@ -153,6 +155,26 @@ def test_metrics_verdicts_and_events_of_ranks() -> None:
         assert all(one.startswith("WARNING") for one in masks)
         assert any(one.startswith("INFO low latency: rank 1 unmasked") for one in records)
         assert any(one.startswith("INFO low latency: in step with all but 1 ranks") for one in records)
+
+
+def measured_anew(rank: int, num_ranks: int, path: str) -> list[float]:
+    buffer = make_buffer(num_ranks, SMALL, enable_shrink=True)
+    metrics.watch(buffer, num_waits=100)
+    counted = []
+    for generation in range(2):
+        if generation:
+            buffer.replace(dist.FileStore(path))
+        for seed in range(2 - generation):
+            assert Round(buffer, seed).go() == []
+        families = parse(metrics.openmetrics(buffer))
+        assert value_of(families, "deep_ep_generation") == generation
+        counted.append(value_of(families, "deep_ep_waits"))
+    buffer.destroy()
+    return counted
+
+
+def test_counters_begin_anew_with_a_generation(tmp_path: Path) -> None:
+    assert run_ranks(measured_anew, 2, str(tmp_path / "store")) == [[4, 2], [4, 2]]
 
 
 def test_a_failed_buffer_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         if self._num_nodes > 1 or self.low_latency_mode:
             self.nvshmem_qp_depth = env.QP_DEPTH.get()
         if self._watch is not None:
+            self._watch = self._watch.anew()
             self._engine.start_watch(self._watch)
         self._engine.window.fault = self._fault_hook
         missed = f"Buffer (rank {self.rank}/{self.group_size})" if self.explicitly_destroy else None
