@@ -54,9 +54,27 @@ class CpuEngine(Engine):
     ) -> tuple[layout.DispatchLayout, EventHandle | None]:
         """Count where this rank's tokens go.
 
-        Local. It runs at once, unless it has to wait for an event that is not yet complete.
+        Local. It runs at once, unless it has to wait for an event that is not yet complete: then on the comm stream.
         """
-        return count_layout(self.stream, topk_idx, num_experts, len(self.window.peers), num_nodes, order)
+        num_ranks, after = self.window.group_ranks.num_ranks, order.after
+        sizes = (num_experts, num_ranks, num_ranks // num_nodes)
+        if after is not None and order.is_async and not order.is_due():
+            counts = layout.uncounted_layout(topk_idx, *sizes)
+            written = layout.DispatchLayout(*apart(counts))
+
+            def count() -> None:
+                try:
+                    after.current_stream_wait()
+                    for target, source in zip(written, layout.dispatch_layout(topk_idx, *sizes), strict=True):
+                        target.copy_(source)
+                except EPOverflow:  # the caller has the layout already, and need not look at its event
+                    layout.mark_refused(written)
+                    raise
+
+            return counts, EventHandle(self.stream.submit(count))
+        if after is not None:
+            after.current_stream_wait()
+        return layout.dispatch_layout(topk_idx, *sizes), EventHandle() if order.is_async else None
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
@@ -231,33 +249,3 @@ class CpuEngine(Engine):
     def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of the window, or of ordinary memory if the arena has none left."""
         return self.allocate(shape, dtype)
-
-
-def count_layout(
-    stream: CommStream | None,
-    topk_idx: torch.Tensor,
-    num_experts: int,
-    num_ranks: int,
-    num_nodes: int,
-    order: CallOrder,
-) -> tuple[layout.DispatchLayout, EventHandle | None]:
-    """Compute the layout now, or, if the event before it is not yet complete, on the comm stream (if there is one)."""
-    sizes = (num_experts, num_ranks, num_ranks // num_nodes)
-    after = order.after
-    if stream is not None and order.is_async and after is not None and not order.is_due():
-        counts = layout.uncounted_layout(topk_idx, *sizes)
-        written = layout.DispatchLayout(*apart(counts))
-
-        def count() -> None:
-            try:
-                after.current_stream_wait()
-                for target, source in zip(written, layout.dispatch_layout(topk_idx, *sizes), strict=True):
-                    target.copy_(source)
-            except EPOverflow:  # the caller has the layout already, and need not look at its event
-                layout.mark_refused(written)
-                raise
-
-        return counts, EventHandle(stream.submit(count))
-    if order.after is not None:
-        order.after.current_stream_wait()
-    return layout.dispatch_layout(topk_idx, *sizes), EventHandle() if order.is_async else None

@@ -7,18 +7,15 @@ from typing import Any
 
 import torch
 
-from .... import layout
 from ....config import Config
-from ....event import EventHandle
 from ....stream import CommStream
 from ....topology import Topology
 from ....trace import Trace
 from ....transport import Window
 from ....transport.mesh import Mesh
 from ....transport.message import Rail
-from ...ops import CallOrder
 from ...payload import Payload, Routing
-from ..engine import CpuEngine, count_layout
+from ..engine import CpuEngine
 from .chain import CpuNodesChain
 from .combine import CpuNodesCombine
 from .dispatch import CpuNodesDispatch
@@ -51,15 +48,6 @@ class CpuNodesEngine(CpuEngine):
         self._topology = topology
         self._rail_chain = self.chain = CpuNodesChain(window, rail, topology, number, mesh)
         self._config: Config | None = None
-
-    def layout(
-        self, topk_idx: torch.Tensor, num_experts: int, num_nodes: int, order: CallOrder
-    ) -> tuple[layout.DispatchLayout, EventHandle | None]:
-        """Count where this rank's tokens go.
-
-        Local. It runs at once, unless it has to wait for an event that is not yet complete.
-        """
-        return count_layout(self.stream, topk_idx, num_experts, self._topology.num_ranks, num_nodes, order)
 
     def tune(self, config: Config | None) -> None:
         """Take the chunk sizes of the next call from a config; None: choose them by the size of the rows."""
