@@ -99,13 +99,13 @@ def received_of(
     handle: Any,
 ) -> DispatchResult:
     """What a dispatch returns: `num_rows` rows of what there is memory for are the caller's."""
-    x, scales, _, num_there, rows_per_source, *_ = sections
+    x, scales = sections.x, sections.scales
     assert x is not None
-    if num_rows != num_there:
+    if num_rows != sections.num_rows:
         x, scales = x[:num_rows], scales[:num_rows] if scales is not None else None
         if topk_idx is not None and topk_weights is not None:
             topk_idx, topk_weights = topk_idx[:num_rows], topk_weights[:num_rows]
-    return DispatchResult(x, scales, topk_idx, topk_weights, handle, rows_per_source > 0)
+    return DispatchResult(x, scales, topk_idx, topk_weights, handle)
 
 
 class CallScope(Protocol):

@@ -147,7 +147,6 @@ class DispatchResult:
         topk_idx: [n, K] ordinary memory, or None.
         topk_weights: [n, K] ordinary memory, or None.
         handle: The `Handle`, across nodes the `RailHandle`; its tensors are ordinary memory.
-        is_staged: The arena could not hold the rows.
     """
 
     x: torch.Tensor
@@ -155,7 +154,6 @@ class DispatchResult:
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     handle: Any
-    is_staged: bool
 
 
 class CombineResult(NamedTuple):

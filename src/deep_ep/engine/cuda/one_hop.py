@@ -221,12 +221,12 @@ class OneHopDispatch(DeviceDispatch):
         """Return the result, with as many of the unpacked rows as were received."""
         del routes, told
         handle, topk_idx, topk_weights = unpacked
-        x, scales, _, num_there, rows_per_source, _, _ = sections
+        x, scales = sections.x, sections.scales
         assert x is not None
-        if num_rows != num_there:
+        if num_rows != sections.num_rows:
             handle[3].resize_(num_rows)  # `recv_src_idx`
             shrink((x, scales, topk_idx, topk_weights), num_rows)
-        return DispatchResult(x, scales, topk_idx, topk_weights, handle, rows_per_source > 0)
+        return DispatchResult(x, scales, topk_idx, topk_weights, handle)
 
 
 class OneHopCombine(DeviceCombine):

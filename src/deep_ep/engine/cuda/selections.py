@@ -477,7 +477,7 @@ class SelectionDispatch:
                 shrink((weights,), num_rows)
             if num_there != x.shape[0]:
                 shrink((x, scales), num_there)
-        return DispatchResult(x, scales, topk_idx, weights, handle, sections.rows_per_source > 0)
+        return DispatchResult(x, scales, topk_idx, weights, handle)
 
 
 class DeviceUnfold(Unfold):
