@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..handle import Handle
 from ..kernels.rows import rows_as
 from .protocol import Agreement
 
@@ -202,34 +201,6 @@ def empty_topk(routing: Routing | None, num_rows: int) -> tuple[torch.Tensor | N
     topk_idx, topk_weights = routing.topk_idx, routing.topk_weights
     num_topk = topk_idx.shape[1]
     return topk_idx.new_empty(num_rows, num_topk), topk_weights.new_empty(num_rows, num_topk)
-
-
-def empty_handle(
-    routing: Routing,
-    num_rows: int,
-    no_channels: torch.Tensor,
-    prefix: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-) -> Handle:
-    """Return a handle to be filled, for a dispatch that receives `num_rows` rows.
-
-    Args:
-        routing: The routing, of which the handle keeps the mask.
-        num_rows: n.
-        no_channels: [R, C] int32, which stands for what we do not have.
-        prefix: Its `rank_prefix_matrix`, if it is there already.
-        slots: Its `send_head`, likewise.
-    """
-    mask = routing.is_token_in_rank
-    num_tokens, num_ranks = mask.shape
-    return Handle(
-        rank_prefix_matrix=prefix if prefix is not None else mask.new_empty(num_ranks, num_ranks, dtype=torch.int32),
-        channel_prefix_matrix=no_channels,
-        recv_channel_prefix_matrix=no_channels,
-        recv_src_idx=mask.new_empty(num_rows, dtype=torch.int32),
-        is_token_in_rank=mask,
-        send_head=slots if slots is not None else mask.new_empty(num_tokens, num_ranks, dtype=torch.int32),
-    )
 
 
 def agreement_of(operation: str, payload: Payload, routing: Routing | None, handle: int = 0) -> Agreement:

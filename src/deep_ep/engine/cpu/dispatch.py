@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ... import layout
-from ...handle import check_rows, is_refused, mark_refused, require_filled
+from ...handle import Handle, check_rows, is_refused, mark_refused, require_filled
 from ...kernels.rows import Section, SlotRange, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
 from ...trace import RECEIVE, SEND
 from ...transport import ordinary_tensor
@@ -29,7 +29,6 @@ from ..payload import (
     Unpacked,
     agreement_of,
     apart,
-    empty_handle,
     empty_topk,
     make_local,
     outgoing_parts,
@@ -200,14 +199,18 @@ class CpuDispatch:
         check_rows(handle, self._window.rank, "dispatch")
 
     def _make_handle(self, num_rows: int) -> Any:
+        """Make the handle of a dispatch that receives so many rows; a worst-case one is filled later."""
         assert self._routing is not None
         mask = self._routing.is_token_in_rank
-        no_channels = mask.new_full((mask.size(1), self._num_channels), self._number, dtype=torch.int32)
-        if not self._ends:  # they come with the counts
-            return empty_handle(self._routing, num_rows, no_channels)
-        prefix = mask.new_tensor(self._ends, dtype=torch.int32)
-        slots = layout.token_slots(mask, prefix, self._window.rank)
-        return empty_handle(self._routing, num_rows, no_channels, prefix, slots)
+        (num_tokens, num_ranks), new = mask.shape, mask.new_empty
+        no_channels = mask.new_full((num_ranks, self._num_channels), self._number, dtype=torch.int32)
+        source_idx = new(num_rows, dtype=torch.int32)
+        if self._ends:
+            prefix = mask.new_tensor(self._ends, dtype=torch.int32)
+            slots = layout.token_slots(mask, prefix, self._window.rank)
+        else:  # they come with the counts
+            prefix, slots = new(num_ranks, num_ranks, dtype=torch.int32), new(num_tokens, num_ranks, dtype=torch.int32)
+        return Handle(prefix, no_channels, no_channels, source_idx, mask, slots)
 
     # On the comm stream ----------------------------------------------------------------------------------------------
 
