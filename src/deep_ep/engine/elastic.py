@@ -224,12 +224,24 @@ class Unfold:
         payload.expansion = self._expansion
 
     def prepare(self, scope: Any, payload: Payload) -> Payload:
-        """Return what a cached dispatch moves: without a handle weights travel in the records, which it does not
-        have.
+        """Return what a cached dispatch moves: weights as columns behind the scales, both have elements of 4 bytes.
+
+        With routing weights travel in the records, which a cached dispatch does not have.
         """
-        if self._expansion is not None:  # they travel beside the rows
+        scales, weights = payload.scales, self._request.topk_weights
+        if weights is None or self._expansion is not None:  # with which they travel beside the rows
             return payload
-        return with_weights(scope, payload, self._request.topk_weights)
+        if scales is None:
+            return Payload(payload.x, weights, payload.expansion, has_weights=True)
+        num_scales = scales.shape[1]
+        both = weights.new_empty((weights.shape[0], num_scales + weights.shape[1]), dtype=torch.int32)
+
+        def fill() -> None:
+            both[:, :num_scales].copy_(scales.view(torch.int32) if scales.dtype != torch.int32 else scales)
+            both[:, num_scales:].copy_(weights.view(torch.int32))
+
+        scope.launch(fill)
+        return Payload(payload.x, both, payload.expansion, has_weights=True)
 
     def new(self, scope: Any, received: DispatchResult, told: Counts | None) -> Arrived:
         """Finish a dispatch that has routing: make its layout, and its results.
@@ -536,31 +548,6 @@ def expanded_rows(ids: torch.Tensor, counts: np.ndarray, starts: np.ndarray) -> 
     in_order = chosen[flat[chosen].astype(np.int16).argsort(kind="stable")]
     shifts = starts - (counts.cumsum() - counts)
     return in_order, np.arange(len(in_order)) + shifts.repeat(counts)
-
-
-def with_weights(scope: Any, payload: Payload, topk_weights: torch.Tensor | None) -> Payload:
-    """The payload of a cached dispatch, with weights as columns behind its scales: both have elements of 4 bytes.
-
-    Without a handle weights travel in the records, which a cached dispatch does not have.
-
-    Args:
-        scope: The scope of the call, which launches the concatenation of the columns.
-        payload: The payload.
-        topk_weights: [T, K] float32, or None.
-    """
-    if topk_weights is None:
-        return payload
-    if payload.scales is None:
-        return Payload(payload.x, topk_weights, payload.expansion, has_weights=True)
-    given, num_scales = payload.scales, payload.scales.shape[1]
-    both = topk_weights.new_empty((topk_weights.shape[0], num_scales + topk_weights.shape[1]), dtype=torch.int32)
-
-    def fill() -> None:
-        both[:, :num_scales].copy_(given.view(torch.int32) if given.dtype != torch.int32 else given)
-        both[:, num_scales:].copy_(topk_weights.view(torch.int32))
-
-    scope.launch(fill)
-    return Payload(payload.x, both, payload.expansion, has_weights=True)
 
 
 # Combine -------------------------------------------------------------------------------------------------------------
