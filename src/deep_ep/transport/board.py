@@ -131,21 +131,17 @@ class Board:
         )
         self.echoes = [word(mapping.memory, _ECHOES + 8 * rank) for rank in range(num_ranks)]
         self._verdicts = [
-            (word(mapping.memory, span.start), mapping.view(Span(span.start + 8, span.stop)).cast("q"))
-            for span in map(_verdict_span, range(NUM_SENT_POSTS))
+            (word(mapping.memory, _VERDICTS + slot * _VERDICT_BYTES), part[8:].cast("q"))
+            for slot, part in enumerate(_parts(mapping, _VERDICTS, _VERDICT_BYTES, NUM_SENT_POSTS))
         ]
         self._refused = [word(mapping.memory, (_REFUSED + kind) * LINE_BYTES) for kind in (NORMAL, LOW_LATENCY)]
         self._text = mapping.view(_TEXT)
-        self._refusal_texts = [mapping.view(_refusal_span(kind)) for kind in (NORMAL, LOW_LATENCY)]
-        self._posts = [
-            [mapping.view(_post_span(kind, parity)).cast("q") for parity in (0, 1)] for kind in (HEADER, OFFER)
-        ]
-        self._sent_posts = [mapping.view(_sent_post_span(slot)).cast("q") for slot in range(NUM_SENT_POSTS)]
+        self._refusal_texts = _parts(mapping, _REFUSAL_TEXTS, _REFUSAL_TEXT_BYTES, 2)
+        posts = [part.cast("q") for part in _parts(mapping, _POSTS, _POST_BYTES, 4)]
+        self._posts = [posts[:2], posts[2:]]  # by kind and parity
+        self._sent_posts = [part.cast("q") for part in _parts(mapping, _SENT_POSTS, _SENT_POST_BYTES, NUM_SENT_POSTS)]
         num_bytes, first = _values_bytes(num_ranks), _first_value(num_ranks)
-        self._values = [
-            mapping.view(Span(first + parity * num_bytes, first + (parity + 1) * num_bytes)).cast("i")
-            for parity in (0, 1)
-        ]
+        self._values = [part.cast("i") for part in _parts(mapping, first, num_bytes, 2)]
         self._rows = [first + 2 * num_bytes + parity * POSTED_BYTES for parity in (0, 1)]
 
     @staticmethod
@@ -248,24 +244,10 @@ def _read_text(memory: memoryview) -> str:
     return bytes(memory[8 : 8 + length]).decode(errors="replace")
 
 
-def _refusal_span(kind: int) -> Span:
-    start = _REFUSAL_TEXTS + kind * _REFUSAL_TEXT_BYTES
-    return Span(start, start + _REFUSAL_TEXT_BYTES)
-
-
-def _post_span(kind: int, parity: int) -> Span:
-    start = _POSTS + (2 * kind + parity) * _POST_BYTES
-    return Span(start, start + _POST_BYTES)
-
-
-def _sent_post_span(slot: int) -> Span:
-    start = _SENT_POSTS + slot * _SENT_POST_BYTES
-    return Span(start, start + _SENT_POST_BYTES)
-
-
-def _verdict_span(slot: int) -> Span:
-    start = _VERDICTS + slot * _VERDICT_BYTES
-    return Span(start, start + _VERDICT_BYTES)
+def _parts(mapping: Mapping, start: int, num_bytes: int, count: int) -> list[memoryview]:
+    """Return parts of so many bytes each, one behind the other."""
+    spans = [Span(start + index * num_bytes, start + (index + 1) * num_bytes) for index in range(count)]
+    return [mapping.view(span) for span in spans]
 
 
 def _first_value(num_ranks: int) -> int:
