@@ -277,7 +277,6 @@ class CudaLowLatency(LowLatencyEngine):
         self._state = self.context.state
         self._is_capturing = window.is_capturing
         signals.low_latency_words, signals.low_latency_state = self.context.seen, self.context.state
-        self._setups: dict[tuple, _Setup] = {}
         self._kernels: dict[tuple, Kernels] = {}
         self.caller = stream.caller
         words.prepare_all(self.context)
@@ -483,26 +482,18 @@ class CudaLowLatency(LowLatencyEngine):
         return wait_options if self._can_send_wait and not mode.has_hook else None
 
     def _dispatch_setup(self, geometry: Geometry, form: RowFormat) -> _Setup:
-        setup = self._setups.get((geometry, form))
-        if setup is None:
-            plan = plan_dispatch("low_latency_dispatch", self._num_bytes, geometry, form, self._has_copies)
-            row = (geometry.row_bytes(form), geometry.scales_offset, geometry.expert_slots_offset(form))
-            sizes = dispatch.DispatchSizes(*_sizes_of(geometry), *row, form.use_fp8, form.round_scale)
-            agreement = agreement_of(DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale))
-            call, results = _call(DISPATCH, plan, agreement), _results(geometry, form, self._device)
-            wide_bytes = bytes_for_two(geometry, form) if plan.takes_slot else 0
-            setup = self._setups[geometry, form] = _Setup(call, sizes, wide_bytes, results)
-        return setup
+        plan = plan_dispatch("low_latency_dispatch", self._num_bytes, geometry, form, self._has_copies)
+        row = (geometry.row_bytes(form), geometry.scales_offset, geometry.expert_slots_offset(form))
+        sizes = dispatch.DispatchSizes(*_sizes_of(geometry), *row, form.use_fp8, form.round_scale)
+        agreement = agreement_of(DISPATCH, geometry, form.dtype, form.scale_dtype, int(form.round_scale))
+        call, results = _call(DISPATCH, plan, agreement), _results(geometry, form, self._device)
+        return _Setup(call, sizes, bytes_for_two(geometry, form) if plan.takes_slot else 0, results)
 
     def _combine_setup(self, geometry: Geometry, use_logfmt: bool) -> _Setup:
-        setup = self._setups.get((geometry, use_logfmt))
-        if setup is None:
-            plan = plan_combine("low_latency_combine", self._num_bytes, geometry, self._has_copies)
-            sizes = combine.CombineSizes(*_sizes_of(geometry), geometry.slot_bytes, geometry.ranges_offset, use_logfmt)
-            agreement = agreement_of(COMBINE, geometry, torch.bfloat16, None, int(use_logfmt))
-            call = _call(COMBINE, plan, agreement)
-            setup = self._setups[geometry, use_logfmt] = _Setup(call, sizes)
-        return setup
+        plan = self._plan_combine("low_latency_combine", geometry)
+        sizes = combine.CombineSizes(*_sizes_of(geometry), geometry.slot_bytes, geometry.ranges_offset, use_logfmt)
+        agreement = agreement_of(COMBINE, geometry, torch.bfloat16, None, int(use_logfmt))
+        return _Setup(_call(COMBINE, plan, agreement), sizes)
 
     def _warn_of_masks(self) -> None:
         """Warn, once for each rank, that a kernel has masked it."""
