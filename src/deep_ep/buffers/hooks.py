@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
@@ -61,30 +62,22 @@ class RecvHook:
         assert self._buffer is not None
         buffer, self._buffer = ref(self._buffer), None
         if buffer() is not None:  # else the buffer has gone with its last hook
-            reaper.hand_over(_Dropped(buffer, pending[0], self._num_cleans).warn)
+            reaper.hand_over(partial(_warn_of_dropped, buffer, pending[0], self._num_cleans))
 
 
-class _Dropped:
-    """A hook that was collected uncalled."""
-
-    __slots__ = ("_buffer", "_method", "_num_cleans")
-
-    def __init__(self, buffer: ReferenceType[LowLatencyMethods], method: str, num_cleans: int):
-        self._buffer, self._method, self._num_cleans = buffer, method, num_cleans
-
-    def warn(self) -> None:
-        """Warn, if the call could still be received. Runs on the reaper's thread."""
-        buffer = self._buffer()
-        # Of a buffer that is collected together with its hook there may be nothing left but the object.
-        left = {} if buffer is None else dict(vars(buffer))
-        if left.get("runtime") is None or left["_engine"].has_failed():
-            return
-        if left.get("_num_cleans", 0) != self._num_cleans:  # `clean_low_latency_buffer` gives up what is in flight
-            return
-        warnings.warn(
-            f"{self._method}: the hook that it returned was dropped without having been called, so its results never "
-            f"arrive and the call stays in flight (rank {left['rank']}/{left['group_size']}). Call each hook once; "
-            "without `return_recv_hook` the method receives by itself",
-            RuntimeWarning,
-            stacklevel=1,
-        )
+def _warn_of_dropped(buffer: ReferenceType[LowLatencyMethods], method: str, num_cleans: int) -> None:
+    """Warn of a hook that was collected uncalled, if the call could still be received. Runs on the reaper's thread."""
+    found = buffer()
+    # Of a buffer that is collected together with its hook there may be nothing left but the object.
+    left = {} if found is None else dict(vars(found))
+    if left.get("runtime") is None or left["_engine"].has_failed():
+        return
+    if left.get("_num_cleans", 0) != num_cleans:  # `clean_low_latency_buffer` gives up what is in flight
+        return
+    warnings.warn(
+        f"{method}: the hook that it returned was dropped without having been called, so its results never "
+        f"arrive and the call stays in flight (rank {left['rank']}/{left['group_size']}). Call each hook once; "
+        "without `return_recv_hook` the method receives by itself",
+        RuntimeWarning,
+        stacklevel=1,
+    )
