@@ -180,7 +180,7 @@ def test_where_no_descriptor_is_left_it_ends_at_once() -> None:
         begin, begin_cpu = time.monotonic(), time.thread_time()
         try:
             with pytest.raises(OSError, match="Too many open files"):
-                rendezvous._answer(here, SECRET, 0, {1}, {}, time.monotonic() + LIMIT_SECS)
+                rendezvous._answer([here], SECRET, 0, {1}, {}, time.monotonic() + LIMIT_SECS)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert time.monotonic() - begin < SOON_SECS
@@ -199,7 +199,7 @@ def test_a_stranger_gives_its_descriptor_to_a_rank() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
         connections: dict[int, socket.socket] = {}
         try:
-            rendezvous._answer(here, SECRET, 0, {1}, connections, time.monotonic() + LIMIT_SECS)
+            rendezvous._answer([here], SECRET, 0, {1}, connections, time.monotonic() + LIMIT_SECS)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert rank.recv(24) == rendezvous._HELLO.pack(SECRET, 0)
@@ -222,7 +222,7 @@ def test_strangers_that_come_and_go_do_not_keep_it_beyond_its_deadline() -> None
             thread.start()
         begin = time.monotonic()
         with pytest.raises(UnreachedError, match=r"ranks \[1\] did not connect"):
-            rendezvous._answer(here, SECRET, 0, {1}, {}, begin + 0.5)
+            rendezvous._answer([here], SECRET, 0, {1}, {}, begin + 0.5)
         secs = time.monotonic() - begin
         is_over.set()
         for thread in threads:
@@ -238,7 +238,7 @@ def test_who_does_not_know_the_secret_or_is_not_expected_is_sent_away() -> None:
             callers.append(socket.create_connection(here.getsockname(), timeout=5))
             callers[-1].send(rendezvous._HELLO.pack(secret, rank))
         connections: dict[int, socket.socket] = {}
-        rendezvous._answer(here, SECRET, 0, {1}, connections, time.monotonic() + LIMIT_SECS)
+        rendezvous._answer([here], SECRET, 0, {1}, connections, time.monotonic() + LIMIT_SECS)
         assert list(connections) == [1]
         assert [caller.recv(24) for caller in callers[:4]] == [b"", b"", b"", rendezvous._HELLO.pack(SECRET, 0)]
     with contextlib.suppress(ConnectionResetError):

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from .. import env
 from ..control import Control
@@ -117,12 +118,7 @@ class _Reception:
         secret = secrets.token_bytes(_SECRET_BYTES)
         told = tuple(server.getsockname()[0] for server in self._servers)
         self.listening = Listening(told, self._servers[0].getsockname()[1], secret)
-        first, *more = self._servers
-        is_over = self._is_over.is_set
-
-        def work() -> None:
-            _answer(first, secret, rank, expected, connections, deadline, more, is_over)
-
+        work = partial(_answer, self._servers, secret, rank, expected, connections, deadline, self._is_over.is_set)
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"deep_ep-rendezvous-{rank}", daemon=True)
 
     def __enter__(self) -> _Reception:
@@ -256,13 +252,12 @@ def _call(listening: Listening, rank: int, peer: int, deadline: float) -> socket
 
 
 def _answer(
-    server: socket.socket,
+    servers: Sequence[socket.socket],
     secret: bytes,
     own_rank: int,
     expected: set[int],
     connections: dict[int, socket.socket],
     deadline: float,
-    more_servers: Sequence[socket.socket] = (),
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
     """Accept the connections of the ranks on higher nodes. A connection without the secret is closed.
@@ -271,23 +266,21 @@ def _answer(
     held: a further one takes the place of the one that has been silent for longest.
 
     Args:
-        server: A listening socket.
+        servers: Listening sockets.
         secret: What a caller must send.
         own_rank: What is sent in reply.
         expected: The ranks that will call. Ranks that have called are removed from it.
         connections: Where its connection is put.
         deadline: When to give up.
-        more_servers: More listening sockets.
         is_over: Whether to leave although not all have called.
 
     Raises:
         UnreachedError: Not all have called before the deadline.
         OSError: This process may not have another connection.
     """
-    servers = (server, *more_servers)
     with contextlib.closing(_Callers(secret, own_rank, expected, connections)) as callers:
-        for one in servers:
-            callers.listen(one)
+        for server in servers:
+            callers.listen(server)
         while expected and not is_over():
             left = deadline - time.monotonic()
             if left <= 0:
