@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import EPError, EPTimeout, EPTransportError, EPUnsupported, account, named
-from .generation import STORE_REMEDY, Generation, Store, StoreError, StoreGather
+from .generation import STORE_REMEDY, Generation, Store, StoreError, StoreGather, ThreadedWork
 
 _MOST_CAUSE_CHARS = 2000  # of a failure's text: it goes to every rank
 
@@ -146,9 +146,7 @@ class _RollCall:
     def missing(self) -> list[int]:
         """The ranks that do not live. To be asked where a gather has failed."""
         if self._thread is not None:
-            thread = threading.Thread(target=self._look, name="deep_ep-roll-call", daemon=True)
-            thread.start()
-            thread.join(_OBSERVED_SECS + _MOST_STORE_SECS)
+            ThreadedWork("deep_ep-roll-call", self._look).wait(_OBSERVED_SECS + _MOST_STORE_SECS)
         return list(self._suspects or ())
 
     def _tell(self) -> None:
@@ -263,10 +261,7 @@ class _PolledGather:
 
 
 class _ThreadGather:
-    """The same by a function that blocks: in a thread of its own.
-
-    A collective cannot be cancelled. A thread lets the caller go on at the limit, or after Ctrl-C; it ends with the
-    group's own limit. What comes of it stays here, whoever waits for it and however often.
+    """The same by a function that blocks: in a thread of its own, which ends with the group's own limit.
 
     Args:
         allgather: The function.
@@ -276,31 +271,23 @@ class _ThreadGather:
 
     def __init__(self, allgather: Callable[[Any], list[Any]], roll_call: _RollCall | None, sent: _Sent):
         self._roll_call = roll_call
-        self._answer: list[_Sent] | None = None
-        self._error: BaseException | None = None
-        self._is_done = threading.Event()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-        def work() -> None:
-            try:
-                if device is not None:
-                    torch.cuda.set_device(device)  # the current device is a property of the thread
-                self._answer = allgather(sent)
-            except BaseException as error:  # it goes to the caller, whatever it is
-                self._error = error
-            self._is_done.set()
+        def work() -> list[_Sent]:
+            if device is not None:
+                torch.cuda.set_device(device)  # the current device is a property of the thread
+            return allgather(sent)
 
-        self._thread = threading.Thread(target=work, name="deep_ep-gather", daemon=True)
-        self._thread.start()
+        self._work = ThreadedWork("deep_ep-gather", work)
 
     def wait(self, deadline: float) -> list[_Sent]:
         """What every rank contributed; raises as `_PolledGather.wait`."""
-        while not self._is_done.wait(min(_BEAT_SECS, max(0.0, deadline - time.monotonic()))):
+        while not self._work.wait(min(_BEAT_SECS, max(0.0, deadline - time.monotonic()))):
             _require_hope(self._roll_call, deadline)
-        self._thread.join()  # at once: it must not be found running where the interpreter ends
-        if self._answer is None:
-            raise RuntimeError(f"{type(self._error).__name__}: {self._error}")
-        return self._answer
+        error = self._work.error
+        if error is not None:
+            raise RuntimeError(f"{type(error).__name__}: {error}")
+        return self._work.result
 
 
 def _require_hope(roll_call: _RollCall | None, deadline: float) -> None:

@@ -28,7 +28,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from .errors import EPClosed, EPError, EPTimeout, EPTransportError, account, named
 
@@ -278,6 +278,44 @@ class Generation:
         return self.store.check([_key(f"{self.number}/{key}") for key in keys])
 
 
+class ThreadedWork(Generic[T]):
+    """Work that may block for ever and cannot be cancelled: on a thread, so that its caller can go on without it.
+
+    What comes of it stays here, whoever waits for it and however often.
+
+    Args:
+        name: Of the thread.
+        work: What to do.
+
+    Attributes:
+        result: What the work has returned, once it is over.
+        error: What it has raised; None: nothing, or it is not over.
+    """
+
+    result: T
+
+    def __init__(self, name: str, work: Callable[[], T]):
+        self.error: BaseException | None = None
+        self._is_over = threading.Event()
+
+        def run() -> None:
+            try:
+                self.result = work()
+            except BaseException as error:  # it goes to the caller, whatever it is
+                self.error = error
+            self._is_over.set()
+
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+
+    def wait(self, secs: float) -> bool:
+        """Return whether the work is over, after waiting at most so many seconds."""
+        if not self._is_over.wait(secs):
+            return False
+        self._thread.join()  # at once: it must not be found running where the interpreter ends
+        return True
+
+
 class StoreError(RuntimeError):
     """The store cannot be reached any more."""
 
@@ -294,19 +332,7 @@ class StoreGather:
 
     def __init__(self, generation: Generation, number: int, data: bytes, deadline: float):
         self._deadline = deadline
-        self._answer: list[Any] | None = None
-        self._error: BaseException | None = None
-        self._is_done = threading.Event()
-
-        def work() -> None:
-            try:
-                self._answer = generation.exchange(number, data, lambda: self._deadline)
-            except BaseException as error:  # it goes to the caller, whatever it is
-                self._error = error
-            self._is_done.set()
-
-        self._thread = threading.Thread(target=work, name="deep_ep-gather", daemon=True)
-        self._thread.start()
+        self._work = ThreadedWork("deep_ep-gather", lambda: generation.exchange(number, data, lambda: self._deadline))
 
     def wait(self, deadline: float) -> list[Any]:
         """Return what every rank contributed.
@@ -317,16 +343,16 @@ class StoreGather:
             RuntimeError: A rank has failed.
         """
         self._deadline = deadline
-        if not self._is_done.wait(max(0.0, deadline - time.monotonic()) + _MOST_STORE_SECS):
+        if not self._work.wait(max(0.0, deadline - time.monotonic()) + _MOST_STORE_SECS):
             raise StoreError("the store does not answer")
-        self._thread.join()  # at once: it must not be found running where the interpreter ends
-        if isinstance(self._error, TimeoutError):
-            raise self._error
-        if self._error is not None and type(self._error) is not RuntimeError:  # not one of `exchange`
-            raise StoreError(f"the store does not work ({account(self._error)})")
-        if self._answer is None:
-            raise RuntimeError(str(self._error))
-        return self._answer
+        error = self._work.error
+        if isinstance(error, TimeoutError):
+            raise error
+        if error is not None and type(error) is not RuntimeError:  # not one of `exchange`
+            raise StoreError(f"the store does not work ({account(error)})")
+        if error is not None:
+            raise RuntimeError(str(error))
+        return self._work.result
 
 
 def _claim(where: str, store: Store, rank: int, num_ranks: int, deadline: float, own: int | None) -> Generation:
@@ -423,23 +449,11 @@ def _answered(where: str, work: Callable[[], T], secs: float) -> T:
     Raises:
         EPTransportError: The store does not answer.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:  # it goes to the caller, whatever it is
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="deep_ep-generation", daemon=True)
-    thread.start()
-    thread.join(secs + _MOST_STORE_SECS)
-    if results:
-        return results[0]
-    if errors and isinstance(errors[0], EPError):
-        raise errors[0]
-    cause = account(errors[0]) if errors else f"no answer within {secs + _MOST_STORE_SECS:g} s"
-    raise EPTransportError(f"{where}: the store does not work ({cause}). {STORE_REMEDY}") from (
-        errors[0] if errors else None
-    )
+    asked = ThreadedWork("deep_ep-generation", work)
+    is_over, error = asked.wait(secs + _MOST_STORE_SECS), asked.error
+    if is_over and error is None:
+        return asked.result
+    if isinstance(error, EPError):
+        raise error
+    cause = account(error) if error is not None else f"no answer within {secs + _MOST_STORE_SECS:g} s"
+    raise EPTransportError(f"{where}: the store does not work ({cause}). {STORE_REMEDY}") from error
