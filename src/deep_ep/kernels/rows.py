@@ -26,7 +26,7 @@ class Section(NamedTuple):
     """One kind of rows of a call.
 
     Attributes:
-        rows: [T, columns], this rank's rows. `widest_dtype` says in which elements they are copied fastest.
+        rows: [T, columns], this rank's rows. `widest_view` says in which elements they are copied fastest.
         peers: R tensors [capacity, columns] of the same dtype, where each peer takes rows of this kind.
     """
 
@@ -201,6 +201,12 @@ def as_bytes(rows: torch.Tensor) -> torch.Tensor:
 def row_bytes(rows: torch.Tensor) -> int:
     """Return the bytes of a row of [n, columns]."""
     return rows.size(1) * rows.element_size()
+
+
+def widest_view(rows: torch.Tensor, *offsets: int) -> torch.dtype:
+    """Return the widest elements that contiguous rows can be viewed in, if these offsets are multiples of them, too."""
+    byte_offset = int(rows.storage_offset()) * rows.element_size()
+    return widest_dtype(row_bytes(rows), byte_offset, rows.data_ptr(), *offsets)
 
 
 def widest_dtype(*num_bytes: int) -> torch.dtype:

@@ -18,7 +18,7 @@ import torch
 
 from ... import layout
 from ...handle import Handle, check_rows, is_refused, mark_refused, require_filled
-from ...kernels.rows import Section, SlotRange, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_dtype
+from ...kernels.rows import Section, SlotRange, as_bytes, lay_rows, put_rows, row_bytes, rows_as, widest_view
 from ...trace import RECEIVE, SEND
 from ...transport import ordinary_tensor
 from ..ops import NO_SECTIONS, Counts, Sections, received_of
@@ -429,11 +429,10 @@ class CpuDispatch:
 
     def _rows(self, call: Call, offers: list[Offer], index: int, part: torch.Tensor) -> Section:
         """One kind of rows, and where the peers take them, in the widest elements that fit."""
-        width = row_bytes(part)
         bases = [offer.bases[index] for offer in offers]
-        byte_offset = int(part.storage_offset()) * part.element_size()
-        dtype = widest_dtype(width, byte_offset, part.data_ptr(), *(base.offset for base in bases if base is not None))
-        return Section(rows_as(part, dtype), call.peer_rows(offers, index, width // dtype.itemsize, dtype))
+        dtype = widest_view(part, *(base.offset for base in bases if base is not None))
+        rows = rows_as(part, dtype)
+        return Section(rows, call.peer_rows(offers, index, rows.size(1), dtype))
 
     def _copy_out(
         self, staging: Staging, parts: Sequence[torch.Tensor], blocks: list[tuple[int, int]], index: int

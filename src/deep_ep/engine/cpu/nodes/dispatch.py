@@ -15,7 +15,7 @@ import torch
 from .... import layout
 from ....config import Config
 from ....handle import RailHandle, check_rail_rows, require_filled
-from ....kernels.rows import Section, SlotRange, put_rows, row_bytes, rows_as, widest_dtype
+from ....kernels.rows import Section, SlotRange, put_rows, row_bytes, rows_as, widest_view
 from ....trace import SEND
 from ....transport.links import VERDICT, Pieces
 from ...ops import Counts, Sections
@@ -291,7 +291,7 @@ class CpuNodesDispatch(CpuDispatch):
 
     def _traffic(self, call: Call, routes: CpuNodesRoutes, outgoing: Sequence[torch.Tensor]) -> Traffic:
         rail = self._rails.rail
-        rows = [rows_as(part, widest_dtype(row_bytes(part), _byte_offset(part), part.data_ptr())) for part in outgoing]
+        rows = [rows_as(part, widest_view(part)) for part in outgoing]
         tokens = {node: routes.tokens_to(node) for node in rail.nodes}
         names = {node: one.tolist() for node, one in tokens.items()}
         form = ChunkForm([(part.size(1), part.dtype) for part in rows])
@@ -311,15 +311,8 @@ class CpuNodesDispatch(CpuDispatch):
         return Traffic(rail, wait, call.epoch, form, chunks, *sizes, pack, take, spare, "fan out")
 
     def _open(self, call: Call, offers: list[Offer], outgoing: Sequence[torch.Tensor], routes: CpuNodesRoutes) -> None:
-        """Open the memory in which the ranks of the node receive rows: tensors for each section, in the widest elements
-        that fit.
-        """
-        self._tables = []
-        for index, part in enumerate(outgoing):
-            width = row_bytes(part)
-            offsets = [base.offset for offer in offers if (base := offer.bases[index]) is not None]
-            dtype = widest_dtype(width, _byte_offset(part), part.data_ptr(), *offsets)
-            self._tables.append(call.peer_rows(offers, index, width // dtype.itemsize, dtype))
+        """Open the memory in which the ranks of the node receive rows: tensors for each section."""
+        self._tables = [list(self._rows(call, offers, index, part).peers) for index, part in enumerate(outgoing)]
         is_staged = [offer.is_staged for offer in offers]
         if any(is_staged):
             slots, self._numbers = staged_slots(self._handle, is_staged)
@@ -390,7 +383,3 @@ def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Give a tensor another shape, without incrementing the version counter of autograd."""
     with torch.inference_mode(tensor.is_inference()):  # a tensor stays what it was made as
         tensor.data = torch.empty_like(value).copy_(value)
-
-
-def _byte_offset(part: torch.Tensor) -> int:
-    return int(part.storage_offset()) * part.element_size()
