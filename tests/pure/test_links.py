@@ -36,7 +36,7 @@ from deep_ep.transport.links import (
     Page,
     Pool,
 )
-from deep_ep.transport.message import Rail
+from deep_ep.transport.message import Rail, Wait
 from deep_ep.transport.window import Failure
 
 
@@ -318,7 +318,7 @@ def test_who_waits_for_its_node_is_not_silent_on_the_rail() -> None:
 
     thread = threading.Thread(target=wait_for_the_node)
     thread.start()
-    frame = first.receive(1, first.waiting("dispatch (call 3)", 3, lambda: None, lambda _: None))
+    frame = first.receive(1, Wait(first, "dispatch (call 3)", 3, lambda: None, lambda _: None))
     thread.join()
     assert (frame.topic, bytes(frame.page.view())) == (ANNOUNCE, b"x")
     assert first.num_received == 1, "that it is there is no message"
@@ -374,7 +374,7 @@ BAD_ANNOUNCEMENTS = {
 
 def test_announcements_of_a_peer_that_cannot_be(rails: tuple[Rail, Rail]) -> None:
     one, other = rails
-    wait = one.waiting("dispatch (call 3)", 3, lambda: None, lambda _: None)
+    wait = Wait(one, "dispatch (call 3)", 3, lambda: None, lambda _: None)
     other.send(0, ANNOUNCE, 3, Pool().filled(announced()))
     heard = receive_announcements(one, wait, make_call(), 1, 2)
     assert heard[1].num_rows == 3
@@ -400,7 +400,7 @@ def test_rows_of_a_peer_that_cannot_be(rails: tuple[Rail, Rail]) -> None:
         taken.append((first, last))
 
     def traffic() -> Traffic:
-        wait = one.waiting("dispatch (call 3)", 3, lambda: None, lambda _: None)
+        wait = Wait(one, "dispatch (call 3)", 3, lambda: None, lambda _: None)
         return Traffic(one, wait, 3, form, Chunks(4, 4), [0, 0], [0, 3], lambda *_: one.pool.take(0), take)
 
     frames = {

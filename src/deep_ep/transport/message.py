@@ -38,7 +38,7 @@ class Rail:
     Args:
         links: By node, none for the own one.
         topology: Where this rank stands.
-        limit_secs: Seconds that a wait may take.
+        limit_secs: Seconds that a wait may take, without anything coming or going.
         pool: Where pages of payloads come from.
 
     Attributes:
@@ -55,7 +55,7 @@ class Rail:
         self.pool = pool
         self.num_sent = self.num_received = 0
         self.topology = topology
-        self._limit_secs = limit_secs
+        self.limit_secs = limit_secs
         self._pid = os.getpid()
         self._has_failed = False
         self._own_refusal = NO_REFUSAL
@@ -115,17 +115,6 @@ class Rail:
         """Return a context manager that records its block as a slice of the call in a trace."""
         return self.trace.slice(name, kind) if self.trace is not None else NO_SLICE
 
-    def waiting(self, where: str, epoch: int, look: Callable[[], None], tell: Callable[[bool], None]) -> Wait:
-        """Return how a call waits on the rail.
-
-        Args:
-            where: The call, for errors.
-            epoch: Its number.
-            look: Raises if a peer of the node has failed.
-            tell: Publishes to the node whether this rank waits on its rail.
-        """
-        return Wait(self, where, epoch, look, tell, self._limit_secs)
-
     def turn(self, secs: float) -> bool:
         """Send and read what is possible, after waiting at most so many seconds. Returns whether anything was."""
         return self._link_set.turn(secs)
@@ -140,7 +129,7 @@ class Rail:
             where: The call, for errors.
             waited_secs: How long it has waited.
         """
-        pause_secs, now = _ALIVE_SHARE * self._limit_secs, time.monotonic()
+        pause_secs, now = _ALIVE_SHARE * self.limit_secs, time.monotonic()
         if waited_secs > pause_secs and now >= self._next_alive:
             self._next_alive = now + pause_secs
             for link in self.links.values():
@@ -209,25 +198,15 @@ class Wait:
         epoch: Its number.
         look: Raises if a peer of the node has failed.
         tell: Publishes to the node whether this rank waits on its rail.
-        limit_secs: Seconds without anything coming or going.
     """
 
-    def __init__(
-        self,
-        rail: Rail,
-        where: str,
-        epoch: int,
-        look: Callable[[], None],
-        tell: Callable[[bool], None],
-        limit_secs: float,
-    ):
+    def __init__(self, rail: Rail, where: str, epoch: int, look: Callable[[], None], tell: Callable[[bool], None]):
         self._rail = rail
         self.where = where
         self._epoch = epoch
         self._look = look
         self._tell = tell
-        self._limit_secs = limit_secs
-        self._timeout_secs = limit_secs + min(_MOST_GRACE_SECS, _GRACE_SHARE * limit_secs)
+        self._timeout_secs = rail.limit_secs + min(_MOST_GRACE_SECS, _GRACE_SHARE * rail.limit_secs)
 
     def until(self, is_done: Callable[[], bool], nodes: Collection[int]) -> None:
         """Poll the links until a condition holds.
@@ -262,7 +241,7 @@ class Wait:
             self.require_working(() if is_done() else nodes)
             if waiting.look() > self._timeout_secs:
                 raise EPTimeout(
-                    f"{self.where}: no message from {self._names(nodes)} after {self._limit_secs:g} s "
+                    f"{self.where}: no message from {self._names(nodes)} after {self._rail.limit_secs:g} s "
                     f"({self._rail.me()}). It exited, hangs, or called in another order; look at its output"
                 )
 

@@ -56,7 +56,8 @@ class CpuNodesChain(Chain):
     def waiting(self, call: Call) -> Wait:
         """Return how a call waits on the rail: its time limit, and what else is checked meanwhile."""
         window = self.window
-        return self.rail.waiting(
+        return Wait(
+            self.rail,
             str(call),
             call.epoch,
             lambda: window.raise_if_peer_failed(call.epoch, call.operation),
