@@ -146,17 +146,13 @@ class Trace:
 
     # Slices ----------------------------------------------------------------------------------------------------------
 
-    def slice(self, name: str, kind: str, track: int = COMM, **args: Any) -> Slice:
-        """A slice around a block."""
-        return Slice(self, name, kind, track, args)
+    def slice(self, name: str, kind: str, **args: Any) -> Slice:
+        """A slice around a block of a call."""
+        return Slice(self, name, kind, COMM, args)
 
-    def caller_slice(self, name: str) -> Slice:
+    def caller_slice(self, name: str, kind: str = CALL) -> Slice:
         """A slice of the thread that calls."""
-        return Slice(self, name, CALL, self._caller_track(), {})
-
-    def host_wait(self, name: str) -> Slice:
-        """A slice of the thread that calls, which waits."""
-        return Slice(self, name, WAIT, self._caller_track(), {})
+        return Slice(self, name, kind, self._caller_track(), {})
 
     def record(self, name: str, kind: str, begin_ns: int, end_ns: int, track: int, args: Mapping[str, Any]) -> None:
         """A slice that has ended, in this host's time."""

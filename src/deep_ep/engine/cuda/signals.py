@@ -146,7 +146,7 @@ class Signals(OpenCall):
             EPError: A peer failed, was silent, or makes another call.
         """
         if self.marks is not None:
-            with self.marks.host_slice("wait: counts"):
+            with self.marks.host_wait("wait: counts"):
                 self._wait_for_ticket()
         else:
             self._wait_for_ticket()

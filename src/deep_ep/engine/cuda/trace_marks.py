@@ -51,9 +51,9 @@ class TraceMarks:
         """Return whether a call is being marked."""
         return self._open is not None
 
-    def host_slice(self, name: str) -> Slice:
+    def host_wait(self, name: str) -> Slice:
         """Return a context manager that records its block as a slice in which the host waits."""
-        return self._trace.host_wait(name)
+        return self._trace.caller_slice(name, WAIT)
 
     @contextmanager
     def call(self, operation: str) -> Iterator[None]:
