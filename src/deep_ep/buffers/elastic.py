@@ -303,10 +303,6 @@ class ElasticBuffer(UnsupportedFamilies):
         """The runtime of the buffer, see `legacy.Runtime`; None after `destroy`."""
         return self._buffer.runtime
 
-    @property
-    def _process_group(self) -> dist.ProcessGroup | None:
-        return self._buffer._process_group
-
     # What `call` looks for
     @property
     def _lock(self) -> Any:

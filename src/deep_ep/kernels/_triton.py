@@ -26,7 +26,7 @@ except ImportError:
     def _jit(function: Callable | None = None, **_: Any) -> Any:
         return function if function is not None else _jit
 
-    triton = SimpleNamespace(jit=_jit, next_power_of_2=lambda number: 1 << (number - 1).bit_length())
+    triton = SimpleNamespace(jit=_jit)
     tl = SimpleNamespace(constexpr=lambda value: value)
 
 __all__ = [

@@ -151,29 +151,10 @@ def await_arrived(
     _await(context, remote, operation, step, remote.arrived, remote.arrived, _LINE.value, chunk, num_chunks, 0, run)
 
 
-def await_left(
-    context: Context,
-    remote: RemoteContext,
-    operation: int,
-    step: int,
-    num_chunks: int,
-    *,
-    run: Callable[..., None] = launch,
-) -> None:
+def await_left(context: Context, remote: RemoteContext, operation: int, step: int, num_chunks: int) -> None:
     """Wait until the proxy has read what it was last asked to send; then the outbox may be written again."""
-    _await(
-        context,
-        remote,
-        operation,
-        step,
-        remote.doorbells,
-        remote.doorbells + DOORBELL_LEFT,
-        remote.doorbell_words,
-        0,
-        num_chunks,
-        1,
-        run,
-    )
+    wanted = remote.doorbells
+    _await(context, remote, operation, step, wanted, wanted + DOORBELL_LEFT, remote.doorbell_words, 0, num_chunks, 1)
 
 
 def _await(
@@ -187,7 +168,7 @@ def _await(
     chunk: int,
     num_chunks: int,
     is_left: int,
-    run: Callable[..., None],
+    run: Callable[..., None] = launch,
 ) -> None:
     run(
         _await_kernel,

@@ -12,7 +12,7 @@ from . import shm, solo
 from .arena import Arena, Base
 from .board import HEADER, LOW_LATENCY, MAX_EXPERTS, NORMAL, OFFER, POSTED_BYTES, Refusal
 from .memory import PrivateMemory, ordinary_tensor
-from .window import Failure, Window, WindowSizes
+from .window import Window, WindowSizes
 
 __all__ = [
     "HEADER",
@@ -25,7 +25,6 @@ __all__ = [
     "Arena",
     "Base",
     "Choice",
-    "Failure",
     "PrivateMemory",
     "Refusal",
     "Window",

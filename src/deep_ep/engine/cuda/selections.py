@@ -164,7 +164,7 @@ class SelectionPlan:
         num_topk, num_local, alignment, is_expanded = form
         self.ops, self.form, self.is_full = ops, form, signature.operation == "dispatch"
         self.num_experts = signature.num_experts
-        has_routing = self.has_routing = signature.num_experts > 0
+        has_routing = signature.num_experts > 0
         terms = terms_of(signature, ANNOUNCED if self.is_full else OFFERED, context.num_ranks)
         rows, idx_dtype = rows_of(signature), signature.idx_dtype or torch.int32
         agreed = (alignment, is_expanded, num_topk, idx_dtype)
