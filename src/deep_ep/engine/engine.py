@@ -248,9 +248,9 @@ class Engine(ABC):
     ) -> CombineSteps:
         """Return the steps of a combine."""
 
-    @abstractmethod
     def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor for use inside a call, in the window if there is memory for it."""
+        return self.allocate(shape, dtype)
 
     # What V2's calls do on this rank alone ---------------------------------------------------------------------------
 
@@ -265,10 +265,11 @@ class Engine(ABC):
         counted, event = self.layout(topk_idx, num_experts, 1, order)
         return counted, order if order.after is None or event is None else CallOrder(event, order.is_async)
 
+    @abstractmethod
     def unfold(self, request: ElasticRequest, num_sms: int | None) -> Unfold:
         """Return a dispatch of V2, which makes its results out of what comes. `num_sms` bounds blocks of a GPU."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fold_rows(
         self, out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, num_sms: int | None
     ) -> None:
@@ -281,7 +282,6 @@ class Engine(ABC):
             ends: [R] int32, the last of which is how many of the n rows came.
             num_sms: Most blocks of a kernel.
         """
-        raise NotImplementedError
 
     def require_rows(self, handle: Handle, x: torch.Tensor, rows: torch.Tensor) -> None:
         """Check that a combine is given all expanded rows, where the host did not know them before the call.

@@ -245,7 +245,3 @@ class CpuEngine(Engine):
         """Check that a combine is given all expanded rows: by now the tables of the dispatch are filled."""
         require_filled(handle, "combine")
         require_rows(x.shape[0], 1 + int(rows.max()) if rows.numel() else 0)
-
-    def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of the window, or of ordinary memory if the arena has none left."""
-        return self.allocate(shape, dtype)
