@@ -168,7 +168,7 @@ def _cuda_nodes(
     num_nodes, size = topology.num_nodes, topology.ranks_per_node
     whole, pes, why = _whole_memory(control, group, device)
     local = NodeMemory(whole, topology) if whole is not None else _node_memory(control, group, device, topology)
-    window, shared = _device_window(control, local, sizes, num_nodes)
+    window, sizes = _device_window(control, local, sizes, num_nodes)
     layout = RemoteLayout(
         topology.num_ranks, num_nodes, Context.num_header_words(control.num_ranks, MAX_EXPERTS, num_nodes)
     )
@@ -177,7 +177,7 @@ def _cuda_nodes(
         words = part.memory.view(torch.int64)
     else:
         words = torch.zeros(layout.num_words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-    remote = RemoteMemory(layout, words, max(_LEAST_REMOTE_BYTES, shared.remote_bytes))
+    remote = RemoteMemory(layout, words, max(_LEAST_REMOTE_BYTES, sizes.remote_bytes))
     stream: LaunchStream = LaunchStream() if device.type == "cpu" else CudaStream(device)
     signals = Signals(window, stream, limit_secs, MAX_EXPERTS, num_nodes)
     memory = Memory(window, stream, can_stage=False)
@@ -190,7 +190,7 @@ def _cuda_nodes(
     control.renew_deadline("compiling kernels", _COMPILE_SECS)
     ops = TwoHopOps(topology, remote, signals, memory, load_shapes(size, most_blocks_of(local, device)))
     engine = CudaEngine(window, stream, signals, ops, sizes.scratch_bytes)
-    num_bytes = shared.low_latency_bytes
+    num_bytes = sizes.low_latency_bytes
     made = (signals, window, stream, num_bytes, enable_shrink)
     if num_bytes and whole is not None and proxy.boards is not None:  # all memory can be addressed
         engine.low_latency = CudaLowLatency(*made, memory=whole)
@@ -265,24 +265,15 @@ def _node_memory(
     return NodeMemory(SymmMemory(local, local_group, device), topology)
 
 
-class _Shared(NamedTuple):
-    """What the ranks of a group settled on.
-
-    Attributes:
-        low_latency_bytes: The largest request of any rank.
-        remote_bytes: The largest request of any rank.
-    """
-
-    low_latency_bytes: int
-    remote_bytes: int
-
-
 def _device_window(
     control: Control, memory: DeviceMemory, sizes: WindowSizes, num_nodes: int = 1
-) -> tuple[DeviceWindow, _Shared]:
+) -> tuple[DeviceWindow, WindowSizes]:
     """Make a window for kernels.
 
     Memory is symmetric: the largest request counts for all, and a limit of one rank is one of all.
+
+    Returns:
+        The window, and the sizes with what all ranks have beside it.
     """
     from ..engine.cuda.memory import staging_bytes
     from ..engine.cuda.signals import Signals
@@ -299,7 +290,7 @@ def _device_window(
         min((limit for limit in limits if limit), default=0),
         staging_bytes(control.num_ranks),
     )
-    return window, _Shared(max(low_latency_bytes), max(remote_bytes))
+    return window, replace(sizes, low_latency_bytes=max(low_latency_bytes), remote_bytes=max(remote_bytes))
 
 
 def _require_kernels(device_type: str) -> None:
@@ -331,14 +322,14 @@ def _cuda(
     from ..kernels import notify
 
     _require_kernels("cpu" if stream.raw is None else "cuda")
-    window, shared = _device_window(control, memory, sizes)
+    window, sizes = _device_window(control, memory, sizes)
     signals, call_memory = Signals(window, stream, limit_secs, MAX_EXPERTS), Memory(window, stream)
     shapes = load_shapes(control.num_ranks, most_blocks_of(memory, window.device))
     ops = OneHopOps(signals, call_memory, shapes)
     control.renew_deadline("compiling kernels", _COMPILE_SECS)
     notify.prepare_all(signals.context)
     engine = CudaEngine(window, stream, signals, ops, sizes.scratch_bytes)
-    num_bytes = shared.low_latency_bytes
+    num_bytes = sizes.low_latency_bytes
     if num_bytes:
         engine.low_latency = CudaLowLatency(signals, window, stream, num_bytes, enable_shrink)
     return engine
