@@ -202,8 +202,8 @@ class Engine(ABC):
             scope.hold_inputs((x, topk_weights, *biases), handle)
             if around.prepare is not None:
                 x, topk_weights = around.prepare(scope)
-            steps = self._combine_steps(x, handle, topk_weights, biases, num_sms)
             parts = [x] if topk_weights is None else [x, topk_weights]
+            steps = self._combine_steps(parts, handle, biases, num_sms)
             sums = steps.outputs(scope, parts, handle)
             source = steps.notify(scope, parts, handle)
             if around.before_sum is not None:
@@ -239,14 +239,9 @@ class Engine(ABC):
 
     @abstractmethod
     def _combine_steps(
-        self,
-        x: torch.Tensor,
-        handle: Any,
-        topk_weights: torch.Tensor | None,
-        biases: Sequence[torch.Tensor],
-        num_sms: int | None,
+        self, parts: Sequence[torch.Tensor], handle: Any, biases: Sequence[torch.Tensor], num_sms: int | None
     ) -> CombineSteps:
-        """Return the steps of a combine."""
+        """Return the steps of a combine of rows, and perhaps of weights with them."""
 
     def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor for use inside a call, in the window if there is memory for it."""

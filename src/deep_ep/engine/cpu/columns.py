@@ -77,7 +77,7 @@ class ColumnCombine(CpuCombine):
         if self._handle.expanded_rows is not None and any(offer.is_staged for offer in offers):
             num_cells = self._num_cells()
             wide = [one._replace(num_rows=num_cells * one.num_rows) if one.is_staged else one for one in offers]
-            tables[0] = call.peer_rows(wide, 0, self._x.size(1), self._x.dtype)
+            tables[0] = call.peer_rows(wide, 0, self._parts[0].size(1), self._parts[0].dtype)
         return tables
 
     def _copy_block(self, staging: Staging, source: int, first: int, last: int, start: int, range_tokens: int) -> None:
@@ -89,11 +89,12 @@ class ColumnCombine(CpuCombine):
         rows = self._handle.expanded_rows[first:last]
         cells = tokens[:, None] * num_cells + torch.arange(rows.size(1), device="cpu")
         has_row = rows >= 0
-        staged = staging.sections[0].view(-1, row_bytes(self._x))
-        staged.index_copy_(0, cells[has_row], as_bytes(self._x).index_select(0, rows[has_row]))
-        if self._topk_weights is not None:
+        x, *weights = self._parts
+        staged = staging.sections[0].view(-1, row_bytes(x))
+        staged.index_copy_(0, cells[has_row], as_bytes(x).index_select(0, rows[has_row]))
+        if weights:
             begin = source * range_tokens
-            staging.sections[1][begin : begin + last - first] = as_bytes(self._topk_weights[first:last])
+            staging.sections[1][begin : begin + last - first] = as_bytes(weights[0][first:last])
 
     def _in_cells(
         self, offers: list[Offer], slots: torch.Tensor, owners: torch.Tensor, range_tokens: int

@@ -30,22 +30,14 @@ class CpuCombine:
 
     Args:
         chain: The calls of the buffer, of which this is the next.
-        x: [n, H] rows to give back, contiguous.
-        topk_weights: [n, K] float32 to give back with them, contiguous, or None.
-        biases: [T, H] tensors of x's dtype, added first.
+        parts: What to give back: rows [n, H], contiguous, and perhaps weights [n, K] float32, contiguous.
+        biases: [T, H] tensors of the rows' dtype, added first.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor | None = None,
-        biases: Sequence[torch.Tensor] = (),
-    ):
+    def __init__(self, chain: Chain, parts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]):
         self._chain = chain
         self._window = chain.window
-        self._x = x
-        self._topk_weights = topk_weights
+        self._parts = parts
         self._biases = biases
         self._handle: Any = None
         self._sums: list[torch.Tensor] = []  # of each part
@@ -93,7 +85,7 @@ class CpuCombine:
         if not self._window.is_scratch_shown:
             return
         out_of_scratch = self._window.out_of_scratch
-        self._x, self._topk_weights = out_of_scratch(self._x), out_of_scratch(self._topk_weights)
+        self._parts = [out_of_scratch(part) for part in self._parts]
         self._biases = [out_of_scratch(bias) for bias in self._biases]
         self._handle = self._handle._make(map(out_of_scratch, self._handle))
 
@@ -135,12 +127,12 @@ class CpuCombine:
         return section_starts(num_rows, self._widths())[-1] <= self._chain.posted_bytes
 
     def _agreement(self) -> Agreement:
-        weights = self._topk_weights
+        x, *weights = self._parts
         return Agreement(
             "combine",
-            num_topk=weights.size(1) if weights is not None else 0,
-            hidden=self._x.size(1),
-            dtype=self._x.dtype,
+            num_topk=weights[0].size(1) if weights else 0,
+            hidden=x.size(1),
+            dtype=x.dtype,
             handle=self._handle_number(),
         )
 
@@ -148,17 +140,14 @@ class CpuCombine:
         """Return the number of the handle, which ranks compare."""
         return handle_number(self._ends, self._handle)
 
-    def _sections(self) -> list[torch.Tensor]:
-        return [self._x] if self._topk_weights is None else [self._x, self._topk_weights]
-
     def _widths(self) -> list[int]:
-        return [row_bytes(part) for part in self._sections()]
+        return [row_bytes(part) for part in self._parts]
 
     def _post(self, call: Call, num_rows: int) -> CpuCombineSource:
         """Post the rows on the board, wherever they lie: copying a few rows costs less than waiting until all peers
         have read.
         """
-        post_rows(call, num_rows, self._sections())
+        post_rows(call, num_rows, self._parts)
         starts = section_starts(num_rows, self._widths())[:-1]
         bases = tuple(self._window.board.base_of_rows(call.epoch, start) for start in starts)
         return CpuCombineSource("posted", Offer(num_rows, False, bases), (), None)
@@ -167,7 +156,7 @@ class CpuCombine:
         """Find the rows in the arena, or bring them there: all at once, or through staging."""
         arena = self._window.arena
         regions: list[torch.Tensor] = []
-        for section in self._sections():
+        for section in self._parts:
             if section.numel() == 0 or arena.base_of(section) is not None:
                 regions.append(section)
                 continue
@@ -178,16 +167,16 @@ class CpuCombine:
                 return CpuCombineSource("staged", staging.offer, (), staging)
             region[:num_rows].copy_(section[:num_rows])
             regions.append(region)
-        path = "pulled" if regions[0] is self._x else "copied_in"
+        path = "pulled" if regions[0] is self._parts[0] else "copied_in"
         bases = tuple(arena.base_of(region) if region.numel() else None for region in regions)
-        return CpuCombineSource(path, Offer(self._x.size(0), False, bases), tuple(regions), None)
+        return CpuCombineSource(path, Offer(self._parts[0].size(0), False, bases), tuple(regions), None)
 
     def _make_staging(self) -> Staging:
         return Staging(self._window, self._widths())
 
     def _tables(self, call: Call, offers: list[Offer]) -> list[list[torch.Tensor]]:
         """Return the rows of all ranks, for each section."""
-        parts = enumerate(self._sections())
+        parts = enumerate(self._parts)
         return [call.peer_rows(offers, index, part.size(1), part.dtype) for index, part in parts]
 
     def _sum_posted(self, call: Call) -> None:
@@ -199,7 +188,7 @@ class CpuCombine:
         counts = [stop - start for start, stop in blocks]
         zipped = zip(self._ends[-1], blocks, counts, strict=True)
         theirs = [Block(num_posted, start, count) for num_posted, (start, _), count in zipped]
-        rows = [part.new_empty(sum(counts), part.size(1)) for part in self._sections()]
+        rows = [part.new_empty(sum(counts), part.size(1)) for part in self._parts]
         fetch_rows(call, theirs, rows)
         token_idx = (self._handle.send_head.t() >= 0).nonzero()[:, 1]
         for out, part, bias in zip(self._sums, rows, (self._biases, ()), strict=False):
@@ -242,7 +231,7 @@ class CpuCombine:
     def _copy_block(self, staging: Staging, source: int, first: int, last: int, start: int, range_tokens: int) -> None:
         """Copy rows `[first, last)`, of tokens of one source from `start` on, into the part of that source."""
         del start
-        for part, staged in zip(self._sections(), staging.sections, strict=True):
+        for part, staged in zip(self._parts, staging.sections, strict=True):
             staged[source * range_tokens : source * range_tokens + last - first] = as_bytes(part[first:last])
 
     def _sum_range(self, offers: list[Offer], tables: list[list[torch.Tensor]], start: int, range_tokens: int) -> None:
@@ -275,7 +264,7 @@ class CpuCombine:
         rank, blocks = self._window.rank, token_blocks(self._ends)
         rows_to = [stop - start for start, stop in (row[rank] for row in blocks)]
         rows_from = [stop - start for start, stop in blocks[rank]]
-        bytes_each = sum(row_bytes(part) for part in self._sections())
+        bytes_each = sum(self._widths())
         self._chain.stats.count("combine", path, num_rounds, rows_to, rows_from, bytes_each)
 
 

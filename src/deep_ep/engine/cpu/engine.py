@@ -208,17 +208,12 @@ class CpuEngine(Engine):
         return CpuDispatch(self.chain, operation, payload, routing)
 
     def _combine_steps(
-        self,
-        x: torch.Tensor,
-        handle: Any,
-        topk_weights: torch.Tensor | None,
-        biases: Sequence[torch.Tensor],
-        num_sms: int | None,
+        self, parts: Sequence[torch.Tensor], handle: Any, biases: Sequence[torch.Tensor], num_sms: int | None
     ) -> CpuCombine:
         """Return the steps of one combine."""
         del num_sms
         kind = ColumnCombine if isinstance(handle, ColumnHandle) else CpuCombine
-        return kind(self.chain, x, topk_weights, biases)
+        return kind(self.chain, parts, biases)
 
     def unfold(self, request: ElasticRequest, num_sms: int | None) -> Unfold:
         """Return a dispatch of V2: expanded rows are put straight where there is memory for them."""

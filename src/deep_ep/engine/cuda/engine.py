@@ -141,17 +141,12 @@ class CudaEngine(Engine):
         return steps if payload.expansion is None else SelectionDispatch(steps, payload.expansion)
 
     def _combine_steps(
-        self,
-        x: torch.Tensor,
-        handle: Any,
-        topk_weights: torch.Tensor | None,
-        biases: Sequence[torch.Tensor],
-        num_sms: int | None,
+        self, parts: Sequence[torch.Tensor], handle: Any, biases: Sequence[torch.Tensor], num_sms: int | None
     ) -> CombineSteps:
         num_columns, is_reduced_once, alignment = 0, False, 0
         if isinstance(handle, ColumnHandle):
             num_columns, is_reduced_once, alignment = handle.slots.shape[1], handle.is_reduced_once, handle.alignment
-        key = _combine_key(x, num_columns, topk_weights, biases, num_sms, is_reduced_once, alignment)
+        key = _combine_key(parts, num_columns, biases, num_sms, is_reduced_once, alignment)
         steps = self._combines.get(key)
         if steps is None:
             if len(self._combines) == _MOST_SIGNATURES:
@@ -334,15 +329,14 @@ def _dispatch_key(operation: str, payload: Payload, routing: Routing | None, num
 
 
 def _combine_key(
-    x: torch.Tensor,
+    parts: Sequence[torch.Tensor],
     num_columns: int,
-    topk_weights: torch.Tensor | None,
     biases: Sequence[torch.Tensor],
     num_sms: int | None,
     is_reduced_once: bool,
     alignment: int,
 ) -> tuple:
     """Return the fields of a `CombineSignature` as a plain tuple, in the same order."""
-    num_topk = topk_weights.shape[1] if topk_weights is not None else 0
+    x, num_topk = parts[0], parts[1].shape[1] if len(parts) > 1 else 0
     is_aligned = not any(bias.data_ptr() % VECTOR_BYTES for bias in biases) if biases else True
     return x.shape[1], x.dtype, num_columns, num_topk, len(biases), is_aligned, num_sms, is_reduced_once, alignment

@@ -16,7 +16,6 @@ import torch
 from ....config import Config
 from ....handle import check_rail_rows, require_filled
 from ....kernels.reduce import RowSums, tokens_per_unit
-from ....kernels.rows import row_bytes
 from ....sizing import ceil_div
 from ....trace import RECEIVE, SEND
 from ....transport.links import Page
@@ -40,21 +39,19 @@ class CpuNodesCombine(CpuCombine):
 
     Args:
         chain: The calls of the buffer, of which this is the next.
-        x: [n, H] rows to give back, contiguous.
-        topk_weights: [n, K] float32 to give back with them, contiguous, or None.
-        biases: [T, H] tensors of x's dtype, added first.
+        parts: See `CpuCombine`, also for the next one.
+        biases: Likewise.
         config: How rows are cut into messages.
     """
 
     def __init__(
         self,
         chain: CpuNodesChain,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor | None = None,
-        biases: Sequence[torch.Tensor] = (),
-        config: Config | None = None,
+        parts: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+        config: Config | None,
     ):
-        super().__init__(chain, x, topk_weights, biases)
+        super().__init__(chain, parts, biases)
         self._rails = chain
         self._topology = chain.topology
         self._config = config
@@ -92,7 +89,7 @@ class CpuNodesCombine(CpuCombine):
         # Rows that were pulled are read until the sums are made: one step after the rounds.
         self._sum_nodes(call, routes, tables, TAKEN + 2 * rounds)
         call.wait(TAKEN + 2 * rounds)
-        bytes_each = sum(row_bytes(part) for part in self._sections())
+        bytes_each = sum(self._widths())
         self._chain.stats.count("combine", source.path, max(1, rounds), routes.rows_got, routes.rows_put, bytes_each)
 
     def _handle_number(self) -> int:
@@ -106,7 +103,7 @@ class CpuNodesCombine(CpuCombine):
         Returns:
             The tables, and the number of rounds.
         """
-        offers, sections, rank = call.offers(), self._sections(), self._window.rank
+        offers, sections, rank = call.offers(), self._parts, self._window.rank
         tables = self._tables(call, offers)
         is_staged = [offer.is_staged for offer in offers]
         if not any(is_staged):
@@ -148,7 +145,7 @@ class CpuNodesCombine(CpuCombine):
 
         `taken` is the step that says that the rows have been read.
         """
-        sections, shifts = self._sections(), [0] * self._topology.ranks_per_node
+        sections, shifts = self._parts, [0] * self._topology.ranks_per_node
         form, pool = ChunkForm([(part.size(1), part.dtype) for part in sections]), self._rails.rail.pool
         unit = tokens_per_unit(sections[0].size(1), sections[0].dtype)
         chunks, wait, rail = Chunks.of(self._config, form.row_bytes, unit), self._rails.waiting(call), self._rails.rail

@@ -87,12 +87,7 @@ class CpuNodesEngine(CpuEngine):
         return CpuNodesDispatch(self._rail_chain, operation, payload, routing, self._config)
 
     def _combine_steps(
-        self,
-        x: torch.Tensor,
-        handle: Any,
-        topk_weights: torch.Tensor | None,
-        biases: Sequence[torch.Tensor],
-        num_sms: int | None,
+        self, parts: Sequence[torch.Tensor], handle: Any, biases: Sequence[torch.Tensor], num_sms: int | None
     ) -> CpuNodesCombine:
         del handle, num_sms
-        return CpuNodesCombine(self._rail_chain, x, topk_weights, biases, self._config)
+        return CpuNodesCombine(self._rail_chain, parts, biases, self._config)
