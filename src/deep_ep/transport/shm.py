@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass, replace
 
 from ..control import Control
-from ..errors import EPUnsupported
 from .board import Board
 from .fds import OUT_OF_RESOURCES, exchange_fds
 from .inherited import close_in_children
@@ -67,9 +66,6 @@ def why_not() -> str | None:
 
 def make_window(control: Control, sizes: WindowSizes) -> Window:
     """Make this rank's window and map its peers' boards. All ranks call it together, in a joint step."""
-    reason = why_not()
-    if reason is not None:
-        raise EPUnsupported(f"transport shm: {reason}. A group of one rank works")
     memory = new_memory(control)
     board_span = memory.grow(Board.num_bytes(control.num_ranks))
     memory.commit(board_span)
