@@ -292,11 +292,10 @@ class Engine(ABC):
             EPOverflow: The dispatch was refused, so there are no rows.
             ValueError: Rows are missing.
         """
-        del handle, x, rows
+        return
 
     def can_pull(self, x: torch.Tensor) -> bool:
         """Whether a combine can give expanded rows where they lie, so that no rank sums its own ones first."""
-        del x
         return False
 
     # Beside the calls ------------------------------------------------------------------------------------------------
@@ -388,14 +387,14 @@ class Engine(ABC):
 
         Only CPU ranks across nodes have chunks.
         """
-        del config
+        return
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         """Note that another stream uses a tensor of the window.
 
         On the CPU there is no stream but the caller's thread.
         """
-        del tensor, stream
+        return
 
     @abstractmethod
     def release_graphs(self) -> None:

@@ -56,7 +56,6 @@ class CpuCombine:
 
     def notify(self, scope: CpuScope, parts: Sequence[torch.Tensor], handle: Any) -> None:
         """Offer this rank's rows to the peers, after copying them into the window where that is needed."""
-        del parts, handle
         scope.launch(partial(self._offer_rows, scope))
 
     def sum(
@@ -69,7 +68,6 @@ class CpuCombine:
         biases: Sequence[torch.Tensor],
     ) -> None:
         """Sum the rows of this rank's tokens out of the peers' memory, then wait until all peers have done the same."""
-        del source, parts, handle, sums, biases
         scope.launch(partial(self._sum_rows, scope))
 
     def _check_rows(self, handle: Any) -> None:
@@ -230,7 +228,6 @@ class CpuCombine:
 
     def _copy_block(self, staging: Staging, source: int, first: int, last: int, start: int, range_tokens: int) -> None:
         """Copy rows `[first, last)`, of tokens of one source from `start` on, into the part of that source."""
-        del start
         for part, staged in zip(self._parts, staging.sections, strict=True):
             staged[source * range_tokens : source * range_tokens + last - first] = as_bytes(part[first:last])
 

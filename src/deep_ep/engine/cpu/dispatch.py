@@ -78,7 +78,6 @@ class CpuDispatch:
 
     def route(self, scope: CpuScope, routing: Routing, num_channels: int, num_rows: int) -> None:
         """Make the handle that will be filled, if its number of rows is known already."""
-        del routing
         self._num_channels, self._num_worst_tokens = num_channels, num_rows
         if not self._is_full:
             if not scope.is_under_way():  # otherwise the layout may not be filled yet: see `_announce`
@@ -97,7 +96,6 @@ class CpuDispatch:
 
     def memory(self, scope: CpuScope, num_rows: int) -> Sections:
         """Memory for the rows: in the arena, or elsewhere if it cannot hold them. Posted rows need no records."""
-        del scope
         columns = self._columns()
         arena = self._window.arena
         parts = [arena.allocate((num_rows, count), dtype) for count, dtype in columns]
@@ -114,7 +112,6 @@ class CpuDispatch:
         self, scope: CpuScope, payload: Payload, routing: Routing | None, routes: None, sections: Sections
     ) -> None:
         """Exchange counts, or write header and offer, which are waited for with the rows."""
-        del payload, routing, routes
         if self._is_full:
             scope.launch(partial(self._exchange_counts, scope))
         else:
@@ -125,7 +122,6 @@ class CpuDispatch:
         self, scope: CpuScope, routing: Routing, routes: None, sections: Sections, num_channels: int
     ) -> Unpacked:
         """Allocate ids and weights; the handle is there already."""
-        del routes, num_channels
         topk_idx, topk_weights = empty_topk(routing, sections.num_rows)
         unpacked = self._unpacked = Unpacked(self._handle, topk_idx, topk_weights)
         if not scope.order.is_async:
@@ -145,7 +141,6 @@ class CpuDispatch:
         """Put this rank's rows into the peers' memory, wait for theirs, and split the records. Posted rows are only
         fetched.
         """
-        del payload, routes, unpacked
         if sections.x is not None:
             scope.launch(partial(self._move_rows, scope, sections))
             if routing is not None:
@@ -153,23 +148,19 @@ class CpuDispatch:
 
     def counts(self, scope: CpuScope, routing: Routing) -> Counts:
         """Exchange counts with the peers, and wait for theirs."""
-        del routing
         scope.run()
         assert self._told is not None
         return self._told
 
     def grow(self, told: Counts) -> None:
         """Do nothing: the arena of a CPU rank grows when memory is allocated."""
-        del told
 
     def rerouted(self, scope: CpuScope, routes: None, told: Counts, routing: Routing) -> None:
         """Make the handle, now that its number of rows is known."""
-        del scope, routes, routing
         self._handle = self._make_handle(told.num_rows[self._window.rank])
 
     def offer(self, scope: CpuScope, payload: Payload, routes: None, sections: Sections) -> None:
         """Offer the memory to the peers. Posted rows are fetched by the receiver, and need no offer."""
-        del payload, routes
         if not self._is_posted:
             scope.launch(partial(self._offer, scope, sections))
 
@@ -177,7 +168,6 @@ class CpuDispatch:
         self, routes: None, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
     ) -> DispatchResult:
         """Return the first `num_rows` rows, and the handle."""
-        del routes, told
         return received_of(sections, num_rows, unpacked.topk_idx, unpacked.topk_weights, unpacked.handle)
 
     def _columns(self) -> list[tuple[int, torch.dtype]]:
@@ -424,7 +414,6 @@ class CpuDispatch:
 
     def _put_round(self, offers: list[Offer], rows: list[Section], ranges: list[SlotRange], index: int) -> None:
         """Put what is due in round `index`."""
-        del offers, index
         put_rows(rows, self._handle.send_head, ranges, first_peer=self._window.rank)
 
     def _rows(self, call: Call, offers: list[Offer], index: int, part: torch.Tensor) -> Section:

@@ -195,14 +195,12 @@ class CpuEngine(Engine):
     # Overridden by the engine across nodes
 
     def _scope(self, operation: str, order: CallOrder) -> CpuScope:
-        del operation
         return CpuScope(self.chain, self.stream, order)
 
     def _dispatch_steps(
         self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None
     ) -> CpuDispatch:
         """Return the steps of one dispatch. `num_sms` has an effect on GPUs only."""
-        del num_sms
         if payload.expansion is not None:
             return ExpandedDispatch(self.chain, operation, payload, routing, payload.expansion)
         return CpuDispatch(self.chain, operation, payload, routing)
@@ -211,13 +209,11 @@ class CpuEngine(Engine):
         self, parts: Sequence[torch.Tensor], handle: Any, biases: Sequence[torch.Tensor], num_sms: int | None
     ) -> CpuCombine:
         """Return the steps of one combine."""
-        del num_sms
         kind = ColumnCombine if isinstance(handle, ColumnHandle) else CpuCombine
         return kind(self.chain, parts, biases)
 
     def unfold(self, request: ElasticRequest, num_sms: int | None) -> Unfold:
         """Return a dispatch of V2: expanded rows are put straight where there is memory for them."""
-        del num_sms
         form, layout = request.form, request.layout
         expansion = None
         if layout is not None and layout.plan is not None:
@@ -233,7 +229,6 @@ class CpuEngine(Engine):
         self, out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, num_sms: int | None
     ) -> None:
         """Sum expanded rows that belong to one compact row."""
-        del ends, num_sms
         fold_rows(out, x, rows)
 
     def require_rows(self, handle: Handle, x: torch.Tensor, rows: torch.Tensor) -> None:

@@ -122,21 +122,18 @@ class OneHopDispatch(DeviceDispatch):
 
     def route(self, scope: CudaScope, routing: Routing, num_channels: int, num_rows: int) -> OneHopRoutes:
         """Allocate slots and prefix sums."""
-        del num_channels, num_rows
         num_tokens, num_ranks = routing.is_token_in_rank.shape
         slots = self._memory.scratch(num_tokens * num_ranks)
         return _make_routes((slots, scope.empty(self._ops.counts, num_ranks, num_ranks)))
 
     def follow(self, scope: CudaScope, handle: Handle) -> OneHopRoutes:
         """Return the slots and prefix sums of a handle."""
-        del scope
         return _make_routes((handle.send_head.contiguous(), handle.rank_prefix_matrix.contiguous()))
 
     def _notify(
         self, scope: CudaScope, post: Post, payload: Payload, routing: Routing | None, routes: OneHopRoutes
     ) -> None:
         """Number the tokens, and exchange counts and offers."""
-        del payload
         if scope.reach is not None:
             scope.reach("handshake")
         self._ops.signals.is_announced = True
@@ -152,7 +149,6 @@ class OneHopDispatch(DeviceDispatch):
 
     def _offer(self, post: Post, payload: Payload, routes: OneHopRoutes) -> None:
         """Exchange offers a second time, now that the counts are known."""
-        del payload, routes
         self._second_handshake(post)
 
     def outputs(
@@ -212,14 +208,12 @@ class OneHopDispatch(DeviceDispatch):
 
     def rerouted(self, scope: CudaScope, routes: OneHopRoutes, told: Counts, routing: Routing) -> OneHopRoutes:
         """Return the same routes: inside one node they do not depend on the guessed number of rows."""
-        del scope, told, routing
         return routes
 
     def received(
         self, routes: OneHopRoutes, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
     ) -> DispatchResult:
         """Return the result, with as many of the unpacked rows as were received."""
-        del routes, told
         handle, topk_idx, topk_weights = unpacked
         x, scales = sections.x, sections.scales
         assert x is not None

@@ -117,7 +117,6 @@ class CudaScope:
 
     def announce(self, call: Any) -> None:
         """Note that peers may see the call from here on: an error in it is an error of all ranks."""
-        del call
         self._signals.is_announced = True
 
     def hold_inputs(self, tensors: Sequence[torch.Tensor | None], ordinary: Any) -> None:

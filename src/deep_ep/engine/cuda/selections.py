@@ -216,7 +216,6 @@ class SelectionDispatch:
 
     def route(self, scope: CudaScope, routing: Routing, num_channels: int, num_rows: int) -> SelectionRoutes:
         """Allocate what the handle consists of, but for what depends on the rows that come."""
-        del num_channels, num_rows
         call, memory, like, topk_idx = self._call, self._memory, self._ops.counts, routing.topk_idx
         num_topk, num_local, _, is_expanded = self._plan.form
         num_tokens, num_ranks = routing.is_token_in_rank.shape
@@ -242,7 +241,6 @@ class SelectionDispatch:
 
     def follow(self, scope: CudaScope, handle: Handle) -> SelectionRoutes:
         """Return the routes of a handle."""
-        del scope
         return SelectionRoutes(handle.send_head, None, handle.rank_prefix_matrix, None)
 
     # Memory ----------------------------------------------------------------------------------------------------------
@@ -321,7 +319,6 @@ class SelectionDispatch:
         self, scope: CudaScope, payload: Payload, routing: Routing | None, routes: SelectionRoutes, sections: Sections
     ) -> None:
         """Number tokens, count selections, and exchange counts and offers."""
-        del payload
         num_tokens = free_bytes = ticket = 0
         if routing is not None:
             num_tokens = routing.max_tokens
@@ -340,7 +337,6 @@ class SelectionDispatch:
 
     def offer(self, scope: CudaScope, payload: Payload, routes: SelectionRoutes, sections: Sections) -> None:
         """Exchange offers a second time, now that the counts are known."""
-        del payload
         if scope.reach is not None:
             scope.reach("offer")
         scope.path = "dispatch/expanded" if self._call.is_straight else scope.path
@@ -440,7 +436,6 @@ class SelectionDispatch:
 
     def counts(self, scope: CudaScope, routing: Routing) -> Counts:
         """Wait for the counts, and keep the numbers of rows for the next dispatch's guess."""
-        del scope, routing
         told = self._signals.wait_for_counts(self._plan.num_experts)
         if self._signals.marks is not None:
             self._signals.marks.note(experts=told.expert_counts)
@@ -452,14 +447,12 @@ class SelectionDispatch:
 
     def rerouted(self, scope: CudaScope, routes: SelectionRoutes, told: Counts, routing: Routing) -> SelectionRoutes:
         """Return the same routes: inside one node they do not depend on the guessed number of rows."""
-        del scope, told, routing
         return routes
 
     def received(
         self, routes: SelectionRoutes, sections: Sections, unpacked: Unpacked, num_rows: int, told: Counts | None
     ) -> DispatchResult:
         """Return the result, with as many rows as were received."""
-        del routes
         call, x, scales = self._call, sections.x, sections.scales
         handle, topk_idx, weights = unpacked
         assert x is not None
@@ -547,7 +540,6 @@ class DeviceUnfold(Unfold):
 
     def _make_layout(self, scope: Any, received: DispatchResult, told: Counts | None) -> Layout:
         """Return what the kernels have made."""
-        del scope
         form, experts, num_local = self._form, self.experts, self._form.num_local
         assert experts is not None
         assert self.sources is not None
@@ -664,7 +656,6 @@ class SelectionCombine(DeviceCombine):
         biases: Sequence[torch.Tensor],
     ) -> None:
         """Sum rows out of the peers' windows, and wait until the peers have summed those of this rank."""
-        del parts
         if scope.reach is not None:
             scope.reach("pull")
         sources = self._memory.scratch(2 * handle.num_tokens * self._num_columns, "targets")

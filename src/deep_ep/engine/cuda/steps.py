@@ -227,7 +227,6 @@ class DeviceDispatch(ABC):
 
     def counts(self, scope: CudaScope, routing: Routing) -> Counts:
         """Wait for the counts, and keep the number of rows for the next dispatch's guess."""
-        del scope
         told = self._signals.wait_for_counts(self._num_experts)
         if self._signals.marks is not None:
             self._signals.marks.note(experts=told.expert_counts)

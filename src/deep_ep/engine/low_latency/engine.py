@@ -234,7 +234,7 @@ class LowLatencyEngine(ABC):
 
     def _tell_lost(self, met: JoinResult) -> None:
         """Warn of the ranks that did not come. On a GPU the host learns of them later."""
-        del met
+        return
 
     @abstractmethod
     def _plan_combine(self, where: str, geometry: Geometry) -> SetPlan:

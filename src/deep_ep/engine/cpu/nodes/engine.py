@@ -83,11 +83,9 @@ class CpuNodesEngine(CpuEngine):
     def _dispatch_steps(
         self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None
     ) -> CpuNodesDispatch:
-        del num_sms
         return CpuNodesDispatch(self._rail_chain, operation, payload, routing, self._config)
 
     def _combine_steps(
         self, parts: Sequence[torch.Tensor], handle: Any, biases: Sequence[torch.Tensor], num_sms: int | None
     ) -> CpuNodesCombine:
-        del handle, num_sms
         return CpuNodesCombine(self._rail_chain, parts, biases, self._config)

@@ -320,7 +320,6 @@ class MemoryProxy(_Hostless):
 
         With one chunk this is one handshake.
         """
-        del chunk
         context, remote, operation = self._context, self._remote, transfer.operation
         rail.rail_handshake(
             context, remote, self._rail, transfer.rows, transfer.plan, operation, READY, transfer.is_back

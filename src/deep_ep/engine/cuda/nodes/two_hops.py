@@ -170,7 +170,6 @@ class TwoHopDispatch(DeviceDispatch):
 
     def follow(self, scope: CudaScope, handle: RailHandle) -> TwoHopRoutes:
         """Return the routes of a handle."""
-        del scope
         return self._ops.router.of_handle(handle)
 
     def _notify(
@@ -197,7 +196,6 @@ class TwoHopDispatch(DeviceDispatch):
 
     def _rows_to(self, routes: TwoHopRoutes) -> None:
         """Return None: a handle across nodes does not have the rows to each rank."""
-        del routes
 
     def _offer(self, post: Post, payload: Payload, routes: TwoHopRoutes) -> None:
         """Exchange offers a second time, now that the counts are known."""
@@ -310,7 +308,6 @@ class TwoHopCombine(DeviceCombine):
 
     def _rows_from(self, handle: RailHandle) -> None:
         """Return None: a handle across nodes does not have the rows from each rank."""
-        del handle
 
     def _notify(self, scope: CudaScope, source: CombineSource, handle: RailHandle) -> None:
         """Copy rows into the window where that is needed, and exchange offers with all ranks of all nodes."""

@@ -216,7 +216,6 @@ class LowLatencyCall(ABC):
 
     def _frame_to(self, mesh: Mesh, rank: int) -> Outgoing:
         """Make the frame with the part of the publication that is for a rank of another node."""
-        del rank
         return new_frame(mesh, self._said, 0, 0, ())
 
     @property
@@ -232,7 +231,7 @@ class LowLatencyCall(ABC):
         Raises:
             SpoiledError: What a rank has published is inconsistent.
         """
-        del posts
+        return
 
     def _finish(self) -> None:
         """Do what must be done only once, after the last fetch."""

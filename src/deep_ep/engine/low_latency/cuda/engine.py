@@ -147,7 +147,6 @@ class _KernelPhases:
 
     def take_slot(self, slot: int, last_call: int) -> None:
         """Take a slot. A kernel that takes a free one chooses it by the same rule as the host (`words.free_slot`)."""
-        del last_call
         if self.takes == FREE_SLOT:
             return
         # If rows are copied into a handle's own slot, that is the only one that is left to the kernel.
