@@ -61,6 +61,8 @@ class Segment:
         """Give free memory back to the system. Returns the bytes given back."""
         before = self.num_committed_bytes
         for span in self.free:
+            # Before the pages go: an interrupt must leave none as committed that have no memory. Removed first, since
+            # parts of the span may be uncommitted already, and `add` takes no overlap.
             self._uncommitted.remove(span)
             self._uncommitted.add(span)
             self.mapping.discard(span)
@@ -96,7 +98,7 @@ class Arena:
         self._segments: list[Segment] = []
         self._regions: dict[int, tuple[weakref.ref, Span]] = {}
         self._freed: deque[weakref.ref] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the caller allocates results while the comm stream allocates rows of its calls
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Allocate a contiguous tensor over a region of the arena.
@@ -143,6 +145,7 @@ class Arena:
     def base_of(self, tensor: torch.Tensor) -> Base | None:
         """Return where a contiguous tensor lies, if it lies in a region of this rank's arena."""
         for segment in self._segments:
+            # Without the lock: segments are only ever appended.
             offset = segment.mapping.offset_of(tensor.data_ptr())
             if offset is not None:
                 return Base(segment.span, offset)

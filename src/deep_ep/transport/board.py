@@ -28,10 +28,10 @@ HEADER, OFFER = 0, 1  # the kinds of posts
 NORMAL, LOW_LATENCY = 0, 1  # the kinds of calls that a rank may refuse: each kind is numbered by itself
 NUM_SENT_POSTS = 8  # of low-latency calls, by their number
 
-_NUM_POST_WORDS = 32
+_NUM_POST_WORDS = 32  # a header has an agreement and 4 more; an offer has 3, and 3 for each section
 _POST_BYTES = 8 * _NUM_POST_WORDS
 _REFUSED = 5  # the line of the first word of refusals; one for each kind
-_TEXT = Span(8 * LINE_BYTES, 2048)
+_TEXT = Span(8 * LINE_BYTES, 2048)  # why the rank has failed: between eight lines of words and the posts
 _POSTS = 2048  # 2 kinds x 2 parities of `_POST_BYTES` each
 _SENT_POSTS = 3072  # `NUM_SENT_POSTS` of `_SENT_POST_BYTES` each
 _SENT_POST_BYTES = 1024
@@ -39,7 +39,7 @@ _REFUSAL_TEXTS = _SENT_POSTS + NUM_SENT_POSTS * _SENT_POST_BYTES  # one for each
 _REFUSAL_TEXT_BYTES = 512
 _MEETING = _REFUSAL_TEXTS + 2 * _REFUSAL_TEXT_BYTES  # lines of words: `attempt`, `following`, `done`, `joining`
 _VERDICTS = _MEETING + 4 * LINE_BYTES  # `NUM_SENT_POSTS` of `_VERDICT_BYTES` each
-_VERDICT_BYTES = 512
+_VERDICT_BYTES = 512  # the number of the call, and a bit for each of `MOST_LOW_LATENCY_RANKS`
 _ECHOES = _VERDICTS + NUM_SENT_POSTS * _VERDICT_BYTES  # a word for each rank
 MOST_WORDS_BEFORE_MASKS = 19  # of such a post
 MOST_LOW_LATENCY_RANKS = (_SENT_POST_BYTES // 8 - MOST_WORDS_BEFORE_MASKS) // 2 * 32  # two bits for each, 32 to a word
@@ -194,10 +194,11 @@ class Board:
     def post_verdict(self, number: int, words: Sequence[int]) -> None:
         """Publish which ranks this rank considers lost in a low-latency call.
 
-        For the same call, ranks are only added.
+        For the same call, ranks are only added; or the verdict is dropped, and then has no ranks any more.
         """
         call, words_there = self._verdicts[number % NUM_SENT_POSTS]
         if call.load_acquire() != number:
+            # A reader that began with the old number must not take the new words for the old ones.
             call.store_before_writes(0)
         words_there[: len(words)] = memoryview(array("q", words))
         call.store_release(number)
@@ -211,7 +212,7 @@ class Board:
         if call.load_acquire() != number:
             return None
         words = words_there[:num_words].tolist()
-        return words if call.load_behind_reads() == number else None
+        return words if call.load_behind_reads() == number else None  # otherwise it was replaced meanwhile
 
     def write_text(self, text: str) -> None:
         """Write why this rank failed, truncated to the space on the board."""
@@ -228,6 +229,7 @@ class Board:
 
     def read_refusal(self, kind: int, number: int) -> Refusal:
         """Return the last refusal of the rank; without its reason if it is not of call `number`, as most often."""
+        # The word first: its owner has stored it behind the text.
         word = self._refused[kind].load_acquire()
         reason = _read_text(self._refusal_texts[kind]) if word >> _TIMES_BITS == number else ""
         return Refusal(word >> _TIMES_BITS, word % (1 << _TIMES_BITS), reason)

@@ -69,7 +69,7 @@ def _give(server: socket.socket, fd: int) -> None:
     while True:
         try:
             connection, _ = server.accept()
-        except BlockingIOError:
+        except BlockingIOError:  # that was all: every peer had connected before the last gather
             return
         with connection:
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
@@ -81,7 +81,7 @@ def _give(server: socket.socket, fd: int) -> None:
 def _take(connection: socket.socket, rank: int) -> SharedMemory:
     try:
         _, fds, flags, _ = socket.recv_fds(connection, 2, 1)
-    except BlockingIOError:
+    except BlockingIOError:  # behind the last gather what is not here was never sent
         fds, flags = [], 0
     if not fds and flags & socket.MSG_CTRUNC:  # the system had one for this process, and could not number it
         raise OSError(errno.EMFILE, f"no descriptor is free for the memory of rank {rank}")

@@ -37,7 +37,7 @@ class InterpretedMemory:
             address = Address(os.getpid(), memory.fd, memory.identity())
             for peer in open_all(control, control.gather(address, "making shared memory"), memory):
                 mappings.append(peer.map(span))
-                peer.close()
+                peer.close()  # the mapping stays valid, and nothing more of this file will be mapped
         own = mappings[control.rank]
         return Part(bytes_tensor(own.view(span))[:num_bytes], tuple(one.address for one in mappings), mappings)
 

@@ -105,6 +105,7 @@ class LinkSet:
             if events & select.POLLOUT:
                 with self._guard:
                     self.links[key].flush()
+            # Also errors and hang-ups, which `poll` reports unasked: reading finds out what has happened.
             if events & ~select.POLLOUT:
                 self._on_readable(key)
         return bool(ready)
@@ -139,6 +140,7 @@ class LinkSet:
 
     def _choose_events(self) -> None:
         """Poll for what each link can do."""
+        # Without the guard: whoever queues a frame behind this look wakes the thread.
         for key, link in self.links.items():
             wanted = (select.POLLIN if link.may_read else 0) | (select.POLLOUT if link.num_queued else 0)
             if wanted == self._events.get(key, 0):

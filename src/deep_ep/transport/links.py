@@ -264,7 +264,7 @@ class Link:
         self._pool = pool
         self.allocator: PageAllocator = allocator or pool
         self._outbox: deque[_Outgoing] = deque()
-        self._position = deque([0], maxlen=1)
+        self._position = deque([0], maxlen=1)  # in the stream of bytes, up to where it was sent: see `flush`
         self._head = bytearray(_HEAD.size)
         self._target = memoryview(self._head)
         self._coming: tuple[int, int, int] | None = None
@@ -378,7 +378,7 @@ class Link:
         """Set where the next bytes go: after a head its payload, after a payload, which is handed on, the next head."""
         if self._coming is None:
             topic, epoch, tag, num_bytes = _HEAD.unpack(self._head)
-            if num_bytes > _MOST_BYTES.get(topic, -1):
+            if num_bytes > _MOST_BYTES.get(topic, -1):  # of a topic that there is not, no length is right
                 self.break_off(f"sent a message that cannot be (topic {topic}, call {epoch}, {num_bytes} bytes)")
                 return
             try:

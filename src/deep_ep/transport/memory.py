@@ -27,7 +27,7 @@ from .spans import UNIT_BYTES, Span, SpanSet, whole_units
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: fault pages in at once instead of one by one
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9  # give pages back: of private memory, of a file
 _MAP_FIXED = 0x10  # at that address, in place of what is mapped there
-_MOST_BYTES = 1 << 47  # of a process's addresses; what is more than an offset of a file could say is among it
+_MOST_BYTES = 1 << 47  # a process has no more addresses; more than the offset of a file can say is beyond it, too
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # reserve addresses only; memory is taken as it is touched
 
 
@@ -62,6 +62,7 @@ class Mapping:
         Raises:
             EPTransportError: `start` is not a multiple of the elements' size.
         """
+        # One tensor over all of the mapping for each dtype: so the rows of a peer are a single view (decision 5).
         if dtype not in self._elements:
             self._elements[dtype] = torch.frombuffer(self._view, dtype=dtype)
         first, misfit = divmod(start - self.span.start, dtype.itemsize)
@@ -169,7 +170,7 @@ def ordinary_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """
     try:
         return torch.empty(*shape, dtype=dtype, device="cpu")
-    except (RuntimeError, OverflowError):  # also a number of bytes that is none
+    except (RuntimeError, OverflowError):  # also a size that no 64 bits can hold
         raise _too_little(math.prod(shape) * dtype.itemsize, "the system refuses them") from None
 
 
@@ -191,7 +192,7 @@ def commit_fresh(memory: Memory, uncommitted: SpanSet, span: Span) -> list[Span]
     for index, part in enumerate(fresh):
         try:
             memory.commit(part)
-        except BaseException:
+        except BaseException:  # an interrupt, too: what is touched without being committed may end the process
             for left in fresh[index:]:
                 uncommitted.add(left)
             raise

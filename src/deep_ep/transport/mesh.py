@@ -94,6 +94,7 @@ class RemoteSender:
 
         A call that has arrived is lost again if the rank has gone on without this one, by eight calls.
         """
+        # Without the lock: what is in a slot is replaced as a whole.
         arrived = self._slots[number % NUM_SENT_POSTS]
         return arrived.page if arrived is not None and arrived.number == number else None
 
@@ -233,7 +234,7 @@ class Mesh:
             return  # a forked child is not this rank
         is_other = threading.current_thread() is not self._thread  # garbage collection may run on any
         if is_other:
-            self._link_set.drain(_FAREWELL_SECS, lambda: time.sleep(_PAUSE_SECS))
+            self._link_set.drain(_FAREWELL_SECS, lambda: time.sleep(_PAUSE_SECS))  # the thread sends meanwhile
         self._is_stopping = True
         self._waker.wake()
         if is_other:

@@ -84,6 +84,7 @@ class Rail:
     def receive(self, node: int, wait: Wait) -> Frame:
         """Wait for the next message of one node, and return it."""
         wait.until(lambda: bool(self.links[node].inbox), [node])
+        # `until` has not looked if the message was there already.
         wait.require_working()
         return self.take(node)
 
@@ -237,7 +238,9 @@ class Wait:
             for node in nodes:
                 self._rail.links[node].wait_secs += waiting.look() - before
             if has_moved:
+                # The limit is for a rail on which nothing moves: a slow link is no silent rank.
                 waiting = Waiting()
+            # A node that has done its part may have left since.
             self.require_working(() if is_done() else nodes)
             if waiting.look() > self._timeout_secs:
                 raise EPTimeout(
@@ -252,6 +255,7 @@ class Wait:
         for node in nodes:
             link = self._rail.links[node]
             self._rail.require_same_refusals(node, self._epoch, self.where, has_come=bool(link.inbox))
+            # What a rank has sent before it left, or ended, is still to be taken.
             if link.has_left and not link.inbox:
                 raise EPError(
                     f"{self.where}: {self._rail.name(node)} has destroyed its buffer ({self._rail.me()}). "

@@ -203,8 +203,9 @@ def own_addresses() -> tuple[tuple[str, ...], str | None]:
 
 def _address_of(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        request = struct.pack("256s", interface.encode()[:15])
+        request = struct.pack("256s", interface.encode()[:15])  # `struct ifreq`, with 15 bytes and a zero for the name
         try:
+            # Behind 16 bytes of name comes a `struct sockaddr_in`: family and port (4 bytes), then the address.
             return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
         except OSError:  # it has none
             return None
@@ -215,7 +216,7 @@ def _address_towards(host: str) -> str | None:
     if not host:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((host, 9))
+        probe.connect((host, 9))  # UDP: it only chooses the route, and the port does not matter
         return probe.getsockname()[0]
     return None
 

@@ -200,10 +200,12 @@ def wait_sent(
             raise_if_failed(senders, where, me, may_lose=False)  # which may be the reason
             raise EPTimeout(f"{where}: {told(gone)} ({me}). Look at its output, and make a new buffer")
         lost.update(told_lost())
+        # Last: this rank's own reason says more than that another rank misses the peer.
         lost.update(gone)
         pending = [sender for sender in pending if sender.rank not in lost]
     for sender in senders:
         sender.count_wait(waited_ns.get(sender.rank, 0) * 1e-9)
+    # As in `Window.wait`: that a rank has sent proves nothing if it has failed since.
     raise_if_failed(senders, where, me, may_lose=may_lose)
     return Arrivals(waited_ns, lost)
 

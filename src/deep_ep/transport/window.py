@@ -59,6 +59,7 @@ class Waiting:
     def look(self) -> float:
         """Return the seconds so far. Must be called at every poll, a few milliseconds apart."""
         now = time.monotonic()
+        # Looks are a few milliseconds apart: in the rest of a longer gap this process did not run.
         self.secs += min(now - self._last, _MOST_STEP_SECS)
         self._last = now
         return self.secs
@@ -118,6 +119,7 @@ class Peer:
             raise EPTransportError(
                 f"window: rank {self.rank} offered bytes {offset} to {stop}, not inside its {segment}"
             )
+        # Segments never move and never overlap, so where one starts is enough to know it.
         mapping = self._mappings.get(segment.start)
         if mapping is None:
             mapping = self._mappings[segment.start] = self._memory.map(segment)
@@ -270,6 +272,7 @@ class Window:
             EPError: A peer failed, its process ended, or it destroyed its buffer.
         """
         target, where = progress_of(epoch, step), Where(operation, epoch)
+        # A peer that is already in the next call has done this step, too.
         pending = [peer for peer in self._others if peer.board.progress.load_acquire() < target]
         waited: dict[int, float] = {}
         waiting = Waiting()
@@ -281,6 +284,7 @@ class Window:
                 peer.wait_secs += secs
                 pending.remove(peer)
             if pending:
+                # Failures first: a rank that has failed may have closed or ended since, and its own reason says more.
                 self._raise_if_failed(where)
                 self._require_same_refusals(where, pending, have_come=False)
                 self._raise_if_closed(where, pending, target)
@@ -296,6 +300,7 @@ class Window:
         # A peer that failed may have let its caller overwrite what this rank has just read: progress alone proves
         # nothing.
         self._raise_if_failed(where)
+        # Only now that they have come: a rank stores `refused` before the `progress` of its next call.
         self._require_same_refusals(where, self._others, have_come=True)
         self._raise_if_desynced(where)
         if self.watch is not None:

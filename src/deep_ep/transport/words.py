@@ -58,12 +58,13 @@ class AtomicWord(Word):
 
     def store_release(self, value: int) -> None:
         """Store, after everything that this thread wrote before."""
+        # As a plain number ctypes would pass the value as a C int, of 32 bits.
         _atomic("store_8")(ctypes.byref(self._cell), ctypes.c_uint64(value), _RELEASE)
 
     def load_acquire(self) -> int:
         """Load, before everything that this thread reads afterwards."""
         load = _atomic("load_8")
-        load.restype = ctypes.c_uint64
+        load.restype = ctypes.c_uint64  # otherwise ctypes takes what comes back for a C int
         return load(ctypes.byref(self._cell), _ACQUIRE)
 
     def store_before_writes(self, value: int) -> None:
@@ -81,6 +82,7 @@ def word_type() -> type[Word]:
     """Return the class of words that is right on this machine."""
     if platform.machine().lower() in ("x86_64", "amd64"):
         return Word
+    # Where libatomic is missing, this raises here, as boards are made, and not in the middle of a call.
     _atomic("load_8")
     return AtomicWord
 
