@@ -171,6 +171,7 @@ class Engine(ABC):
                 num_rows, expert_counts = told.num_rows[self.rank], told.expert_counts
                 if not told.fits:  # too small, here or elsewhere: it goes back before more is taken
                     sections, unpacked = NO_SECTIONS, None
+                # Also where the rows fit: their combine may need more memory than there is, on this rank or another.
                 steps.grow(told)
                 if not told.fits:
                     sections = steps.memory(scope, num_rows)
@@ -185,6 +186,7 @@ class Engine(ABC):
             if scope.is_elsewhere:
                 received = scope.hold_received(received)
             result = received if around.finish is None else around.finish(scope, received, told)
+        # Behind the block, whose end makes the event.
         return result, expert_counts, scope.event
 
     def combine(
@@ -204,6 +206,7 @@ class Engine(ABC):
                 x, topk_weights = around.prepare(scope)
             parts = [x] if topk_weights is None else [x, topk_weights]
             steps = self._combine_steps(parts, handle, biases, num_sms)
+            # First: a wrong handle, or a lack of memory, can be refused only as long as nothing is announced.
             sums = steps.outputs(scope, parts, handle)
             source = steps.notify(scope, parts, handle)
             if around.before_sum is not None:

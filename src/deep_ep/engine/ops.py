@@ -88,7 +88,7 @@ class Sections(NamedTuple):
 
 
 make_sections: Callable[[tuple], Sections] = partial(tuple.__new__, Sections)  # see `notify.make_post`
-NO_SECTIONS = Sections(None, None, None, 0, 0, (-1, -1, -1))
+NO_SECTIONS = Sections(None, None, None, 0, 0, (-1, -1, -1))  # kernels take -1 for no memory
 
 
 def received_of(

@@ -310,6 +310,7 @@ def make_local(unpacked: Unpacked, num_rows: int, rank: int, num_local: int, kee
     if ids is None or weights is None:
         return
     if num_rows < ids.size(0):
+        # Rows of the worst case that did not come select nothing.
         ids[num_rows:].fill_(-1)
         ids, weights = ids[:num_rows], weights[:num_rows]
     ids.sub_(rank * num_local)

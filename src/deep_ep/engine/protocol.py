@@ -36,6 +36,7 @@ OPERATIONS = (
     LEAVE,
 )
 
+# By name: an agreement has the index of a dtype, so all ranks must number them alike.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _WORDS: dict[Any, int] = {None: 0, **{name: word for word, name in enumerate(OPERATIONS)}}
 _WORDS.update({dtype: word for word, dtype in enumerate(_DTYPES, 1)})  # numbers stand for themselves
@@ -293,6 +294,7 @@ def checksum(counts: Sequence[Sequence[int]]) -> int:
     """Return a number that tells handles of different dispatches apart: from their `rank_prefix_matrix`, and, if they
     are expanded, from the selections of each expert by each rank.
     """
+    # From 1 on: 0 in an agreement is a call without a handle.
     return 1 + zlib.crc32(array("q", chain.from_iterable(counts)))
 
 
@@ -371,4 +373,5 @@ def is_refusal(error: BaseException) -> bool:
     """Return whether an exception, raised before a call was begun, is about the call, which may be corrected and
     made.
     """
+    # Assertions: arguments that exclude each other are asserted, as in DeepEP.
     return isinstance(error, (ValueError, TypeError, AssertionError, EPError))

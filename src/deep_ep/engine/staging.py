@@ -68,6 +68,7 @@ def num_staged_rounds(offers: Sequence[Offer], most_rows: Sequence[int]) -> int:
         most_rows: By destination, the most rows that any source has for it.
     """
     staged = [(offer, most) for offer, most in zip(offers, most_rows, strict=True) if offer.is_staged]
+    # At least 1 for a staged rank, also if no row comes to it: 0 says that no rank is staged.
     return max((max(1, -(-most // offer.rows_per_source(len(offers)))) for offer, most in staged), default=0)
 
 
@@ -85,4 +86,5 @@ def round_slots(offer: Offer, block: tuple[int, int], index: int, rank: int, num
     if not offer.is_staged:
         return SlotRange(start, stop, 0) if index == 0 else SlotRange(0, 0, 0)
     first, last = round_rows(offer, stop - start, index, num_ranks)
+    # The shift brings slot `start + first` to the first row of this rank's part.
     return SlotRange(start + first, start + last, rank * offer.rows_per_source(num_ranks) - start - first)

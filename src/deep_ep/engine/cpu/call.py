@@ -108,6 +108,7 @@ class Call:
         if any(words[: len(expected)] != expected for words in posts):
             said = {first + rank: words[: len(expected)] for rank, words in enumerate(posts)}
             raise disagreement(str(self), self.window.me(), clashes_among(said, expected))
+        # Behind that a slot has what was left there by earlier calls.
         own = slice(len(expected), len(expected) + len(Header._fields) - 1)
         return [Header(mine, *words[own]) for words in posts]
 
@@ -215,6 +216,7 @@ class Chain(OpenCall):
 
         `tell_failure` must follow on that stream.
         """
+        # Not the method of a subclass: it uses the links of other nodes, which are the comm stream's alone.
         Chain.fail(self, error, call)
 
     def tell_failure(self) -> None:
@@ -223,6 +225,7 @@ class Chain(OpenCall):
         Across nodes also to those that cannot read this window.
         """
         if self.window.failure is not None:
+            # The first cause stays: this only stores the word again, in case an interrupt came before it.
             self.window.fail("")
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -91,6 +91,7 @@ class CpuCombine:
         """Announce the combine, and offer this rank's rows, or post them."""
         self._leave_scratch()
         if self._is_refused(self._handle):
+            # Before the call is begun: the handles of all ranks are marked, so all of them refuse it.
             raise refusal("combine")
         self._ends = self._handle.rank_prefix_matrix.tolist()
         num_rows = self._num_given()
@@ -163,6 +164,7 @@ class CpuCombine:
                 self._chain.warn_staged("combine")
                 staging = self._make_staging()
                 return CpuCombineSource("staged", staging.offer, (), staging)
+            # Rows behind these did not come in the dispatch, so no handle names them.
             region[:num_rows].copy_(section[:num_rows])
             regions.append(region)
         path = "pulled" if regions[0] is self._parts[0] else "copied_in"
@@ -188,6 +190,7 @@ class CpuCombine:
         theirs = [Block(num_posted, start, count) for num_posted, (start, _), count in zipped]
         rows = [part.new_empty(sum(counts), part.size(1)) for part in self._parts]
         fetch_rows(call, theirs, rows)
+        # By rank, then by token: the order in which the rows were fetched.
         token_idx = (self._handle.send_head.t() >= 0).nonzero()[:, 1]
         for out, part, bias in zip(self._sums, rows, (self._biases, ()), strict=False):
             sum_rows(out, part, token_idx, counts, bias)
@@ -199,6 +202,7 @@ class CpuCombine:
         """
         most_tokens = max(header.num_tokens for header in headers)
         staged_rows = [offer.rows_per_source(len(offers)) for offer in offers if offer.is_staged]
+        # The smallest part decides for all: a token is summed in one round, from its rows of all ranks.
         range_tokens = min(staged_rows, default=max(1, most_tokens))
         tables = self._tables(call, offers)
         num_rounds = max(1, -(-most_tokens // range_tokens))
@@ -207,6 +211,7 @@ class CpuCombine:
             if staging is not None:
                 with call.slice("copy in", SEND, round=index):
                     self._copy_in(staging, start, range_tokens)
+            # A rank that is not staged has signalled round 0 with its offer.
             if staging is not None or index:
                 call.signal(READY + 2 * index)
             if staged_rows:  # else all were ready as soon as they had offered

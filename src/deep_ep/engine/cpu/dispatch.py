@@ -101,6 +101,7 @@ class CpuDispatch:
         parts = [arena.allocate((num_rows, count), dtype) for count, dtype in columns]
         source_rows = 0
         if any(part is None for part in parts):
+            # All of them, also those that the arena can hold: an offer is staging as a whole, or not at all.
             parts = [ordinary_tensor((num_rows, count), dtype) for count, dtype in columns]
             row_bytes = sum(count * dtype.itemsize for count, dtype in columns)
             source_rows = rows_per_source(len(self._window.peers), row_bytes, arena.limit_bytes)
@@ -126,6 +127,7 @@ class CpuDispatch:
         unpacked = self._unpacked = Unpacked(self._handle, topk_idx, topk_weights)
         if not scope.order.is_async:
             return unpacked
+        # The mask is the caller's own tensor, which the call does not write.
         handle = type(self._handle)(*apart(self._handle))._replace(is_token_in_rank=routing.is_token_in_rank)
         return Unpacked(handle, *apart((topk_idx, topk_weights)))
 
@@ -220,6 +222,7 @@ class CpuDispatch:
     def _move_rows(self, scope: CpuScope, sections: Sections) -> None:
         """Put rows in rounds, or fetch posted rows."""
         call, outgoing = scope.call, []
+        # A full dispatch knows by now whether all have posted; others know it behind the wait.
         if not self._is_posted:
             with call.slice("prepare rows", SEND):
                 outgoing = self._outgoing()  # while the peers make their offers
@@ -256,6 +259,7 @@ class CpuDispatch:
 
     def _announce(self, scope: CpuScope) -> None:
         """Write the header, and, if they are few, this rank's rows beside it."""
+        # First: what is wrong can be refused only as long as the call is not begun.
         self._check_counts()
         self._leave_scratch()
         routing, handle, number = self._routing, self._handle, 0
@@ -274,6 +278,7 @@ class CpuDispatch:
         call = scope.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens, is_posted, max_tokens))
         # A worst-case handle of V1 may travel through a compiled graph, and these items do not (`moe/compiled.py`).
         if self._is_full or (routing is not None and routing.keeps_weights):
+            # Never 0, which is a handle without a number.
             self._number = 1 + call.epoch % _MOST_NUMBER
         if is_posted:
             with call.slice("post rows", SEND, rows=num_sent):
@@ -478,6 +483,7 @@ def run_rounds(call: Call, num_rounds: int, put: Callable[[int], None], copy_out
         if copy_out is not None:
             with call.slice("copy out", RECEIVE, round=index):
                 copy_out(index)
+        # Behind the last round the next offer will say that the staging is free again.
         if index + 1 < num_rounds:
             call.signal(TAKEN + 2 * index)
             call.wait(TAKEN + 2 * index)

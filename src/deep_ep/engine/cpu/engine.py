@@ -172,6 +172,7 @@ class CpuEngine(Engine):
     def stop(self) -> None:
         """Wait for everything that is queued, and close."""
         self.stream.stop()
+        # Behind what is queued: a peer that still waits for this rank must not find it closed.
         self.window.close()
 
     def forget(self) -> None:

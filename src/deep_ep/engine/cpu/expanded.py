@@ -143,6 +143,7 @@ class ExpandedDispatch(CpuDispatch):
             put_rows(wide, slots, compact, first_peer=rank)
         if others:
             put_rows(others, slots, ranges, first_peer=rank)
+        # Expanded rows are offered in the arena alone, never in staging, which has rounds.
         if index == 0:
             for number, section in enumerate(wide):
                 self._put_expanded(offers, number, section)

@@ -61,6 +61,7 @@ class CpuScope:
         self._steps: list[Callable[[], Any]] = []
 
     def __enter__(self) -> CpuScope:
+        # First: whatever comes between this and the end of the call, `settle` finds the scope.
         self._chain.scope = self
         self._chain.is_calling = True
         return self
@@ -137,6 +138,7 @@ class CpuScope:
         (steps, self._steps), (after, self._after) = (self._steps, []), (self._after, None)
 
         def work() -> None:
+            # It is executed now, so it cannot be taken out of the queue any more.
             self._is_cancelled = False
             if after is not None:
                 try:
@@ -191,7 +193,7 @@ class CpuScope:
             pass
         elif self._is_cancelled or (not self._is_begun and is_refusal(error)):
             stream.run_in_turn(partial(chain.refuse, account(error)))
-        elif stream.query():
+        elif stream.query():  # nothing runs on the comm stream, so this thread may use its links
             chain.fail(error, self._name())
         else:
             self._abandon(error)
