@@ -113,6 +113,7 @@ class LowLatencyEngine(ABC):
             # A call that is refused must not take the tensor.
             self._require_working()
             self._in_flight.require_capacity(METHODS[COMBINE], OWN_SLOT)
+            # 0: what the slot held before was spent when the tensor was handed out.
             call.take_slot(self._slots.give_back(rows.src_info, self._in_flight.next_number), 0)
         return combined, *self._make(call, kind.mode)
 
@@ -121,6 +122,7 @@ class LowLatencyEngine(ABC):
         call = self._new_barrier()
         self._require_working()
         if self._can_join:
+            # A caller that has left a call by an exception will not call its hook any more.
             self._in_flight.abandon()
             with self._scope(BARRIER, " join", _SYNC) as scope:
                 call.number = self._in_flight.next_number
@@ -150,6 +152,7 @@ class LowLatencyEngine(ABC):
             call.number = in_flight.send(takes)
             if takes == FREE_SLOT:
                 if self._stream.is_capturing:
+                    # A replay takes a slot anew, and the host does not see it.
                     self._slots.is_exact = False
                 call.take_slot(*self._slots.take(call.number))
             scope.launch(call.send)

@@ -76,6 +76,7 @@ class Slots:
         free = [
             index
             for index, slot in enumerate(self._slots)
+            # A slot that no call has used has 0, and before the first calls the other number is below that.
             if not self.leased >> index & 1 and max(slot.last_call, self._last_unknown) <= max(0, num_consumed)
         ]
         if num_leased == NUM_ZERO_COPY:
@@ -92,6 +93,7 @@ class Slots:
             )
         index = next(index for index in self._order if index in free)
         slot = self._slots[index]
+        # Both: when the handle is gone, another tensor may get its address.
         slot.key, slot.handle = src_info.data_ptr(), weakref.ref(src_info)
         self.leased |= 1 << index
         return index, slot.last_call

@@ -43,6 +43,7 @@ class Verdict:
         for rank in shared.local:
             if rank == shared.rank or rank in shared.masks:
                 continue
+            # The call before may be in flight on this rank, too, and others wait there for its verdict.
             for number in (self._number - 1, self._number):
                 if not shared.is_done(number):
                     lost = self._said(rank, number) - {shared.rank}
@@ -78,6 +79,7 @@ class Verdict:
         self._say(number, lost)
         while True:
             if number == self._number and self._first_missed() < number:
+                # Others miss ranks in the call before: verdicts on two calls would wait for each other.
                 number -= 1
                 self._say(number, lost)
             voters = [rank for rank in shared.local if rank not in shared.masks and rank not in lost]

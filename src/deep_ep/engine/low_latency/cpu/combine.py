@@ -130,6 +130,7 @@ class LowLatencyCombine(LowLatencyCall):
     def _fetch(self, posts: Posts) -> None:
         geometry, topk_idx = self._geometry, self._rows.topk_idx
         selections = kernels.select(topk_idx, geometry.num_experts)
+        # First: mapping receive buffers may move the grains of all ranks.
         remote = self._remote_rows(posts.remote)
         starts, pitches = self._expert_grains(posts.local, remote, selections)
         ids = topk_idx.numpy()

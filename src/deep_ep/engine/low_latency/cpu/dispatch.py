@@ -73,6 +73,7 @@ class LowLatencyDispatch(LowLatencyCall):
         self.shared.table(self.number, geometry.num_experts).copy_(selections.counts)
         num_sent = selections.keys.numel()
         tokens = self.shared.bytes(offset + geometry.expert_slots_offset(form), 4 * num_sent).view(torch.int32)
+        # A key is `expert * T + token`.
         tokens.copy_(selections.keys % max(1, x.size(0)))
         self._sent = _Published(rows, selections)
         return LocalPost(x.size(0), self.shared.base(offset))
@@ -164,7 +165,7 @@ class LowLatencyDispatch(LowLatencyCall):
             return {}
         geometry, row_bytes = self._geometry, self._geometry.row_bytes(self._form)
         first, num_local = self.shared.rank * geometry.num_local_experts, geometry.num_local_experts
-        # Of these copies: what a peer that went on writes into its table must not be seen twice in different ways.
+        # Copies, of which everything here is made: a peer that went on may write into its table meanwhile.
         tables = np.stack([self._peer_table(rank, post, geometry.num_experts).numpy() for rank, post in posts.items()])
         mine = tables[:, first : first + num_local]
         counts[list(posts)] = mine

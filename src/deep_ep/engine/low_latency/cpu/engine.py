@@ -148,6 +148,7 @@ class CpuLowLatency(LowLatencyEngine):
     def update_mask(self, rank: int, is_masked: bool) -> None:
         """Mask a rank for this rank's calls, or unmask it. It takes effect after what is queued."""
         shared = self.shared
+        # From call 0 on: also in calls that are in flight.
         self._stream.run(lambda: shared.masks.update({rank: 0}) if is_masked else shared.unmask([rank]))
 
     def query_mask(self, status: torch.Tensor) -> None:

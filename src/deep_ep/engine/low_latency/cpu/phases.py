@@ -153,6 +153,7 @@ class LowLatencyCall(ABC):
 
     def _send(self) -> None:
         window, operation = self.shared.window, self.operation
+        # As it is now: a later call may be refused before this one is received.
         self._own_refusal = window.refusals[LOW_LATENCY_CALLS]
         self.shared.spend(self._newest_spent())
         with self._slice("publish", SEND):
@@ -203,6 +204,7 @@ class LowLatencyCall(ABC):
             self.shared.stats.count_rows(*self._moved)
         for sender in self.shared.remote(self.number).values():
             sender.forget(self.number)
+        # Last: from here on peers that agree on lost ranks find that this rank has received the call.
         self.shared.end(self.number)
 
     def _send_remote(self, mesh: Mesh) -> None:
@@ -416,6 +418,7 @@ class LowLatencyCall(ABC):
         if any(words != expected for words in said.values()):
             clashes = clashes_among({**said, shared.rank: expected}, expected)
             raise SpoiledError(str(disagreement(str(self.name), shared.window.me(), clashes)))
+        # Only now: as headers, posts are compared before anything else in them is used.
         for rank, post in posts.local.items():
             shared.reach(rank, post.base.segment)
         shared.reach_receive_arena()
@@ -426,6 +429,7 @@ class LowLatencyCall(ABC):
         shared = self.shared
         boards = {rank: shared.peer(rank).board for rank in shared.local if not shared.is_masked(rank, self.number)}
         sent = {rank: board.sent.load_acquire() for rank, board in boards.items()}
+        # Behind the reads of rows: a rank stores it before it writes there again.
         spent = {rank for rank, board in boards.items() if board.spent.load_behind_reads() >= self.number}
         # A peer that still waits for this rank is at most 3 calls further (`docs/low-latency.md`).
         limit = self.number + NUM_SETS

@@ -66,6 +66,7 @@ def _meet(shared: Shared, attempt: int, following: int, look: Callable[[object],
             if theirs.attempt != echoes[rank]:
                 echoes[rank] = theirs.attempt
                 _say(shared, rank, Meeting(attempt, following, theirs.attempt))
+            # Behind the echo, so that the peer completes the handshake, too, when this rank leaves it here.
             if theirs.echo == attempt:
                 number = max(number, theirs.following)
                 del pending[rank]
@@ -83,6 +84,7 @@ def _say(shared: Shared, rank: int, meeting: Meeting) -> None:
         shared.mesh.meet(rank, meeting)
         return
     board = shared.window.board
+    # In this order: a peer that sees the attempt has its number, and one that finds its own echoed has both.
     board.following.store_release(meeting.following)
     board.attempt.store_release(meeting.attempt)
     board.echoes[rank - shared.local.start].store_release(meeting.echo)

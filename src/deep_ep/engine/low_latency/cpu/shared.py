@@ -174,6 +174,7 @@ class Shared:
         A rank that has been masked, and still reads there, must be able to detect it.
         """
         spent = self.window.board.spent
+        # Never back: the memory of a zero-copy tensor may be that of an older call than the last one.
         spent.store_before_writes(max(number, spent.load_acquire()))
 
     @property
