@@ -50,6 +50,7 @@ class Form(NamedTuple):
 
     def most_expanded(self, num_ranks: int) -> int:
         """Most rows X of an expanded result: those of the worst case."""
+        # A token names an expert once. Each expert's rows have less padding than the alignment.
         num_rows = num_ranks * self.max_tokens * min(self.num_topk, self.num_local)
         return align(num_rows + (self.alignment - 1) * self.num_local, self.alignment)
 

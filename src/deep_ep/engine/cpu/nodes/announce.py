@@ -88,6 +88,7 @@ def receive_announcements(
         if list(words[:_NUM_AGREED]) != mine.words():
             clashes.append((rail.name(node), mine, Agreement.from_words(words)))
             continue
+        # A copy: the page goes back to the pool.
         data = frame.page.tensor()[_WORDS.size :].clone()
         announcement = _parse(data, words[_NUM_AGREED], num_local_ranks, num_experts)
         if announcement is None:

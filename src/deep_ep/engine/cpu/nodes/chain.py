@@ -51,6 +51,7 @@ class CpuNodesChain(Chain):
         if self.window.failure is not None:
             if self.mesh is not None:
                 self.mesh.fail(self.window.failure)
+            # Last: it waits until its messages have left.
             self.rail.fail(self.window.failure)
 
     def waiting(self, call: Call) -> Wait:
@@ -69,4 +70,5 @@ class CpuNodesChain(Chain):
 
         It is the same on all ranks, and never 0.
         """
+        # Of 30 bits: handles have it as int32, where -1 marks a dispatch that was refused.
         return zlib.crc32(f"{self._number} {epoch}".encode()) >> 2 | 1

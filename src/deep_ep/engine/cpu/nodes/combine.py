@@ -149,6 +149,7 @@ class CpuNodesCombine(CpuCombine):
         form, pool = ChunkForm([(part.size(1), part.dtype) for part in sections]), self._rails.rail.pool
         unit = tokens_per_unit(sections[0].size(1), sections[0].dtype)
         chunks, wait, rail = Chunks.of(self._config, form.row_bytes, unit), self._rails.waiting(call), self._rails.rail
+        # A part of a sum begins with -0.0, which changes no number and no sign when the nodes' sums are added.
         make = partial(RowSums, scratch=self._chain.scratch, unit=chunks.num_rows, is_part=True)
         blocks = [[make(table, block, shifts) for table in tables] for block in routes.blocks]
         totals = self._totals(routes)
@@ -163,6 +164,7 @@ class CpuNodesCombine(CpuCombine):
             return page
 
         def sum_own() -> Iterator[None]:
+            # Whole chunks: sums are planned for multiples of one.
             own, count = self._topology.node, chunks.num_rows * ceil_div(_UNITS * unit, chunks.num_rows)
             for first in range(0, routes.num_in[own], count):
                 last = min(first + count, routes.num_in[own])
@@ -179,6 +181,7 @@ class CpuNodesCombine(CpuCombine):
         traffic = Traffic(rail, wait, call.epoch, form, chunks, routes.num_in, routes.num_out, pack, take, sum_own())
         traffic.start()
         traffic.finish_packing()
+        # All rows of this node are in sums now. Their ranks need not wait for the network.
         call.signal(taken)
         traffic.finish()
         with call.slice("add up the rest", RECEIVE):

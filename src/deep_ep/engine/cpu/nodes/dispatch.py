@@ -159,6 +159,7 @@ class CpuNodesDispatch(CpuDispatch):
             require_rows(call, self._rails.rail, self._announcements, routes.num_in)
         outgoing = outgoing_parts(self._payload, self._routing)
         traffic = self._traffic(call, routes, outgoing)
+        # The first chunks travel while the ranks of the node make their offers.
         traffic.start()
         call.wait(OFFERED)
         call.headers()
@@ -166,6 +167,7 @@ class CpuNodesDispatch(CpuDispatch):
         self._open(call, offers, outgoing, routes)
         traffic.finish()
         rounds = self._put_staged(call, offers, sections) if self._held else 0
+        # Rounds signal `READY`, and wait for it, themselves.
         if not rounds:
             call.signal(READY)
             call.wait(READY)
@@ -185,6 +187,7 @@ class CpuNodesDispatch(CpuDispatch):
             num_out = (handle.send_rdma_head >= 0).sum(0).tolist()
         agreement = agreement_of(self._operation, self._payload, self._routing, number)
         call = scope.begin(Header(agreement, self._payload.x.size(0), self._num_worst_tokens))
+        # All are sent before any is waited for, so no two ranks wait for each other.
         for node in [*rail.nodes, topology.node]:
             if self._routing is not None:
                 announcement = announcement_to(self._routing, node, topology.num_nodes)
@@ -250,6 +253,7 @@ class CpuNodesDispatch(CpuDispatch):
             rail.pool.give(frame.page)
         if seen:
             self._mark_refused()
+            # The lowest of all nodes' lowest: all ranks name the same one.
             rank, num_rows, limit = min(seen)
             raise overflow(rank, num_rows, limit, rail.me())
         return prefix
@@ -280,6 +284,7 @@ class CpuNodesDispatch(CpuDispatch):
         received = prefix[:, topology.local_rank]
         handle.recv_gbl_rank_prefix_sum.copy_(received)
         in_node = mask.unflatten(1, (topology.num_nodes, size)).any(2)
+        # As if for rank 0, to whose slots nothing is added: positions among this rank's own tokens.
         handle.send_rdma_head.copy_(layout.token_slots(in_node, prefix, 0))
         handle.rdma_channel_prefix_matrix.copy_(in_node.sum(0)[:, None])
         num_rows = received.tolist()[-1]
@@ -316,6 +321,7 @@ class CpuNodesDispatch(CpuDispatch):
         is_staged = [offer.is_staged for offer in offers]
         if any(is_staged):
             slots, self._numbers = staged_slots(self._handle, is_staged)
+            # Rows for staged ranks are not written as they come: they are held, and put in rounds.
             routes.blocks = list(slots.split(routes.num_in))
             # All rows that this rank forwards, until they have gone through staging.
             shapes = [(slots.size(0), table[0].size(1), table[0].dtype) for table in self._tables]

@@ -78,7 +78,7 @@ class CpuNodesEngine(CpuEngine):
         self.window.close()
         self.rail.close()
         if self.mesh is not None:
-            self.mesh.close()  # last: the rail still sends what is queued
+            self.mesh.close()  # last: it waits until what is queued has left
 
     def _dispatch_steps(
         self, operation: str, payload: Payload, routing: Routing | None, num_sms: int | None

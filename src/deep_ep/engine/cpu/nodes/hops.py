@@ -16,7 +16,7 @@ from .traffic import ChunkForm
 
 # Rows of at least this length are sent from where they lie: a copy of them would cost more than to name each.
 _LEAST_PIECE_BYTES = 4096
-_NOTHING = bytes(16)
+_NOTHING = bytes(16)  # between sections of a chunk there is less than this
 
 
 class Packer:
@@ -88,6 +88,7 @@ class FanOut:
         self._order = [peer for peer in self._order if self._names[peer]]
         for peer, end in enumerate(ends):
             count = len(self._names[peer])
+            # Slots of a column ascend without gaps: the last one and their number say which they are.
             first = end + 1 - count
             self._targets.append([table[peer][first : end + 1] for table in tables])
             if first < 0 or any(target.size(0) != count for target in self._targets[-1]):

@@ -52,6 +52,7 @@ class Totals:
     def note_arrived(self, node: int, count: int) -> None:
         """Note that the first sums of a node have arrived, and add up the tokens whose sums are complete."""
         self._num_there[node] = count
+        # The first token that still lacks the sum of a node.
         ready = min(
             tokens[there] if there < len(tokens) else self._num_tokens
             for tokens, there in zip(self._tokens, self._num_there, strict=True)

@@ -22,7 +22,7 @@ from ....transport.message import Rail, Wait
 
 _SECTION_UNIT_BYTES = 16  # sections of a chunk begin at multiples of this: any element is aligned
 _COUNT_BITS = 24  # of a frame's tag: rows of the chunk; the rest is the first row
-_CHUNK_BYTES = 1 << 20  # if no config gives a size
+_CHUNK_BYTES = 1 << 20  # if no config gives a size: a message costs 0.1 ms of Python, however long it is
 _AHEAD = 4
 _DONE = object()
 
