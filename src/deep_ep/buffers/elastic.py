@@ -36,10 +36,10 @@ from .engines import find_device, forced_ranks_per_node
 from .legacy import Buffer
 
 _MOST_BYTES = env.MOST_BYTES // 2  # of a buffer, whose window is twice as large
-_QPS_HYBRID, _QPS_DIRECT, _DIRECT_QPS_PER_CALL = 129, 17, 9
+_QPS_HYBRID, _QPS_DIRECT, _DIRECT_QPS_PER_CALL = 129, 17, 9  # DeepEP's: there are no queue pairs here
 _NVLINK_GBS, _NVLINK_GBS_SM100, _RDMA_GBS = 405.0, 810.0, 50.0  # where nothing else is known
 _SM_READ_GBS, _SM_WRITE_GBS = 200.0, 50.0
-_SMS_WITHOUT_GPU = 132
+_SMS_WITHOUT_GPU = 132  # those of an H200
 _ONE_NODE = "ElasticBuffer works inside one node so far, and this group spans {num}. Use `Buffer` across nodes"
 
 _domains_of: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # ranks of a node, by group

@@ -124,6 +124,7 @@ def _cpu_nodes(control: Control, topology: Topology, sizes: WindowSizes, enable_
     from ..transport.message import make_rail
 
     size, low_latency_bytes = topology.ranks_per_node, sizes.low_latency_bytes
+    # The number of the first rank counts for all: rails tell buffers apart by it, in the marks of handles.
     said = control.gather((secrets.randbits(32), low_latency_bytes), "numbering the buffer")
     # All ranks must divide this memory alike, also those of other nodes: the largest request counts for all.
     sizes = replace(sizes, low_latency_bytes=max(wish for _, wish in said))

@@ -143,6 +143,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         trace: str | os.PathLike[str] | None = None,
     ):
         del allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
+        # With the default limit: the caller's is set inside the joint step, so that peers learn if it is wrong.
         control = Control(group, comm, env.TIMEOUT_SECS.default)
         self._process_group = group
         self.group = group
@@ -174,6 +175,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             made = self._make(control)
             self.number = registry.register(self)
             self._install(made)
+            # If a rank fails, the step undoes what was made: the reaper has nothing to close.
             control.undo(self._finalizer.detach)
 
     def _make(self, control: Control) -> Generated:
@@ -610,6 +612,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
             shape = (most,) if size is None else tuple(checks.check_shape(where, "size", size))
             if math.prod(shape) > most:
                 raise ValueError(f"{where}: `size` {list(shape)} does not fit into the buffer's {most} elements")
+            # Twice: see the scratch in `_make_engine`.
             start = offset + (2 * self.num_nvl_bytes if use_rdma_buffer else 0)
             return engine.local_bytes(start, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
@@ -781,6 +784,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
 
     def _parse(self, handle: Any, where: str) -> Any:
         parsed, num_nodes, known = None, self._num_nodes, self._known_head
+        # Item 5 is `send_head`, as in `_MARKED`.
         if known is not None and type(handle) is Handle and known() is handle[5]:
             return handle  # the last one that this buffer has made
         if num_nodes == 1:

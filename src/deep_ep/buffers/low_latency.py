@@ -307,6 +307,7 @@ class LowLatencyMethods:
         where = "clean_low_latency_buffer"
         self._geometry(where, num_max_dispatch_tokens_per_rank, hidden, num_experts, 0, 0)
         self._require_low_latency(where).clean()
+        # Without masks nothing is given up.
         self._num_cleans += self.enable_shrink
 
     # Rank masks ------------------------------------------------------------------------------------------------------

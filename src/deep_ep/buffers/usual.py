@@ -59,6 +59,7 @@ def is_matrix(x: Any, device: torch.device) -> bool:
         or (x.dtype not in _USUAL)
     ):
         return False
+    # With one row or column, or none, strides may be anything: `tensors.ordinary` gives those of a fresh tensor.
     shape = x.shape
     return len(shape) == 2 and shape[0] > 1 and shape[1] > 1 and not x.is_neg() and _has_transform() is None
 
@@ -109,6 +110,7 @@ def routing(
     if not is_known and not _is_layout(num_ranks, device, per_rank, mask, per_expert):
         return None
     has_known_ids = known_ids is not None and known_ids() is topk_idx is not None
+    # A mask of one column may have any strides, too.
     if num_ranks == 1 or not (topk_idx.is_contiguous() if has_known_ids else is_ids(topk_idx, device)):
         return None
     if (

@@ -157,7 +157,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor, _tie: Any) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors
+        _ = ctx.saved_tensors  # which computes a checkpoint again, on this rank as on all others
         call, handle = ctx.call, ctx.call.handle
         if grad_rows.dtype != torch.float64:
             weights = grad_weights.float().contiguous()
