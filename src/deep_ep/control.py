@@ -435,6 +435,7 @@ class Control:
             except EPError:
                 raise
             except BaseException as error:  # Ctrl-C
+                # Its part of the last gather is not sent yet: the failure goes in place of it.
                 if self._num_begun == num_begun:
                     self._tell(error)
                 elif self._interrupted is not None:
@@ -592,6 +593,7 @@ class Control:
         """What the peers of ranks that have failed raise: the first cause, and its rank."""
         failures = {rank: sent.failure for rank, sent in enumerate(answer) if sent.failure is not None}
         causes = {rank: one for rank, one in failures.items() if not one.is_consequence} or failures
+        # The lowest, so that all ranks name the same one.
         rank = min(causes)
         others = sorted(set(failures) - {rank})
         text = f"Buffer: rank {rank} failed: {causes[rank].cause} ({self._me()})."

@@ -229,6 +229,7 @@ class Generation:
                 outcome = self._decide(number, _COMPLETE)
                 break
             now = time.monotonic()
+            # Seldom: it asks the store about every rank that has not come.
             if now - looked > _BEAT_SECS or now > deadline():
                 looked = now
                 absent = [rank for rank, key in enumerate(keys) if not self._has([key])]

@@ -318,6 +318,7 @@ def check_rows(handle: Handle, rank: int, where: str) -> None:
     # Down a column the slots are `start` to `end - 1`, and -1 for all other tokens. The sum of all tells whether they
     # can be: a wrong one among thousands shows, and adding is what a call can spend on it.
     pairs = zip(starts, ends, strict=True)
+    # One more than each slot, less 1 for every element: those that are no slots are -1.
     expected = sum((end - start) * (start + end + 1) // 2 for start, end in pairs) - handle.send_head.numel()
     if int(handle.send_head.sum()) != expected:
         raise ValueError(

@@ -131,7 +131,7 @@ def run_ranks(
                 process = start.Process(target=_run_rank, args=target, name=f"{_NAME} {rank}", daemon=True)
                 with _without_main_file(not has_main):
                     _start(process, args)
-                there.close()
+                there.close()  # otherwise the end of the rank would not be the end of its pipe
                 processes.append(process)
                 pipes.append(here)
             return _collect(pipes, processes, set(may_die), time.monotonic() + limit_secs, limit_secs)

@@ -255,6 +255,7 @@ def _swap(ranks: list[list[int]], shares: list[float]) -> None:
         result.masked_fill_(has_mine | is_here, torch.inf)
         result[:, busiest] = torch.inf
         best = int(result.argmin())
+        # A gain that is only rounding is none.
         if not result.view(-1)[best] < loads[busiest] * (1 - 1e-9):
             break
         slot, rank, other = torch.unravel_index(torch.tensor(best, device="cpu"), result.shape)
@@ -288,6 +289,7 @@ def _find_moves(old: Placement, new: Placement, rank: int) -> _Moves:
             if source == target == rank:
                 kept.append((index, slot))
             elif source == rank and source != target:
+                # In the order of the target's slots, in which that rank lists what it receives.
                 send_slots[target].append(index)
             elif target == rank:
                 recv_slots[source].append(slot)

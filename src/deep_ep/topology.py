@@ -72,7 +72,7 @@ def find_topology(control: Control, ranks_per_node: int | None = None) -> Topolo
     hosts = [host for host, _ in answers]
     wishes = {wish for _, wish in answers}
     if len(wishes) > 1:
-        names = f"{env.RANKS_PER_NODE.name} and {env.TRANSPORT.name}"
+        names = f"{env.RANKS_PER_NODE.name} and {env.TRANSPORT.name}"  # with `message` each rank is a node
         raise EPError(f"topology: {names} must be the same on all ranks, seen nodes of {sorted(wishes)} ranks")
     return arrange(control.rank, hosts, wishes.pop())
 
