@@ -145,11 +145,11 @@ def dispatch_config(num_ranks: int, num_sms: int) -> Config:
 
 
 def combine_config(num_ranks: int, num_sms: int) -> Config:
-    """Return the default `Config` of `combine` for a group of `num_ranks`, likewise."""
+    """Return the default `Config` of `combine` for a group of `num_ranks`, as `dispatch_config` does of `dispatch`."""
     return _default_config("combine_config", num_ranks, num_sms, env.TUNING_FILE.get())
 
 
-@functools.lru_cache(typed=True)
+@functools.lru_cache(typed=True)  # True is as good a key as 1, and no number of ranks
 def _default_config(where: str, num_ranks: int, num_sms: int, tuning_file: str) -> Config:
     """Take the row of the next larger listed size, or the last one."""
     num_ranks = _integer(where, "num_ranks", num_ranks)

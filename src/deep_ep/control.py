@@ -215,7 +215,7 @@ class _PolledGather:
 
     Args:
         group: The group, whose collectives start without waiting for anybody.
-        roll_call: Hears from other ranks.
+        roll_call: Knows whether another rank has given up.
         sent: What this rank contributes.
     """
 
@@ -261,11 +261,11 @@ class _PolledGather:
 
 
 class _ThreadGather:
-    """The same by a function that blocks: in a thread of its own, which ends with the group's own limit.
+    """A gather by a function that blocks: in a thread of its own, which ends with the group's own limit.
 
     Args:
         allgather: The function.
-        roll_call: Hears from other ranks; None: nobody does.
+        roll_call: Knows whether another rank has given up; None: nothing does.
         sent: What this rank contributes.
     """
 

@@ -119,7 +119,7 @@ def agrs_buffer_bytes(session_bytes: int) -> int:
 
 
 class Rates(NamedTuple):
-    """GB/s.
+    """Speeds, in GB/s.
 
     Attributes:
         rdma: Of a rank's share of the network.

@@ -175,6 +175,7 @@ class Generation:
         def write() -> None:
             key = f"{self.number}/verdict"
             if error is None:
+                # Over `failed`, too: a rank that leaves behind the last gather leaves a generation that is made.
                 self._set(key, _MADE)
                 _raise_number(self.store, "made", self.number)
             else:

@@ -24,7 +24,7 @@ class Handle(NamedTuple):
         rank_prefix_matrix: [R, R] int32, `[s, d]` rows that rank d receives from ranks 0..s.
         channel_prefix_matrix: [R, C] int32, kept for its shape: we have no channels. On the CPU all elements are the
             number of the dispatch, or 0; on a GPU 0.
-        recv_channel_prefix_matrix: [R, C] int32; likewise.
+        recv_channel_prefix_matrix: [R, C] int32, the same as `channel_prefix_matrix`.
         recv_src_idx: [n] int32, token index at its source of each received row.
         is_token_in_rank: [T, R] bool, the caller's.
         send_head: [T, R] int32, the row that each token takes at each destination; -1: it is not sent there.
@@ -64,7 +64,7 @@ class ColumnHandle(NamedTuple):
             of the dispatch.
         is_reduced_once: See `Agreement`.
         rows: [T, K] int32, the expanded row of each column at that rank; -1: none. None: the dispatch was compact.
-        alignment: To which the rows of an expert are rounded up; 0: likewise.
+        alignment: To which the rows of an expert are rounded up; 0: the dispatch was compact.
         plan: Of an expanded dispatch on the CPU, its `SendPlan`, whose number tells dispatches apart; else None.
     """
 
@@ -254,7 +254,7 @@ def _direct_shapes(seen: Any, num_ranks: int) -> dict[str, tuple[tuple[int, ...]
 
 
 def _rail_shapes(seen: Any, num_ranks: int, num_nodes: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The same for a `RailHandle`."""
+    """What the tensors of a `RailHandle` must be, given their shapes."""
     num_tokens, marks = _length(seen.send_rdma_head), seen.recv_rdma_channel_prefix_matrix
     num_channels = max(1, marks[-1] if marks else 0)
     return {
@@ -278,12 +278,12 @@ def mark_refused(handle: Handle | RailHandle) -> None:
 
 
 def is_refused(handle: Handle | RailHandle) -> bool:
-    """Whether a handle is of such a dispatch. Its tensors must have been filled."""
+    """Whether a handle is of a dispatch that was refused. Its tensors must have been filled."""
     return bool(_mark_of(handle)[0, 0] == _REFUSED)
 
 
 def require_filled(handle: Handle | RailHandle, where: str) -> None:
-    """Refuse a call that follows such a handle.
+    """Refuse a call that follows the handle of a dispatch that was refused.
 
     Raises:
         EPOverflow: The dispatch was refused.
@@ -293,7 +293,7 @@ def require_filled(handle: Handle | RailHandle, where: str) -> None:
 
 
 def refusal(where: str) -> EPOverflow:
-    """The error of such a call."""
+    """Return the error of a call that follows the handle of a dispatch that was refused."""
     return EPOverflow(
         f"{where}: the dispatch that made this handle was refused, since more rows came than it had memory for: none "
         "were sent. Dispatch again with a larger `num_worst_tokens` (tokens x ranks always suffices), or, if it is one "
@@ -328,7 +328,7 @@ def check_rows(handle: Handle, rank: int, where: str) -> None:
 
 
 def check_rail_rows(handle: RailHandle, where: str) -> None:
-    """The same for the handle of a dispatch across nodes."""
+    """Check the handle of a dispatch across nodes as `check_rows` checks that of one inside a node."""
     rows = handle.recv_gbl_rank_prefix_sum.tolist()
     forwarded = handle.recv_rdma_rank_prefix_sum.tolist()
     _check_ascending(where, "recv_gbl_rank_prefix_sum", [[count] for count in rows])

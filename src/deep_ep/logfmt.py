@@ -3,7 +3,7 @@
 A row of H channels is cut into *units* of 1024 (512 where H is no multiple of 1024, the last perhaps shorter), a unit
 into *groups* of 128. The *ranges* of a row, the largest and the smallest magnitude of each group, always travel beside
 it. A unit is compressed if all its groups have magnitudes below 1, and more than one of them; else it travels as BF16.
-So who has the ranges knows how to read the units.
+So the ranges say how to read the units.
 
 Codes: a sign and 9 bits. With `hi = log2(amax)`, `lo = max(log2(amin), hi - 32)` and `step = (hi - lo) / 510` of a
 group, 0 is 0 and c > 0 is `2 ** ((c - 1) * step + lo)`. Rounding goes to the nearest value, not to the nearest

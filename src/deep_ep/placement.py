@@ -56,7 +56,7 @@ class Placement:
 
     @property
     def num_physical(self) -> int:
-        """P."""
+        """P, the number of physical experts."""
         return self.physical_to_logical.numel()
 
     @property

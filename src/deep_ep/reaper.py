@@ -79,7 +79,7 @@ class _Errand:
         self._work = work
 
     def run(self) -> None:
-        """Do it. Only the reaper calls it."""
+        """Do the work. Only the reaper calls it."""
         if not _is_failing:
             self._work()
 

@@ -233,6 +233,7 @@ class ElasticBuffer(UnsupportedFamilies):
             num_gpu_timeout_secs=num_gpu_timeout_secs,
             trace=trace,
         )
+        # On all ranks, as what `_find_domains` then raises.
         if self._buffer._topology.num_nodes > 1:
             self._buffer._close()
         self._find_domains()

@@ -94,6 +94,7 @@ def make_engine(
                     "Buffer: GPU ranks of several nodes cannot be replaced: NVSHMEM, and memory of a node, are made "
                     "over a process group. Make a new group and a new Buffer over it, or restart the job"
                 )
+            # Before NVSHMEM starts, since it reads its environment then.
             service.pass_on(service.service_level(is_low_latency=bool(sizes.low_latency_bytes)))
         if device.type != "cpu" or env.TRANSPORT.get() in (INTERPRETED, INTERPRETED_MEMORY):
             return _cuda_nodes(control, group, device, sizes, device_limit_secs, topology, enable_shrink)
@@ -133,6 +134,7 @@ def _cpu_nodes(control: Control, topology: Topology, sizes: WindowSizes, enable_
     rail = make_rail(control, topology)
     mesh = make_mesh(control, topology) if sizes.low_latency_bytes else None
     engine = CpuNodesEngine(window, rail, topology, said[0][0], CommStream(f"deep_ep-comm-{control.rank}"), mesh)
+    # Memory and links are there if any rank has asked for them, the calls only if this one has.
     if low_latency_bytes:
         engine.low_latency = CpuLowLatency(engine.chain, engine.stream, low_latency_bytes, enable_shrink, mesh)
     inside = f"{choice.name} inside a node ({'CPU ranks of one host' if size > 1 else 'one rank each'})"

@@ -42,7 +42,7 @@ class RecvHook:
         self.pending = [method]
 
     def __call__(self) -> None:
-        """Receive."""
+        """Receive what the call has sent."""
         buffer = self._buffer
         assert buffer is not None
         lock, trace = buffer._lock, buffer._trace

@@ -119,7 +119,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
     _known_layout: tuple[ReferenceType, ...] | None = None  # to the last layout that was made here, see `usual.py`
     _known_ids: ReferenceType | None = None  # to the ids that it was made of
     _known_version: int | None = None  # of the ids and of the counts of experts, see `usual.version_of`
-    _known_head: ReferenceType | None = None  # to the `send_head` of the last handle, likewise
+    _known_head: ReferenceType | None = None  # to the `send_head` of the last handle that was made here
     _refusal: str | None = None  # why no method works in this process, which is a fork of the rank's
     _is_bounded = False  # whether `set_num_sms` was called: then configs made by default bound the blocks too
 
@@ -516,7 +516,7 @@ class Buffer(LowLatencyMethods, ReplacingMethods):
         Args:
             x: [n, H] BF16, FP16, FP32 or FP64, contiguous: row i belongs to row i of the dispatch.
             handle: Of the dispatch.
-            topk_weights: [n, K] float32 to sum likewise, contiguous, or None.
+            topk_weights: [n, K] float32 to sum in the same way, contiguous, or None.
             bias: One or two [T, H] tensors of x's dtype, contiguous, added first.
             config: Across nodes, how many tokens a message holds and how many messages are queued; without one the
                 buffer chooses. Inside a node the CPU needs no tuning.

@@ -93,6 +93,7 @@ class LowLatencyMethods:
         recv_stats, wait_stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         # A decoding loop makes the same calls again and again: what was checked once is not checked again.
         try:
+            # Types, too: as a key True is 1, and it is no number of tokens.
             key: tuple = (
                 num_max_dispatch_tokens_per_rank, num_experts, type(num_max_dispatch_tokens_per_rank),
                 type(num_experts), use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook, type(x), x.shape,

@@ -98,11 +98,11 @@ def routing(
         num_tokens: T, above 1.
         num_ranks: R.
         device: The buffer's.
-        per_rank: What the caller gave, as those below.
-        mask: Likewise.
-        per_expert: Likewise.
-        topk_idx: Likewise.
-        topk_weights: Likewise.
+        per_rank: The caller's `num_tokens_per_rank`.
+        mask: The caller's `is_token_in_rank`.
+        per_expert: The caller's `num_tokens_per_expert`.
+        topk_idx: The caller's.
+        topk_weights: The caller's.
         known: To `per_rank`, `mask` and `per_expert` of the last layout that the buffer made; None: there is none.
         known_ids: To the ids that it was made of.
     """

@@ -425,6 +425,7 @@ class Unfold:
         slots = send_head.gather(1, owners.clamp(min=0).long()) if form.num_topk else layout.slots
         is_highest = is_valid.clone()
         for column in range(1, form.num_topk):
+            # Columns of the same rank before this one are not its highest.
             is_highest[:, :column] &= owners[:, :column] != owners[:, column : column + 1]
         layout.slots.copy_(torch.where(is_highest, slots, -1))
 
@@ -453,7 +454,7 @@ class Unfold:
                     self._zero_gaps(layout, source if target is None else target)
 
     def _wait(self) -> None:
-        """Wait for what the last step is to wait for."""
+        """Wait for the event that the last step is to come after, if there is one."""
         if self._extras.after is not None:
             self._extras.after.current_stream_wait()
 

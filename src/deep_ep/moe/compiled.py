@@ -133,18 +133,18 @@ _KINDS = (Handle, RailHandle)  # of one node, of several
 
 
 def _telling(kind: type[Handle | RailHandle]) -> list[str]:
-    """The names of all other items."""
+    """The names of the items of a handle that travel through the graph."""
     return [name for name in kind._fields if name not in _SILENT]
 
 
 def _pack(handle: tuple[torch.Tensor, ...]) -> _Tensors:
-    """The items of a handle that say something."""
+    """The items of a handle that travel through the graph."""
     kind = next(kind for kind in _KINDS if len(kind._fields) == len(handle))
     return [item for name, item in zip(kind._fields, handle, strict=True) if name not in _SILENT]
 
 
 def _unpack(routes: _Tensors) -> Handle | RailHandle:
-    """The handle of such items."""
+    """The handle that these are the items of, as `_pack` returns them."""
     kind: Any = next(kind for kind in _KINDS if len(_telling(kind)) == len(routes))
     items = dict(zip(_telling(kind), routes, strict=True))
     nothing = routes[0].new_zeros(items["is_token_in_rank"].size(1), 1, dtype=torch.int32)
@@ -161,6 +161,7 @@ def _fake_routes(buffer: Buffer, num_tokens: int, num_rows: int, like: torch.Ten
 
     mask = empty(num_tokens, num_ranks, dtype=torch.bool)
     if num_nodes == 1:
+        # In the order of `_telling`, as the list below.
         return [empty(num_ranks, num_ranks), empty(num_rows), mask, empty(num_tokens, num_ranks)]
     num_channels = buffer.get_dispatch_config(num_ranks).num_channels
     num_relayed = torch.library.get_ctx().new_dynamic_size()

@@ -155,6 +155,7 @@ def send(
     """
     is_made_here = plan.is_fp8 or weights.dtype != torch.float32
     if is_made_here or not all(part.is_contiguous() for part in (x, weights, topk_idx)):
+        # What is made here is made on the caller's stream, which must wait for the event instead of the call.
         order = order.now()
     with preparing(buffer, "dispatch"):
         payload: Any = _cast(x, plan.is_fp8)

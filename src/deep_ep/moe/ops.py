@@ -491,7 +491,7 @@ class _CombineEnd(torch.autograd.Function):
 
 
 def _waited(result: Result, event: EventOverlap | None, is_async: bool) -> Result:
-    """The same once it is there."""
+    """Return a result once it is there."""
     if is_async:
         assert event is not None
         event.current_stream_wait()

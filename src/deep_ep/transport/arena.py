@@ -139,7 +139,7 @@ class Arena:
         # A region may die on any thread, inside garbage collection, and beside an interrupt: so nothing happens then
         # but that its reference is appended, by code that is not Python's.
         died = weakref.ref(view, self._freed.append)
-        self._regions[id(died)] = died, span
+        self._regions[id(died)] = died, span  # a weak reference that is gone itself calls nothing
         return view
 
     def base_of(self, tensor: torch.Tensor) -> Base | None:

@@ -323,6 +323,7 @@ class Link:
         try:
             while self._outbox:
                 if self._outbox[0].stop <= self.bytes_sent:
+                    # An interrupt between the two costs the pool a page, and a trace a message.
                     self._retire(self._outbox.popleft())
                     continue
                 pieces = chain.from_iterable(outgoing.unsent(self.bytes_sent) for outgoing in self._outbox)

@@ -213,7 +213,7 @@ class SharedMemory:
     @classmethod
     def create(cls) -> SharedMemory:
         """Create new, empty shared memory."""
-        _separate_children()
+        _separate_children()  # before there is memory that a child could inherit
         memory = cls(os.memfd_create(_NAME, os.MFD_CLOEXEC))
         _own_inodes.add(memory.identity()[1])
         return memory

@@ -153,6 +153,7 @@ class RemoteSender:
         while self.link.inbox:
             frame = self.link.inbox.popleft()
             self.num_received += 1
+            # Numbers of calls only grow, also where ranks come into step again.
             if frame.topic != SENT or frame.epoch <= self.latest:
                 what = f"topic {frame.topic} of call {frame.epoch} behind call {self.latest}"
                 self.link.break_off(f"sent a message that cannot be ({what})")

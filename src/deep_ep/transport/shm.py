@@ -109,6 +109,7 @@ def open_all(control: Control, addresses: list[Address], memory: SharedMemory) -
         if error.errno in OUT_OF_RESOURCES:
             raise  # sockets would need more of them
         is_refused = True
+    # Of the whole group: all nodes must go on with the same gathers.
     if not any(control.gather_all(is_refused, "opening shared memory")):
         return opened
     for one in opened:

@@ -148,6 +148,7 @@ class CpuCombine:
         """
         post_rows(call, num_rows, self._parts)
         starts = section_starts(num_rows, self._widths())[:-1]
+        # Offered, too: if another rank has too many rows to post, all ranks read these from here.
         bases = tuple(self._window.board.base_of_rows(call.epoch, start) for start in starts)
         return CpuCombineSource("posted", Offer(num_rows, False, bases), (), None)
 

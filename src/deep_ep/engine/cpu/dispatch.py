@@ -174,6 +174,7 @@ class CpuDispatch:
 
     def _columns(self) -> list[tuple[int, torch.dtype]]:
         """Return columns and dtype of each section. Posted rows need no records."""
+        # Only a full dispatch knows this before it makes memory.
         return section_columns(self._payload, None if self._is_posted else self._routing)
 
     def _outgoing(self) -> list[torch.Tensor]:

@@ -135,6 +135,7 @@ class CpuScope:
 
     def _work(self, *, is_last: bool = False) -> Callable[[], None]:
         """What was handed over, as one job, behind what the call comes after."""
+        # A full dispatch is two jobs: what the first has done, or waited for, is not done again by the second.
         (steps, self._steps), (after, self._after) = (self._steps, []), (self._after, None)
 
         def work() -> None:

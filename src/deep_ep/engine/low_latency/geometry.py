@@ -214,6 +214,7 @@ def plan_combine(where: str, num_bytes: int, geometry: Geometry, has_copies: boo
 
 def bytes_for_two(geometry: Geometry, form: RowFormat) -> int:
     """Return the `num_rdma_bytes` with which a dispatch is not wide."""
+    # All sets lie in one of the regions.
     return _NUM_REGIONS * NUM_SETS * align(geometry.dispatch_bytes(form), ALIGNMENT_BYTES)
 
 
@@ -246,6 +247,7 @@ def _too_small(where: str, num_bytes: int, needed_bytes: int, geometry: Geometry
     hint = geometry.hint()
     wanted = max(hint, _NUM_REGIONS * align(needed_bytes, ALIGNMENT_BYTES))
     if copied_bytes > _copy_set_bytes(wanted, geometry.num_ranks):
+        # A set in a copy has at least 1 / R of a region.
         wanted = _NUM_REGIONS * geometry.num_ranks * align(copied_bytes, ALIGNMENT_BYTES)
     advice = "Buffer.get_low_latency_rdma_size_hint(...) bytes" if wanted == hint else "so many"
     return ValueError(

@@ -39,8 +39,8 @@ class CpuNodesCombine(CpuCombine):
 
     Args:
         chain: The calls of the buffer, of which this is the next.
-        parts: See `CpuCombine`, also for the next one.
-        biases: Likewise.
+        parts: What to give back, see `CpuCombine`.
+        biases: [T, H] tensors that are added first.
         config: How rows are cut into messages.
     """
 

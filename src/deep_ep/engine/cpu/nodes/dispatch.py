@@ -241,6 +241,7 @@ class CpuNodesDispatch(CpuDispatch):
             if num_rows > header.num_worst_tokens
         ]
         rail, wait = self._rails.rail, self._rails.waiting(call)
+        # Also where all rows fit: no rank sends rows before it knows that they fit everywhere.
         for node in rail.nodes:
             rail.send(node, VERDICT, call.epoch, rail.pool.filled(_OVERFLOW.pack(*seen[0]) if seen else b""))
         for node in rail.nodes:

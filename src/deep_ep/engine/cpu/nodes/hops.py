@@ -36,7 +36,7 @@ class Packer:
         self._memory = [bytes_of(part) if named else None for part, named in zip(parts, self._is_named, strict=True)]
 
     def pack(self, tokens: torch.Tensor, names: Sequence[int]) -> Pieces:
-        """A chunk.
+        """Return the chunk of some tokens.
 
         Args:
             tokens: [n] int64, ascending.
@@ -54,6 +54,7 @@ class Packer:
             torch.index_select(part, 0, tokens, out=rows)
             pieces.append(page.view()[start : start + size])
             start += size
+        # With the parts, whose memory must stay until all of it is sent.
         return Pieces(pieces, page, self._parts)
 
 

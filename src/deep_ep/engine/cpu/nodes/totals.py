@@ -57,7 +57,7 @@ class Totals:
             tokens[there] if there < len(tokens) else self._num_tokens
             for tokens, there in zip(self._tokens, self._num_there, strict=True)
         )
-        ready -= ready % self._unit
+        ready -= ready % self._unit  # sums are planned for whole units
         if ready - self._num_done >= _LEAST_UNITS * self._unit:
             self._add_up(ready)
 

@@ -88,9 +88,11 @@ class Verdict:
             if not more:
                 undecided = [rank for rank, said in verdicts.items() if said != set(lost)]
                 have_done = [rank for rank in undecided if not verdicts[rank] and self._has_done(rank, number)]
+                # A rank has received the call, and they have sent it after all: their rows are there for all.
                 if have_done and all(shared.senders[rank].has_sent(number) for rank in lost):
                     self._say(number, ())
                     return {}, number
+                # A rank that has received the call without them agrees.
                 undecided = [rank for rank in undecided if rank not in have_done]
                 if not undecided:
                     return lost, number

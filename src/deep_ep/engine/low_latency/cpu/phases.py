@@ -92,10 +92,10 @@ class LowLatencyCall(ABC):
 
     Attributes:
         agreement: What must be the same on all ranks.
-        takes: See `LowLatencyPhases`, also for the next three.
-        wide_bytes: Likewise.
-        number: Likewise.
-        age: Likewise; of no use here.
+        takes: What it takes of the slots, see `slots.py`.
+        wide_bytes: Of a dispatch that takes a slot: the `num_rdma_bytes` with which it would take none.
+        number: Of the call, once it is made.
+        age: How many calls were sent after it; not used on the CPU.
         slot: The slot of its rows; None: they are in a dispatch set, or there are none.
     """
 
@@ -192,6 +192,7 @@ class LowLatencyCall(ABC):
                 spoiled = error
             # A rank that went on without this one may have overwritten what was being read, or made another call.
             ahead = self._ahead()
+            # A difference is no mistake of the program if the other rank has received the call without this one.
             if spoiled is not None and not ahead:
                 ahead = self._excluding()
             if not ahead:
