@@ -132,6 +132,7 @@ class Sent(NamedTuple):
     def land(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows [n, H] and their weights [n, K], float32 or float64. They must be there."""
         x, wide = self.rows.unpack()
+        # Wide weights came as scales, of which the buffer clears none: those of other ranks' experts must become 0.
         return x, self.topk_weights if wide is None else wide.masked_fill(self.topk_idx < 0, 0.0)
 
 

@@ -336,7 +336,7 @@ def _mem_available(text: str) -> int:
 def _read_number(path: Path, parse: Callable[[str], int]) -> int | None:
     try:
         return parse(path.read_text())
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError):  # another system, or a group without a limit
         return None
 
 

@@ -68,7 +68,7 @@ def make_window(control: Control, sizes: WindowSizes) -> Window:
     """Make this rank's window and map its peers' boards. All ranks call it together, in a joint step."""
     memory = new_memory(control)
     board_span = memory.grow(Board.num_bytes(control.num_ranks))
-    memory.commit(board_span)
+    memory.commit(board_span)  # before any peer touches it
     address = Address(os.getpid(), memory.fd, memory.identity(), sizes.low_latency_bytes)
     addresses = control.gather(address, "making shared memory")
     peers: list[Peer] = []

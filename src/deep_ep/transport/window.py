@@ -131,6 +131,7 @@ class Peer:
 
     def failure(self) -> Failure | None:
         """Why the peer has failed; None: it has not."""
+        # The word first: the text was written before it. It is 1 + the rank, since 0 is no failure.
         failed = self.board.failed.load_acquire()
         return Failure(failed - 1, self.board.read_text()) if failed else None
 
@@ -399,6 +400,7 @@ class Window:
             )
 
     def _raise_if_dead(self, where: Where, pending: list[Peer], target: int) -> None:
+        # Alive first, progress second, as above: a peer may have done its part and then ended.
         dead = [peer for peer in pending if not peer.is_alive() and peer.board.progress.load_acquire() < target]
         if dead:
             raise EPError(

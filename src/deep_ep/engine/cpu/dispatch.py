@@ -296,6 +296,7 @@ class CpuDispatch:
         seen = self._routing.is_token_in_rank.sum(0).tolist()
         told = self._routing.num_tokens_per_rank.tolist()
         if seen != told:
+            # Counts that were never made are not the caller's mistake.
             layout.require_counted(told, self._window.me())
             raise ValueError(
                 "dispatch: `num_tokens_per_rank` must be the column sums of `is_token_in_rank`, "

@@ -125,7 +125,7 @@ class LowLatencyEngine(ABC):
             # A caller that has left a call by an exception will not call its hook any more.
             self._in_flight.abandon()
             with self._scope(BARRIER, " join", _SYNC) as scope:
-                call.number = self._in_flight.next_number
+                call.number = self._in_flight.next_number  # for messages: the ranks are still to agree on it
                 scope.announce(call)
                 met = self._join(scope)
                 self._in_flight.go_on_from(met.number)
@@ -157,6 +157,7 @@ class LowLatencyEngine(ABC):
                 call.take_slot(*self._slots.take(call.number))
             scope.launch(call.send)
             if not has_hook:
+                # Already now: whatever is queued later comes behind its receive phase.
                 in_flight.receive(call.number)
                 scope.launch(call.receive)
         return scope.event, self._hook(call) if has_hook else None

@@ -328,6 +328,7 @@ class LowLatencyCall(ABC):
             return False
         size, times, gone, told, refused = shared.num_mask_words, self._own_refusal.times_of(self.number), {}, {}, {}
         for rank, theirs in self._standing_of_others().items():
+            # First: nothing else in the post of another call is about this one.
             if theirs.number != self.number:
                 gone[rank] = f", which has gone on without this rank (it is at call {theirs.number})"
             elif shared.rank in shared.ranks_of(theirs.masks[:size]):
