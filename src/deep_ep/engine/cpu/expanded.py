@@ -205,7 +205,7 @@ def fill_plan(
     each, num_ranks = np.array(counts), len(counts)
     aligned = -(-each.sum(0) // alignment) * alignment
     by_rank = aligned.reshape(num_ranks, -1)
-    # Behind the rows of earlier experts of the same rank, and behind the selections of earlier ranks.
+    # Behind the rows of earlier experts of that rank, and those of earlier source ranks for the same expert.
     first = (by_rank.cumsum(1) - by_rank).ravel() + each[:rank].sum(0)
     selections, rows = expanded_rows(topk_idx, each[rank], first)
     tokens = torch.from_numpy(selections // max(1, topk_idx.size(1)))
